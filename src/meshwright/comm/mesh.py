@@ -1,0 +1,135 @@
+"""The mesh: which rank stands where on every axis of a layout, and the process group it talks to there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.faults import Faults
+from meshwright.comm.record import Record
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+
+AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "data", "shard", "replica", "world")
+
+
+class Communicator:
+    """What all axes of one process share: the record of calls, the planted fault, how long a call may wait."""
+
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        self.record = Record()
+        self.faults = Faults()
+        self.timeout_seconds = timeout_seconds
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as one rank sees it: the global `ranks` along it, in order, and its own place `rank` among them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def key(self) -> str:
+        """The name under which a compiled block finds this axis again (custom operators take no objects)."""
+        return f"{self.name}{self.ranks}"
+
+
+_axes: dict[str, Axis] = {}  # key -> axis of this process, for the custom operators alone
+
+
+def axis_of(key: str) -> Axis:
+    """The axis that `Axis.key` names."""
+    return _axes[key]
+
+
+class Mesh:
+    """All axes of one rank.
+
+    `tp cp dp pp ep`: the axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: the ranks
+    that share ZeRO's shards (`data`, or groups of N inside it with `hsN`). `replica`: the ranks that hold the same
+    shard in the other sharding groups. `world`: everybody.
+    """
+
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    ep: Axis
+    data: Axis
+    shard: Axis
+    replica: Axis
+    world: Axis
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        communicator: Communicator,
+        group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.world_size = layout.world_size
+        self.device = device
+        self.communicator = communicator
+        for name in AXIS_NAMES:
+            for ranks in layout.groups(name):
+                group = group_of(tuple(ranks))
+                if rank in ranks:
+                    axis = Axis(name, tuple(ranks), ranks.index(rank), group, communicator)
+                    setattr(self, name, axis)
+                    _axes[axis.key] = axis
+
+    @property
+    def record(self) -> Record:
+        return self.communicator.record
+
+    @property
+    def faults(self) -> Faults:
+        return self.communicator.faults
+
+    @classmethod
+    def single(cls, layout: Layout | None = None, device: torch.device | str = "cpu") -> Mesh:
+        """One device: every axis has size 1 and every collective call returns its input. Needs no process group."""
+        layout = Layout() if layout is None else layout
+        if layout.world_size != 1:
+            raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
+        return cls(layout, 0, torch.device(device), Communicator(), lambda ranks: None)
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> Mesh:
+        """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout."""
+        if layout.world_size == 1 and not dist.is_initialized():
+            return cls.single(layout, device)
+        world_size = dist.get_world_size()
+        if layout.world_size != world_size:
+            raise UserError(f'layout "{layout}" needs {layout.world_size} processes, there are {world_size}')
+        everybody = tuple(range(world_size))
+        # Axes over the same ranks share one group: connections are full meshes, and groups are made by all ranks alike.
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
+
+        def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if len(ranks) == 1:
+                return None
+            if ranks not in groups:
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+                groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
+            return groups[ranks]
+
+        return cls(layout, dist.get_rank(), torch.device(device), Communicator(timeout_seconds), group_of)
+
+
+Axes = Mesh

@@ -1,0 +1,155 @@
+"""Collective calls inside the model, as autograd pairs: what one does forward, its conjugate does backward.
+
+They are custom operators, so that bytes are recorded and planted faults served inside compiled blocks too. On an axis
+of size 1 each returns its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Axis, axis_of
+
+
+def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+    """Enter a region where each rank computes its share from the whole `x`: forward x, backward the sum of the ranks'
+    gradients (Megatron-LM's f: arXiv 1909.08053, section 3)."""
+    return x if axis.size == 1 else torch.ops.meshwright.copy_to(x, axis.key, site)
+
+
+def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+    """Leave such a region: forward the sum of the ranks' `x`, backward the gradient as it is (Megatron-LM's g)."""
+    return x if axis.size == 1 else torch.ops.meshwright.reduce_from(x, axis.key, site)
+
+
+def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
+    """Forward the ranks' `x` concatenated along `dim`; backward the sum of the ranks' gradients, each its own slice
+    (sequence parallel: arXiv 2205.05198, section 4.2.2, g)."""
+    return x if axis.size == 1 else torch.ops.meshwright.gather_from(x, axis.key, site, dim)
+
+
+def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
+    """Forward this rank's slice along `dim` of the sum of the ranks' `x`; backward the gradients concatenated
+    (sequence parallel: arXiv 2205.05198, section 4.2.2, the conjugate of g)."""
+    return x if axis.size == 1 else torch.ops.meshwright.reduce_scatter_to(x, axis.key, site, dim)
+
+
+def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
+    """Forward this rank's slice of `x` (the same on all ranks) along `dim`; backward the gradients concatenated."""
+    return x if axis.size == 1 else torch.ops.meshwright.split_to(x, axis.key, site, dim)
+
+
+def _sum(x: torch.Tensor, key: str, site: str) -> torch.Tensor:
+    total = x.contiguous().clone()
+    collectives.all_reduce(total, axis_of(key), site)
+    return total
+
+
+def _gather(x: torch.Tensor, key: str, site: str, dim: int) -> torch.Tensor:
+    axis = axis_of(key)
+    front = x.movedim(dim, 0).contiguous()
+    whole = front.new_empty((axis.size * front.shape[0], *front.shape[1:]))
+    collectives.all_gather(whole, front, axis, site)
+    return whole.movedim(0, dim).contiguous()
+
+
+def _sum_slice(x: torch.Tensor, key: str, site: str, dim: int) -> torch.Tensor:
+    axis = axis_of(key)
+    front = x.movedim(dim, 0).contiguous()
+    part = front.new_empty((front.shape[0] // axis.size, *front.shape[1:]))
+    collectives.reduce_scatter(part, front, axis, site)
+    return part.movedim(0, dim).contiguous()
+
+
+def _slice(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+    axis = axis_of(key)
+    return x.chunk(axis.size, dim)[axis.rank].clone()
+
+
+def _longer(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= axis_of(key).size
+    return x.new_empty(shape)
+
+
+def _shorter(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] //= axis_of(key).size
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("meshwright::copy_to", mutates_args=())
+def _copy_to(x: torch.Tensor, axis: str, site: str) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("meshwright::reduce_from", mutates_args=())
+def _reduce_from(x: torch.Tensor, axis: str, site: str) -> torch.Tensor:
+    return _sum(x, axis, site)
+
+
+@torch.library.custom_op("meshwright::gather_from", mutates_args=())
+def _gather_from(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
+    return _gather(x, axis, site, dim)
+
+
+@torch.library.custom_op("meshwright::reduce_scatter_to", mutates_args=())
+def _reduce_scatter_to(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
+    return _sum_slice(x, axis, site, dim)
+
+
+@torch.library.custom_op("meshwright::split_to", mutates_args=())
+def _split_to(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
+    return _slice(x, axis, dim)
+
+
+_copy_to.register_fake(lambda x, axis, site: torch.empty_like(x))
+_reduce_from.register_fake(lambda x, axis, site: x.new_empty(x.shape))
+_gather_from.register_fake(lambda x, axis, site, dim: _longer(x, axis, dim))
+_reduce_scatter_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, dim))
+_split_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, dim))
+
+
+def _remember(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    context.axis, context.site = inputs[1], inputs[2] + ".backward"
+    context.dim = inputs[3] if len(inputs) > 3 else 0
+
+
+_copy_to.register_autograd(
+    lambda context, g: (torch.ops.meshwright.reduce_from(g, context.axis, context.site), None, None),
+    setup_context=_remember,
+)
+_reduce_from.register_autograd(
+    lambda context, g: (torch.ops.meshwright.copy_to(g, context.axis, context.site), None, None),
+    setup_context=_remember,
+)
+_gather_from.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.reduce_scatter_to(g.contiguous(), context.axis, context.site, context.dim),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_remember,
+)
+_reduce_scatter_to.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.gather_from(g.contiguous(), context.axis, context.site, context.dim),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_remember,
+)
+_split_to.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.gather_from(g.contiguous(), context.axis, context.site, context.dim),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_remember,
+)

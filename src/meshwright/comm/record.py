@@ -1,0 +1,60 @@
+"""What every collective call site did: calls, bytes, and the number of the last call, for reports and time-outs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SiteRecord:
+    """Totals of one call site since the record was last cleared. Bytes are this rank's."""
+
+    site: str
+    operation: str
+    axis: str
+    calls: int = 0
+    payload_bytes: int = 0  # the whole vector: what is reduced, or what a gather makes
+    sent_bytes: int = 0  # what this rank puts on the wire
+
+
+class Record:
+    """Counts the collective calls of one process, by site and operation. Noting a call costs a dictionary look-up."""
+
+    def __init__(self) -> None:
+        self.sites: dict[tuple[str, str], SiteRecord] = {}
+        self.sequence = 0  # calls made since the process started; never cleared, so that ranks can be compared
+        self.last: str = "nothing yet"
+
+    def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> int:
+        """Count one call; returns its sequence number."""
+        entry = self.sites.get((site, operation))
+        if entry is None:
+            entry = self.sites[(site, operation)] = SiteRecord(site, operation, axis)
+        entry.calls += 1
+        entry.payload_bytes += payload_bytes
+        entry.sent_bytes += sent_bytes
+        self.sequence += 1
+        self.last = site
+        return self.sequence
+
+    def clear(self) -> None:
+        """Forget the totals (the sequence number goes on)."""
+        self.sites.clear()
+
+    def sent_bytes(self) -> int:
+        """Bytes this rank has put on the wire since the last `clear`."""
+        return sum(entry.sent_bytes for entry in self.sites.values())
+
+    def table(self) -> list[dict[str, str | int]]:
+        """One JSON-able line per call site and operation, in the order of their first call."""
+        return [
+            {
+                "site": entry.site,
+                "operation": entry.operation,
+                "axis": entry.axis,
+                "calls": entry.calls,
+                "payload_bytes": entry.payload_bytes,
+                "sent_bytes": entry.sent_bytes,
+            }
+            for entry in self.sites.values()
+        ]

@@ -1,0 +1,71 @@
+"""How a collective is carried: NCCL's own calls, or on gloo sends and receives straight between the final buffers.
+
+Each function posts the transfers and returns (works, finish): the result is there once every work has been waited for
+and `finish`, if any, has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mesh import Axis
+
+Posted = tuple[list[Any], Callable[[], None] | None]
+
+
+def native(axis: Axis, tensor: torch.Tensor) -> bool:
+    """Whether the backend's own reduce-scatter and all-gather are used (everywhere but gloo on CPU tensors)."""
+    return tensor.device.type != "cpu" or dist.get_backend(axis.group) != "gloo"
+
+
+# torch 2.13 renamed these two.
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+    """output[n] = sum over ranks of source[rank * n : (rank + 1) * n]."""
+    if native(axis, source):
+        return [_native_reduce_scatter(output, source, group=axis.group, async_op=True)], None
+    parts = source.view(axis.size, -1)
+    arrived = torch.empty_like(parts)
+    arrived[axis.rank].copy_(parts[axis.rank])
+    works = _exchange(list(parts), list(arrived), axis)
+
+    def finish() -> None:
+        torch.sum(arrived, dim=0, out=output.view(-1))
+
+    return works, finish
+
+
+def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+    """output = concatenation over ranks of source. `source` may be this rank's place in `output`."""
+    if native(axis, source):
+        return [_native_all_gather(output, source, group=axis.group, async_op=True)], None
+    parts = output.view(axis.size, -1)
+    if parts[axis.rank].data_ptr() != source.data_ptr():
+        parts[axis.rank].copy_(source.view(-1))
+    return _exchange([source.view(-1)] * axis.size, list(parts), axis), None
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
+    """Sum or maximum over the ranks, in place."""
+    operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    return [dist.all_reduce(tensor, op=operation, group=axis.group, async_op=True)], None
+
+
+def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
+    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; starting at one's right-hand
+    neighbour, so that not everybody sends to the same rank first."""
+    works: list[Any] = []
+    for distance in range(1, axis.size):
+        left = (axis.rank - distance) % axis.size
+        works.append(dist.irecv(incoming[left], group=axis.group, group_src=left))
+    for distance in range(1, axis.size):
+        right = (axis.rank + distance) % axis.size
+        works.append(dist.isend(outgoing[right], group=axis.group, group_dst=right))
+    return works
