@@ -1,0 +1,33 @@
+"""What can go wrong, and the exit code a command ends with when it does. Anything else is a fault of ours and keeps its traceback."""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Base of every error that Meshwright raises on purpose; its text is one line for a person to read."""
+
+    exit_code = 1
+
+
+class UserError(MeshwrightError):
+    """A mistake in what a person wrote: one line that says what, where, and what would be right."""
+
+    exit_code = 2
+
+
+class CheckFailed(MeshwrightError):
+    """A check that was asked for does not hold."""
+
+    exit_code = 1
+
+
+class RankLost(MeshwrightError):
+    """A rank of a running job died or stopped answering."""
+
+    exit_code = 3
+
+
+class Terminated(MeshwrightError):
+    """SIGTERM arrived and the state has been saved: 128 + 15, as a shell counts."""
+
+    exit_code = 143

@@ -1,0 +1,76 @@
+"""Every published name that a person may write, in one place, and the sentence that answers a name nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+ZERO_LEVELS = (0, 1, 2, 3)
+RECOMPUTE = ("none", "selective", "full")
+OFFLOADS = ("cpu", "nvme")
+CONTEXT_METHODS = ("ring", "ulysses")
+
+# Model chunks that a rank holds under each pipeline schedule: (when nothing is said, least, most). None: no upper limit.
+SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
+    "gpipe": (1, 1, 1),
+    "1f1b": (1, 1, 1),
+    "interleaved": (2, 2, None),
+    "looped-bfs": (2, 2, None),
+    "zb-h1": (1, 1, 1),
+    "zb-h2": (1, 1, 1),
+    "zb-v": (2, 2, 2),
+    "v-half": (2, 2, 2),
+    "v-min": (2, 2, 2),
+    "dualpipe": (1, 1, 1),
+    "dualpipe-v": (2, 2, 2),
+    "chimera": (1, 1, 1),
+    "gems": (1, 1, 1),
+    "pipedream": (1, 1, 1),
+    "pipedream-2bw": (1, 1, 1),
+    "auto": (1, 1, None),
+}
+SCHEDULES = tuple(SCHEDULE_CHUNKS)
+BIDIRECTIONAL_SCHEDULES = ("dualpipe", "chimera", "gems")
+
+ALL_REDUCE_ALGORITHMS = (
+    "ring",
+    "halving-doubling",
+    "rabenseifner",
+    "butterfly",
+    "binomial-tree",
+    "double-binary-tree",
+    "hierarchical",
+    "2d-torus",
+    "2d-mesh",
+    "3d-torus",
+    "auto",
+)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+
+CORPORA = ("stdlib",)
+DATA_FORMATS = ("auto", "text", "jsonl")
+TOKENIZERS = ("bytes", "bpe")
+
+OPTIMIZERS = ("adamw", "sgd")
+LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
+CHECKPOINT_DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` was most likely meant to be, or None when nothing is close."""
+    by_lower_case = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
+    return by_lower_case[matches[0]] if matches else None
+
+
+def unknown(kind: str, word: str, known: Iterable[str]) -> str:
+    """`unknown optimizer "adamq"; did you mean "adamw"? (known: adamw, sgd)`."""
+    known = list(known)
+    close = nearest(word, known)
+    suggestion = f'; did you mean "{close}"?' if close else ""
+    return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
