@@ -1,0 +1,339 @@
+"""The recipe: one TOML file that says what to train and on what; every mistake in it is one line that names its key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import (
+    CHECKPOINT_DTYPES,
+    DATA_FORMATS,
+    DEVICES,
+    FAMILIES,
+    LEARNING_RATE_SCHEDULES,
+    OPTIMIZERS,
+)
+from meshwright.tables import Schema, Table, is_table, matching, named
+from meshwright.toml import read_toml, toml_value, write_toml
+
+
+def _layout(text: str) -> str:
+    if text == "auto":
+        raise ValueError('layout "auto" is not available in this version; name one, as in layout = "dp2 zero1"')
+    try:
+        Layout.parse(text)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+RunName = Annotated[str, matching(r"[^/\\.][^/\\]*", "a plain directory name")]
+Rendezvous = Annotated[str, matching(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would never forget
+
+
+class RunRecipe(Table):
+    """[run]: where it runs and where it leaves its files."""
+
+    name: RunName = "run"  # the name of the recipe's file unless said
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    directory: Name | None = None  # runs/NAME unless said
+    rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
+    device: Annotated[str, named("device", DEVICES)] = "auto"
+    threads: Count | None = None  # per rank; the processors shared out unless said
+    collective_timeout: Positive = 600.0  # seconds
+
+
+class ModelRecipe(Table):
+    """[model]: a preset, a Hugging Face directory (`from`), or a family; sizes given here override what those say."""
+
+    preset: Name | None = None
+    from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
+    load_weights: bool = False  # with `from`: start from its weights
+    family: Annotated[str, named("family", FAMILIES)] | None = None
+    layers: Count | None = None
+    hidden: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate: Count | None = None
+    vocabulary: Count | None = None  # the tokenizer's unless said
+    max_positions: Count | None = None  # data.sequence unless said
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, bool | int | float | str] | None = None
+    sliding_window: Count | None = None
+    tied: bool | None = None
+    norm_epsilon: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_architecture(self) -> Self:
+        said = [
+            key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
+        ]
+        if not said:
+            raise ValueError("says no architecture: give preset, from, or family with layers, hidden and heads")
+        if len(said) > 1:
+            raise ValueError(f"says the architecture twice, by {said[0]} and by {said[1]}: keep one")
+        if self.family:
+            missing = [key for key in ("layers", "hidden", "heads") if getattr(self, key) is None]
+            if missing:
+                raise ValueError(f"family {self.family} needs {' and '.join(missing)} as well")
+        if self.load_weights and not self.from_path:
+            raise ValueError("load_weights needs from: the directory that holds the weights")
+        return self
+
+
+class CleanRecipe(Table):
+    """[data.clean]: which documents are dropped."""
+
+    minimum_characters: CountOrZero = 1
+    maximum_characters: Count | None = None
+    maximum_control_fraction: Fraction = 0.01  # control characters other than white space
+    maximum_repetition: Fraction = 0.75  # of a document's lines, those that stood earlier in it
+    exact_duplicates: bool = True  # drop them
+    encoding: Name = "utf-8"
+
+
+class DataRecipe(Table):
+    """[data]: what is read, how it becomes tokens, and how tokens become samples."""
+
+    source: Name | Annotated[list[Name], Field(min_length=1)]  # "stdlib", a path, a glob, or several of them
+    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
+    text_key: Name = "text"  # of a JSONL line
+    tokenizer: Name = "bpe"  # "bytes", "bpe" (trained on the data), a tokenizer.json or a Hugging Face directory
+    vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of the trained BPE: 256 bytes, the end of text, merges
+    sequence: Count  # tokens in a sample
+    document_mask: bool = True  # documents packed into one sample do not see each other
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the documents
+    cache: Name | None = None  # the user's cache directory unless said
+    shard_tokens: Count = 2**26  # tokens in one file of the cache
+    clean: CleanRecipe = CleanRecipe()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+
+
+class TrainRecipe(Table):
+    """[train]: one optimizer step after another."""
+
+    steps: Count
+    batch: Count  # sequences in a step, over all ranks
+    optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
+    learning_rate: Positive  # at the peak
+    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    momentum: Decay = 0.0  # sgd
+    schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
+    warmup: CountOrZero = 0  # steps
+    decay: CountOrZero = 0  # steps of the wsd tail
+    minimum_learning_rate: Fraction = 0.1  # of the peak
+    clip: NotNegative = 1.0  # global gradient norm; 0 = off
+    compile: bool = False
+    deterministic: bool = False
+    validate_every: CountOrZero = 0  # steps; 0 = never
+    validation_sequences: Count = 64
+    maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
+    log_every: Count = 1
+    slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if self.warmup + self.decay > self.steps:
+            parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
+            raise ValueError(
+                f"{parts} do not fit into steps = {self.steps}"
+                if self.decay
+                else f"{parts} is more than steps = {self.steps}"
+            )
+        if self.schedule == "wsd" and not self.decay:
+            raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')
+        if self.decay and self.schedule != "wsd":
+            raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f'momentum belongs to optimizer "sgd"; "{self.optimizer}" has betas')
+        return self
+
+
+class CheckpointRecipe(Table):
+    """[checkpoint]: what is kept."""
+
+    every: CountOrZero = 0  # steps; 0 = at the end only
+    keep: Count = 2
+    keep_best: bool = True
+    dtype: Annotated[str, named("dtype", CHECKPOINT_DTYPES)] = "float32"
+    background: bool = True
+
+
+class Recipe(Table):
+    """A whole recipe, read by `load_recipe` from a file or by `Recipe.from_tables` from dictionaries.
+
+    Relative paths in it start at the current directory.
+    """
+
+    layout: Annotated[str, AfterValidator(_layout)] = "dp1"
+    run: RunRecipe = RunRecipe()
+    model: ModelRecipe
+    data: DataRecipe
+    train: TrainRecipe
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+
+    _source_path: Path | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> Self:
+        if self.train.validate_every and not self.data.validation_fraction:
+            raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal recipes say the same; from which file does not matter."""
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
+
+    @property
+    def parsed_layout(self) -> Layout:
+        return Layout.parse(self.layout)
+
+    @property
+    def source_path(self) -> Path | None:
+        """The file it was read from."""
+        return self._source_path
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run.directory) if self.run.directory else Path("runs") / self.run.name
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """Check a recipe given as nested dictionaries. `UserError` in one line that starts with `where`."""
+        return SCHEMA.check(tables, lambda key: where)
+
+    def to_toml(self) -> str:
+        """The whole recipe, defaults included, as TOML that reads back equal."""
+        return write_toml(self._tables())
+
+    def _tables(self) -> dict[str, Any]:
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at `path`, with `overrides` such as `train.steps=100` or `layout=dp2 zero1` on top; the last counts.
+
+    Values of overrides are TOML; a bare word is a string. `UserError`: one line with the file or the override, the key,
+    and what would be right.
+    """
+    path = Path(path)
+    tables = read_toml(path, "recipe")
+    said_by: dict[str, str] = {}
+    for override in overrides:
+        key = SCHEMA.override(tables, override)
+        said_by[key] = f'override "{override}"'
+    run = tables.setdefault("run", {})
+    if isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
+        run.setdefault("name", path.stem)
+
+    def where(key: str) -> str:
+        return next((said_by[name] for name in said_by if key == name or key.startswith(name + ".")), str(path))
+
+    recipe = SCHEMA.check(tables, where)
+    recipe._source_path = path
+    return recipe
+
+
+SCHEMA = Schema(
+    Recipe,
+    elsewhere={
+        "batch_size": "train.batch",
+        "d_model": "model.hidden",
+        "dtype": "layout",
+        "eps": "train.epsilon",
+        "grad_clip": "train.clip",
+        "hidden_size": "model.hidden",
+        "intermediate_size": "model.intermediate",
+        "lr": "train.learning_rate",
+        "max_grad_norm": "train.clip",
+        "max_steps": "train.steps",
+        "min_lr": "train.minimum_learning_rate",
+        "n_embd": "model.hidden",
+        "n_head": "model.heads",
+        "n_layer": "model.layers",
+        "num_attention_heads": "model.heads",
+        "num_hidden_layers": "model.layers",
+        "num_key_value_heads": "model.kv_heads",
+        "output_dir": "run.directory",
+        "precision": "layout",
+        "save_every": "checkpoint.every",
+        "seq_len": "data.sequence",
+        "tie_word_embeddings": "model.tied",
+        "vocab_size": "data.vocabulary",
+        "warmup_steps": "train.warmup",
+    },
+)
+
+# What may change when a run is resumed: where it runs, how long, what it tells and keeps; never what it computes.
+RESUMABLE = (
+    "layout",
+    "run.name",
+    "run.directory",
+    "run.rendezvous",
+    "run.device",
+    "run.threads",
+    "run.collective_timeout",
+    "data.cache",
+    "train.steps",
+    "train.decay",  # of a warm-up-stable-decay run: its tail is often chosen late
+    "train.compile",
+    "train.deterministic",
+    "train.validate_every",
+    "train.validation_sequences",
+    "train.maximum_skipped",
+    "train.log_every",
+    "train.slow_rank_factor",
+    "checkpoint",
+)
+_FIXED_BECAUSE = {
+    "run": "every initial value and the order of the samples come from it",
+    "model": "the saved tensors belong to the model as it was",
+    "data": "the samples would not go on where the run stopped",
+    "train": "the result would be neither the old run's nor the new one's",
+}
+
+
+def resume_differences(old: Recipe, new: Recipe) -> None:
+    """`UserError` naming the first key that differs and may not change when a run is resumed (see `RESUMABLE`)."""
+    before, after = _flat(old), _flat(new)
+    for key in SCHEMA.keys:
+        if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
+            continue
+        was, now = (toml_value(values[key]) if key in values else "unset" for values in (before, after))
+        reason = _FIXED_BECAUSE[key.partition(".")[0]]
+        raise UserError(
+            f"{new.source_path or 'recipe'}: {key} was {was} when this run began and is {now} now, and it may not change: "
+            f"{reason}; put it back, or begin another run with another run.name"
+        )
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """The values that are not tables, by dotted key."""
+    flat: dict[str, Any] = {}
+    tables = recipe._tables()
+    for key, field in SCHEMA.keys.items():
+        value: Any = tables
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and not is_table(field.annotation):
+            flat[key] = value
+    return flat

@@ -1,0 +1,80 @@
+"""TOML files: read with errors that name file and line, and written so that they read back equal."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.names import nearest
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The tables of the TOML file at `path`; `kind` is what it should be ("recipe"). `UserError` if it is not that."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(_no_such_file(path, kind)) from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a directory; a {kind} is a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a {kind}: byte {error.start} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        position = re.search(r" \(at line (\d+), column \d+\)$", message)
+        line = position[1] if position else len(text.splitlines()) or 1
+        reason = message[: position.start()] if position else message.removesuffix(" (at end of document)")
+        raise UserError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+
+
+def _no_such_file(path: Path, kind: str) -> str:
+    if not path.parent.is_dir():
+        return f"no such {kind}: {path} (there is no directory {path.parent})"
+    files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]
+    close = nearest(path.name, files) or nearest(f"{path.name}.toml", files)
+    return f"no such {kind}: {path}" + (f"; did you mean {path.parent / close}?" if close else "")
+
+
+def write_toml(tables: Mapping[str, Any]) -> str:
+    """`tables` as TOML text. Values: strings, booleans, numbers, lists and dictionaries of these; no None."""
+    lines: list[str] = []
+    _write_table(tables, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write_table(table: Mapping[str, Any], name: str, lines: list[str]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    if name and (values or not table):
+        lines.extend([""] * bool(lines) + [f"[{name}]"])
+    lines.extend(f"{_key(key)} = {toml_value(value)}" for key, value in values.items())
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _write_table(value, f"{name}.{_key(key)}" if name else _key(key), lines)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are a subset of TOML's
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value)  # the shortest text that reads back as the same number; "inf" and "nan" are TOML too
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {toml_value(item)}' for key, item in value.items())}}}"
+    assert isinstance(value, int), f"{value!r} has no TOML form"
+    return str(value)
