@@ -1,0 +1,263 @@
+"""The architecture of a model as data: one frozen value, read from a Hugging Face configuration or from a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.errors import UserError
+from meshwright.model.families import FAMILIES, read_fields, write_config
+from meshwright.model.rope_scaling import RopeScaling, read_rope_scaling
+from meshwright.names import unknown
+
+if TYPE_CHECKING:
+    from meshwright.recipe import ModelRecipe
+
+__all__ = ["ModelConfig", "RopeScaling", "config_from_recipe"]
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Positions = Literal["rope", "learned", "alibi"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer. Sizes count elements; ``UserError`` when they contradict each other or the family.
+
+    A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
+    (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
+    exist for planning: Gemma 2 norms each sublayer's output too, BLOOM norms its embeddings.
+    """
+
+    family: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    max_positions: int
+    norm: Norm
+    norm_epsilon: float
+    activation: Activation
+    gated: bool
+    positions: Positions
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    windowed_layers: tuple[bool, ...] | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    query_key_norm: bool = False
+    post_norms: bool = False
+    embedding_norm: bool = False
+    tied: bool = False
+    bos_token: int | None = None
+    eos_token: int | None = None
+    more_eos_tokens: tuple[int, ...] = ()  # some models end a turn and a text differently
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise UserError(f"model: {problem}")
+
+    def _problem(self) -> str | None:
+        if self.family not in FAMILIES:
+            return unknown("family", self.family, FAMILIES)
+        for name in (
+            "vocabulary",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
+        if self.heads % self.kv_heads:
+            return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
+        if self.hidden % self.heads and self.family in ("llama", "gemma2"):  # transformers refuses these two only
+            return f"hidden {self.hidden} must be a multiple of heads {self.heads} in family {self.family}"
+        if self.positions == "rope" and self.head_dim % 2:
+            return f"head_dim {self.head_dim} must be even: rotary positions turn pairs of features"
+        for name, value in FAMILIES[self.family].fixed.items():
+            if getattr(self, name) != value:
+                return f"{name} is always {value!r} in family {self.family}, not {getattr(self, name)!r}"
+        if not self.gated and (self.kv_heads != self.heads or self.head_dim * self.heads != self.hidden):
+            return (
+                f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
+                f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
+            )
+        if self.family in ("llama", "qwen3", "gemma2") and self.qkv_bias != self.output_bias:
+            return f"family {self.family} has both attention biases or none"
+        if self.sliding_window is not None and self.sliding_window < 1:
+            return f"sliding_window must be at least 1, not {self.sliding_window}"
+        if self.windowed_layers is not None and (
+            self.sliding_window is None or len(self.windowed_layers) != self.layers
+        ):
+            return f"windowed_layers needs a sliding_window and one entry for each of {self.layers} layers"
+        return None
+
+    @property
+    def planning_only(self) -> str | None:
+        """Why this model can be planned but not run; None when it can be run."""
+        return FAMILIES[self.family].planning_only
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """Every token that ends a text."""
+        return (() if self.eos_token is None else (self.eos_token,)) + self.more_eos_tokens
+
+    def layer_window(self, layer: int) -> int | None:
+        """Tokens that a token of this layer sees at most, itself included; None: all before it."""
+        if self.windowed_layers is not None and not self.windowed_layers[layer]:
+            return None
+        return self.sliding_window
+
+    @classmethod
+    def from_huggingface(cls, data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """The model that a Hugging Face configuration describes, in the spelling of transformers 4 or 5.
+
+        ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key,
+        sizes that do not fit each other, a quantised model, or anything else that we would not compute.
+        """
+        try:
+            return cls(**read_fields(data, where))
+        except UserError as error:
+            message = str(error)
+            raise UserError(f"{where}: {message[7:]}" if message.startswith("model: ") else message) from None
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """A ``config.json`` object that transformers 4 and 5 read as this model, and that we read back as it is."""
+        if self.planning_only:
+            raise UserError(f"{self.family} can be planned but not written: {self.planning_only}")
+        return write_config(self)
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> ModelConfig:
+        """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "config.json"
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: cannot be read: {error}") from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}: not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
+        return cls.from_huggingface(data, where=str(file))
+
+
+def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
+    """The model that the recipe's ``[model]`` table describes; fields given there override the preset or directory.
+
+    ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
+    ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
+    """
+    if model.from_path is not None:
+        base = ModelConfig.from_path(model.from_path)
+    elif model.preset is not None:
+        # Presets are made of this module's configurations.
+        from meshwright.model.presets import preset
+
+        base = preset(model.preset)
+    else:
+        base = _smallest(model, sequence, tokenizer_vocabulary)
+    overrides: dict[str, Any] = {
+        name: value
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "vocabulary",
+            "max_positions",
+            "rope_theta",
+            "sliding_window",
+            "tied",
+            "norm_epsilon",
+        )
+        if (value := getattr(model, name)) is not None
+    }
+    _follow(base, overrides)
+    if model.from_path is None:
+        overrides.setdefault("vocabulary", tokenizer_vocabulary)
+    if model.rope_scaling is not None:
+        overrides["rope_scaling"] = read_rope_scaling(
+            model.rope_scaling,
+            max_positions=overrides.get("max_positions", base.max_positions),
+            where="model.rope_scaling",
+        )
+    if overrides.get("vocabulary", base.vocabulary) != base.vocabulary:
+        # The base's special tokens belong to the base's tokenizer.
+        overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
+    config = dataclasses.replace(base, **overrides)
+    if config.vocabulary < tokenizer_vocabulary:
+        raise UserError(
+            f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "
+            "take the model's own tokenizer or a larger vocabulary"
+        )
+    if sequence > config.max_positions:
+        raise UserError(
+            f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
+            "shorten it or set model.max_positions"
+        )
+    return config
+
+
+def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
+    """A model of the recipe's family with what the recipe must say; the rest as the family does it."""
+    assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
+    hidden, heads = model.hidden, model.heads
+    if hidden % heads and model.head_dim is None:
+        raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
+    fixed = FAMILIES[model.family].fixed
+    gated = bool(fixed["gated"])
+    # Two thirds of 4 x hidden, so that three matrices weigh what two would (Shazeer 2020, arXiv:2002.05202).
+    intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
+    fields: dict[str, Any] = {
+        "family": model.family,
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "layers": model.layers,
+        "heads": heads,
+        "kv_heads": model.kv_heads or heads,
+        "head_dim": model.head_dim or hidden // heads,
+        "intermediate": intermediate,
+        "max_positions": sequence,
+        "norm_epsilon": 1e-5,
+        "activation": "silu" if gated else "gelu_tanh",
+        "tied": not gated,
+    }
+    return ModelConfig(**{**fixed, **fields})
+
+
+def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
+    """Let sizes that followed from others in ``base`` follow from the overridden ones."""
+    hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
+    if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
+        overrides.setdefault("head_dim", hidden // heads)
+    if base.kv_heads == base.heads:
+        overrides.setdefault("kv_heads", heads)
+    if base.intermediate == 4 * base.hidden and not base.gated:
+        overrides.setdefault("intermediate", 4 * hidden)
+    if base.windowed_layers is not None and "layers" in overrides:
+        # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
+        layers = overrides["layers"]
+        overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]

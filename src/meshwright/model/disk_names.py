@@ -1,0 +1,65 @@
+"""Hugging Face's names of the parts of a model, by family. ``{i}`` is the layer's number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_LAYER = "model.layers.{i}"
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "attention_norm": f"{_LAYER}.input_layernorm",
+    "query": f"{_LAYER}.self_attn.q_proj",
+    "key": f"{_LAYER}.self_attn.k_proj",
+    "value": f"{_LAYER}.self_attn.v_proj",
+    "query_norm": f"{_LAYER}.self_attn.q_norm",
+    "key_norm": f"{_LAYER}.self_attn.k_norm",
+    "attention_output": f"{_LAYER}.self_attn.o_proj",
+    "mlp_norm": f"{_LAYER}.post_attention_layernorm",
+    "gate": f"{_LAYER}.mlp.gate_proj",
+    "up": f"{_LAYER}.mlp.up_proj",
+    "down": f"{_LAYER}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_GEMMA2 = _LLAMA | {
+    "attention_post_norm": f"{_LAYER}.post_attention_layernorm",
+    "mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
+    "mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm",
+}
+_BLOCK = "transformer.h.{i}"
+_GPT2 = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "attention_norm": f"{_BLOCK}.ln_1",
+    "qkv": f"{_BLOCK}.attn.c_attn",
+    "attention_output": f"{_BLOCK}.attn.c_proj",
+    "mlp_norm": f"{_BLOCK}.ln_2",
+    "up": f"{_BLOCK}.mlp.c_fc",
+    "down": f"{_BLOCK}.mlp.c_proj",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_BLOOM = {
+    "embedding": "transformer.word_embeddings",
+    "embedding_norm": "transformer.word_embeddings_layernorm",
+    "attention_norm": f"{_BLOCK}.input_layernorm",
+    "qkv": f"{_BLOCK}.self_attention.query_key_value",
+    "attention_output": f"{_BLOCK}.self_attention.dense",
+    "mlp_norm": f"{_BLOCK}.post_attention_layernorm",
+    "up": f"{_BLOCK}.mlp.dense_h_to_4h",
+    "down": f"{_BLOCK}.mlp.dense_4h_to_h",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+DISK_NAMES: Mapping[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": _GPT2,
+    "bloom": _BLOOM,
+    "gemma2": _GEMMA2,
+}
+
+# Files saved from a bare model, without its head, leave this out at the front of every name (GPT-2's own files do).
+BASE_PREFIX = {family: "transformer." if family in ("gpt2", "bloom") else "model." for family in DISK_NAMES}

@@ -1,0 +1,407 @@
+"""The parameter table: every tensor of a model, once, with all that others ask about it.
+
+A row is a tensor as Hugging Face names and shapes it on disk. Rows make up engine tensors (query, key and value are one
+matrix here), engine tensors make up units (the flat buffers of ZeRO). Builder, planner, checkpoint, gradient sums and
+server read the same table. *Axis* is an axis of the mesh, *dim* a dimension of a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.disk_names import DISK_NAMES
+
+SplitAxis = Literal["tp", "ep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """How a tensor begins: normal with mean 0 and this standard deviation, or all ones, or all zeros."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a row that a rank holds: where it begins in the row (engine orientation), its shape, and where it
+    begins in the rank's part of the engine tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_start: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the row, in engine orientation."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """The box in the rank's part of the engine tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor as it lies on disk.
+
+    ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); everything below is in the
+    engine's orientation, [output, input] for matrices. The row is the rows ``offset``... of the engine tensor.
+
+    ``split``: axis -> dim along which the axis cuts the tensor: tp:0 column parallel and vocabulary, tp:1 row parallel,
+    none replicated; ep:0 is for stacks of experts (their gradients are then summed over the ranks of
+    ``layout.groups("expert_data")`` in place of data). ``blocks``: sizes along that dim that are cut one by one (query,
+    key and value fused on disk). ``granularity``: a cut falls on multiples of it (a head). ``remainder``: what happens
+    when there are fewer pieces than ranks or pieces do not divide: ``refuse``; ``replicate``, neighbouring ranks share
+    a piece (key-value heads); ``pad``, the last ranks' parts are filled up (vocabulary).
+
+    ``partial``: why ranks of tp that hold the same values have each only a part of their gradient: ``sequence``, they see
+    different tokens when activations are split along the sequence; ``heads``, they serve different heads, always.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+    tensor: str
+    offset: int
+    unit: str
+    split: Mapping[SplitAxis, int] = field(hash=False)
+    blocks: tuple[int, ...]
+    granularity: int
+    remainder: Literal["refuse", "replicate", "pad"]
+    partial: Literal["sequence", "heads"] | None
+    on_first_and_last_stage: bool
+    initial: Initial
+    decay: bool
+
+    @property
+    def engine_shape(self) -> tuple[int, ...]:
+        """Shape in the engine's orientation."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def replicas(self, layout: Layout) -> int:
+        """How many ranks of tp hold the same values: neighbours, each group of so many consecutive ranks.
+
+        1 when every rank of tp has its own part. A sum of squares over tp counts each element so many times.
+        """
+        if "tp" not in self.split:
+            return layout.tp
+        pieces = self.engine_shape[self.split["tp"]] // self.granularity
+        return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
+
+    def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Axes over which this tensor's gradient is a sum of the ranks' parts.
+
+        * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence.
+        * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
+        * ``pp``: over the first and the last stage, which both hold a tied embedding.
+        """
+        axes = ["data"]
+        if self.replicas(layout) > 1 and (
+            self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
+        ):
+            axes.append("tp")
+        if self.on_first_and_last_stage and layout.pp > 1:
+            axes.append("pp")
+        return tuple(axes)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Shape of a rank's part, equal on all ranks, vocabulary padding included."""
+        shape = list(self.engine_shape)
+        for axis, dim in self.split.items():
+            parts = getattr(layout, axis)
+            shape[dim] = sum(self._share(block, parts) for block in self.blocks)
+        return tuple(shape)
+
+    def _share(self, block: int, parts: int) -> int:
+        """Elements of a block that each of ``parts`` ranks holds."""
+        pieces = block // self.granularity
+        if pieces % parts == 0:
+            return pieces // parts * self.granularity
+        if self.remainder == "pad":
+            return -(-pieces // parts) * self.granularity
+        assert self.remainder == "replicate" and parts % pieces == 0, f"{self.name}: {pieces} pieces on {parts} ranks"
+        return self.granularity
+
+    def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
+        """What a rank holds along ``dim``: (begin in the row, size, begin in the rank's part)."""
+        axis = next((axis for axis, at in self.split.items() if at == dim), None)
+        if axis is None:
+            return [(0, self.engine_shape[dim], 0)]
+        parts, position = getattr(layout, axis), coordinates[axis]
+        found, begin, local = [], 0, 0
+        for block in self.blocks:
+            share = self._share(block, parts)
+            pieces = block // self.granularity
+            shared_by = max(1, parts // pieces) if self.remainder == "replicate" else 1
+            first = position // shared_by * share
+            size = min(share, block - first)
+            if size > 0:
+                found.append((begin + first, size, local))
+            begin, local = begin + block, local + share
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the engine: its rows, one after the other along dim 0."""
+
+    name: str
+    unit: str
+    rows: tuple[Row, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.rows[0].engine_shape
+        return (sum(row.engine_shape[0] for row in self.rows), *first[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.rows[0].decay
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Shape on a rank, equal on all ranks, vocabulary padding included."""
+        shapes = [row.local_shape(layout) for row in self.rows]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def local_offset(self, row: Row, layout: Layout) -> int:
+        """First index along dim 0 of a row's part in the rank's part of this tensor."""
+        before = itertools.takewhile(lambda other: other.name != row.name, self.rows)
+        return sum(other.local_shape(layout)[0] for other in before)
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """All rows and engine tensors of a model, in the order of the units and, in a unit, of its flat buffer."""
+
+    rows: tuple[Row, ...]
+    tensors: tuple[Tensor, ...]
+    units: tuple[str, ...]
+
+    @cached_property
+    def _row_by_name(self) -> dict[str, Row]:
+        return {row.name: row for row in self.rows}
+
+    @cached_property
+    def _tensor_by_name(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def _tensors_by_unit(self) -> dict[str, tuple[Tensor, ...]]:
+        return {unit: tuple(tensor for tensor in self.tensors if tensor.unit == unit) for unit in self.units}
+
+    def row(self, name: str) -> Row:
+        return self._row_by_name[name]
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensor_by_name[name]
+
+    def unit_tensors(self, unit: str) -> tuple[Tensor, ...]:
+        """A unit's tensors in the order of its flat buffer: those that weight decay applies to, then the rest."""
+        return self._tensors_by_unit[unit]
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the model; a tied embedding counts once."""
+        return sum(row.numel for row in self.rows)
+
+    def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
+        """The boxes of a row that the rank at ``coordinates`` (as ``layout.coordinates`` gives) holds.
+
+        Together the ranks' boxes cover the row, each element on ``row.replicas(layout)`` ranks of tp.
+        """
+        offset = self.tensor(row.tensor).local_offset(row, layout)
+        dims = range(len(row.engine_shape))
+        boxes = []
+        for intervals in itertools.product(*(row.intervals(layout, coordinates, dim) for dim in dims)):
+            starts, sizes, local = (tuple(part) for part in zip(*intervals, strict=True))
+            boxes.append(Box(starts, sizes, (local[0] + offset, *local[1:])))
+        return tuple(boxes)
+
+    def unit_numel(self, unit: str, layout: Layout | None = None) -> int:
+        """Elements of a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on one device."""
+        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in self.unit_tensors(unit))
+
+    def unit_decay_numel(self, unit: str, layout: Layout | None = None) -> int:
+        """How many elements at the front of a unit's flat buffer weight decay applies to."""
+        tensors = [tensor for tensor in self.unit_tensors(unit) if tensor.decay]
+        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
+
+    def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
+        """Where a tensor's part lies in the rank's flat buffer of its unit: (start, stop)."""
+        layout = layout or Layout()
+        before = itertools.takewhile(lambda other: other.name != tensor.name, self.unit_tensors(tensor.unit))
+        start = sum(math.prod(other.local_shape(layout)) for other in before)
+        return start, start + math.prod(tensor.local_shape(layout))
+
+    def row_range(self, row: Row, layout: Layout | None = None) -> tuple[int, int]:
+        """Where a row's part lies in the rank's flat buffer of its unit: (start, stop), in engine orientation."""
+        layout = layout or Layout()
+        tensor = self.tensor(row.tensor)
+        start = self.tensor_range(tensor, layout)[0]
+        start += tensor.local_offset(row, layout) * math.prod(tensor.local_shape(layout)[1:])
+        return start, start + math.prod(row.local_shape(layout))
+
+
+def parameter_table(config: ModelConfig) -> ParameterTable:
+    """The table of a model. Families that can only be planned have one too."""
+    builder = _Builder(config)
+    builder.build()
+    rows, units = builder.rows, tuple(dict.fromkeys(row.unit for row in builder.rows))
+    tensors = []
+    for unit in units:
+        grouped: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.unit == unit:
+                grouped.setdefault(row.tensor, []).append(row)
+        found = [Tensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
+        tensors += sorted(found, key=lambda tensor: not tensor.decay)
+    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), units)
+
+
+class _Builder:
+    """Writes the rows of a model, unit by unit in forward order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.names = DISK_NAMES[config.family]
+        self.rows: list[Row] = []
+        # GPT-2's recipe: the matrices that add to the residual stream begin smaller, by the number of additions
+        # (Radford et al. 2019, section 2.3).
+        self.normal = Initial("normal", config.initializer_range)
+        self.residual = Initial("normal", config.initializer_range / math.sqrt(2 * config.layers))
+
+    def build(self) -> None:
+        config = self.config
+        hidden, vocabulary = config.hidden, config.vocabulary
+        self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad", both_ends=config.tied)
+        if config.positions == "learned":
+            self.add("embedding", "positions", (config.max_positions, hidden), partial="sequence")
+        if config.embedding_norm:
+            self.norm("embedding", "embedding_norm")
+        for layer in range(config.layers):
+            self.layer(f"layers.{layer}", layer)
+        self.norm("head", "final_norm")
+        if not config.tied:
+            self.add("head", "head", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+
+    def layer(self, unit: str, layer: int) -> None:
+        config = self.config
+        hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
+        query, key = config.heads * head_dim, config.kv_heads * head_dim
+        attention, mlp = f"{unit}.attention", f"{unit}.mlp"
+
+        self.norm(unit, "attention_norm", layer)
+        if "qkv" in self.names:
+            # BLOOM's file mixes the three head by head; GPT-2's has all queries, all keys, all values.
+            mixed = config.family == "bloom"
+            blocks, granularity = ((3 * query,), 3 * head_dim) if mixed else ((query,) * 3, head_dim)
+            self.linear(
+                unit, f"{attention}.qkv", "qkv", layer, 3 * query, hidden, column=True, bias=config.qkv_bias,
+                blocks=blocks, granularity=granularity,
+            )  # fmt: skip
+        else:
+            for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
+                self.linear(
+                    unit, f"{attention}.qkv", part, layer, size, hidden, column=True, bias=config.qkv_bias,
+                    offset=offset, granularity=head_dim, replicate=part != "query",
+                )  # fmt: skip
+        if config.query_key_norm:
+            self.norm(unit, "query_norm", layer, tensor=f"{attention}.query_norm", size=head_dim, partial="heads")
+            self.norm(unit, "key_norm", layer, tensor=f"{attention}.key_norm", size=head_dim, partial="heads")
+        self.linear(
+            unit, f"{attention}.output", "attention_output", layer, hidden, query, column=False,
+            bias=config.output_bias, granularity=head_dim,
+        )  # fmt: skip
+        if config.post_norms:
+            self.norm(unit, "attention_post_norm", layer)
+
+        self.norm(unit, "mlp_norm", layer)
+        for part, offset in (("gate", 0), ("up", intermediate)) if config.gated else (("up", 0),):
+            self.linear(
+                unit, f"{mlp}.up", part, layer, intermediate, hidden, column=True, bias=config.mlp_bias, offset=offset
+            )
+        self.linear(unit, f"{mlp}.down", "down", layer, hidden, intermediate, column=False, bias=config.mlp_bias)
+        if config.post_norms:
+            self.norm(unit, "mlp_post_norm", layer)
+
+    def linear(
+        self, unit: str, tensor: str, part: str, layer: int, output: int, inputs: int, *, column: bool, bias: bool,
+        offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
+    ) -> None:  # fmt: skip
+        """A weight [output, inputs] and its bias. Column parallel cuts the outputs, row parallel the inputs."""
+        remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
+        partial: Literal["heads"] | None = "heads" if replicate else None
+        self.add(
+            unit, part, (output, inputs), {"tp": 0 if column else 1}, tensor=tensor, layer=layer, offset=offset,
+            blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
+            initial=self.normal if column else self.residual,
+        )  # fmt: skip
+        if not bias:
+            return
+        if column:
+            self.add(
+                unit, part, (output,), {"tp": 0}, tensor=tensor, layer=layer, offset=offset, suffix="bias",
+                blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
+            )  # fmt: skip
+        else:  # added after the ranks' products are summed, to each rank's piece of the sequence
+            self.add(unit, part, (output,), tensor=tensor, layer=layer, suffix="bias", partial="sequence")
+
+    def norm(
+        self, unit: str, part: str, layer: int | None = None, *, tensor: str | None = None, size: int | None = None,
+        partial: Literal["sequence", "heads"] = "sequence",
+    ) -> None:  # fmt: skip
+        tensor = tensor or (part if layer is None else f"{unit}.{part}")
+        # Gemma 2 multiplies by 1 + weight.
+        ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
+        shape = (size or self.config.hidden,)
+        self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, initial=ones)
+        if self.config.norm_bias:
+            self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, suffix="bias")
+
+    def add(
+        self, unit: str, part: str, shape: tuple[int, ...], split: Mapping[SplitAxis, int] | None = None, *,
+        tensor: str | None = None, layer: int | None = None, suffix: str = "weight", offset: int = 0,
+        blocks: tuple[int, ...] = (), granularity: int = 1,
+        remainder: Literal["refuse", "replicate", "pad"] = "refuse",
+        partial: Literal["sequence", "heads"] | None = None, both_ends: bool = False, initial: Initial | None = None,
+    ) -> None:  # fmt: skip
+        split = split or {}
+        transposed = self.config.family == "gpt2" and layer is not None and len(shape) == 2
+        self.rows.append(
+            Row(
+                name=f"{self.names[part].format(i=layer)}.{suffix}",
+                shape=shape[::-1] if transposed else shape,
+                transposed=transposed,
+                tensor=f"{tensor or part}.{suffix}",
+                offset=offset,
+                unit=unit,
+                split=split,
+                blocks=blocks or tuple(shape[dim] for dim in split.values()),
+                granularity=granularity,
+                remainder=remainder,
+                partial=partial,
+                on_first_and_last_stage=both_ends,
+                initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
+                # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
+                # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.
+                decay=len(shape) > 1,
+            )
+        )

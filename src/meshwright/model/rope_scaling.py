@@ -1,0 +1,151 @@
+"""The published ways to stretch rotary positions (RoPE) beyond the length a model was trained on, as data.
+
+Reads and writes both spellings of Hugging Face: ``rope_theta`` beside ``rope_scaling`` (transformers 4) and one
+``rope_parameters`` (transformers 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.errors import UserError
+
+RopeKind = Literal["linear", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = ("linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How the inverse frequencies of RoPE are changed; ``None`` in an optional field means the method's own default.
+
+    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every frequency divided by ``factor``.
+    * ``llama3`` (Llama 3.1): wavelengths beyond ``original_max_positions / low_frequency_factor`` divided by
+      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a ramp between.
+    * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions between ``beta_fast`` and ``beta_slow``
+      rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``.
+    """
+
+    kind: RopeKind
+    factor: float
+    original_max_positions: int | None = None
+    low_frequency_factor: float | None = None
+    high_frequency_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on cosine and sine: 1 except for yarn (there 0.1 ln(factor) + 1 unless the configuration says)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
+        return _yarn_scale(self.factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+# Field of RopeScaling -> key in a configuration, for each kind.
+_KEYS: dict[RopeKind, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_positions": "original_max_position_embeddings",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_positions": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
+    },
+}
+_REQUIRED: dict[RopeKind, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: str) -> RopeScaling | None:
+    """The scaling in a ``rope_scaling`` or ``rope_parameters`` object; None when it asks for plain RoPE.
+
+    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions`` stands in for a missing
+    ``original_max_position_embeddings``, as in transformers.
+    """
+    kind = entry.get("rope_type", entry.get("type", "default"))
+    if kind in (None, "default"):
+        return None
+    if kind not in ROPE_KINDS:
+        raise UserError(
+            f'{where}: RoPE scaling "{kind}" is not supported (supported: default, {", ".join(ROPE_KINDS)})'
+        )
+    keys = _KEYS[kind]
+    unknown = sorted(set(entry) - set(keys.values()) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    # Left-overs that transformers itself ignores for this kind (its own files carry some) would change nothing.
+    harmless = {key for keys_of_kind in _KEYS.values() for key in keys_of_kind.values()}
+    for key in unknown:
+        if key not in harmless:
+            raise UserError(
+                f'{where}: unknown key "{key}" for RoPE scaling "{kind}" (known: {", ".join(keys.values())})'
+            )
+    for key in _REQUIRED[kind]:
+        if entry.get(key) is None:
+            raise UserError(f'{where}: RoPE scaling "{kind}" needs "{key}"')
+
+    values: dict[str, Any] = {}
+    for field, key in keys.items():
+        value = entry.get(key)
+        if value is None:
+            continue
+        if key == "truncate":
+            if not isinstance(value, bool):
+                raise UserError(f'{where}: "{key}" must be true or false, not {value!r}')
+            values[field] = value
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UserError(f'{where}: "{key}" must be a number above 0, not {value!r}')
+        elif key == "original_max_position_embeddings":
+            if value != int(value):
+                raise UserError(f'{where}: "{key}" must be a whole number, not {value!r}')
+            values[field] = int(value)
+        else:
+            values[field] = float(value)
+    if kind != "linear":
+        values.setdefault("original_max_positions", max_positions)
+    if "factor" not in values:
+        if "original_max_position_embeddings" not in entry:
+            raise UserError(f'{where}: RoPE scaling "{kind}" needs "factor" or "original_max_position_embeddings"')
+        values["factor"] = max_positions / values["original_max_positions"]
+    if values["factor"] < 1:
+        raise UserError(f'{where}: "factor" must be at least 1, not {values["factor"]:g}')
+    if kind == "llama3" and values["high_frequency_factor"] <= values["low_frequency_factor"]:
+        raise UserError(f'{where}: "high_freq_factor" must be greater than "low_freq_factor"')
+    if kind == "yarn" and values.get("beta_fast", 32.0) <= values.get("beta_slow", 1.0):
+        raise UserError(f'{where}: "beta_fast" must be greater than "beta_slow"')
+    return RopeScaling(kind=kind, **values)
+
+
+def write_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    """The ``rope_scaling`` object of a configuration, without ``rope_theta``."""
+    entry: dict[str, Any] = {"rope_type": scaling.kind}
+    for field, key in _KEYS[scaling.kind].items():
+        value = getattr(scaling, field)
+        if value is not None:
+            entry[key] = value
+    return entry
