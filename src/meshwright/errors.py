@@ -1,4 +1,7 @@
-"""What can go wrong, and the exit code a command ends with when it does. Anything else is a fault of ours and keeps its traceback."""
+"""What can go wrong, and the exit code that a command then ends with.
+
+Any other exception is a fault of ours and keeps its traceback.
+"""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Layout:
     """How a job is spread over its ranks. Every combination that cannot exist is refused with the reason.
 
     dp: replicas; zero: what is sharded over dp x cp (0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters);
-    hybrid: ZeRO shards inside groups of this many ranks and replicates across them; tp: tensor; cp: context; pp: pipeline stages;
-    micro_batches: per step and pipeline; ep, etp: expert and expert-tensor ranks, taken from tp x cp x dp.
+    hybrid: ZeRO shards inside groups of this many ranks and replicates across them; tp: tensor; cp: context; pp:
+    pipeline stages; micro_batches: per step and pipeline; ep, etp: expert and expert-tensor ranks, taken from tp x cp x dp.
     `precision` None means: to be resolved before the run.
     """
 
@@ -75,7 +75,7 @@ class Layout:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        # What an axis of one rank cannot express goes back to its default, so that equal layouts print and compare equal.
+        # What an axis of one rank cannot express goes back to its default: equal layouts print and compare equal.
         if self.tp == 1:
             object.__setattr__(self, "tensor_sequence_parallel", True)
         if self.cp == 1:
@@ -112,7 +112,7 @@ class Layout:
         if self.hybrid < 1:
             return f"{part}: hs counts from 1"
         if self.zero == 0:
-            return f"{part} with zero0: there is nothing to shard inside groups of {self.hybrid}; add zero1, zero2 or zero3"
+            return f"{part} with zero0: nothing is sharded inside groups of {self.hybrid}; add zero1, zero2 or zero3"
         if self.hybrid == 1:
             return "hs1: groups of one rank shard nothing; write zero0 instead"
         if data % self.hybrid:
@@ -148,14 +148,15 @@ class Layout:
             holds = f"exactly {least}" if least == most else f"at least {least}"
             return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} a rank"
         if name in BIDIRECTIONAL_SCHEDULES and self.micro_batches % 2:
-            return f"pp{self.pp}:{name} mb{self.micro_batches}: half of the micro-batches run in each direction; mb must be even"
+            half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
+            return f"pp{self.pp}:{name}: {half}; mb must be even"
         if name in ("dualpipe", "chimera") and self.pp % 2:
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even"
         return None
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `dp4 zero1 tp2 pp4:zb-v mb8 ac:selective bf16`. `UserError` names the part that is unknown or impossible."""
+        """Read `dp4 zero1 tp2 pp4:zb-v mb8 bf16`. `UserError` names the part that is unknown or impossible."""
         values: dict[str, object] = {}
         written: dict[str, str] = {}  # which part said it, by field
         parts = text.split()
@@ -227,9 +228,9 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of an axis: a partition of the ranks, each group in the order of its members' positions.
 
-        tp cp dp pp: ranks that differ in that coordinate alone; data: dp x cp; shard: what ZeRO shards over (data, or groups of N
-        consecutive members with hsN); replica: equal positions across the sharding groups; ep, etp, expert_data: the ranks of
-        a stage once more, as blocks of ep x etp with etp innermost; world: everyone.
+        tp cp dp pp: ranks that differ in that coordinate alone; data: dp x cp; shard: what ZeRO shards over (data, or
+        groups of N consecutive members with hsN); replica: equal positions across the sharding groups; ep, etp,
+        expert_data: the ranks of a stage once more, as blocks of ep x etp with etp innermost; world: everyone.
         """
         if axis in AXES:
             return self._together(axis)

@@ -11,7 +11,7 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOADS = ("cpu", "nvme")
 CONTEXT_METHODS = ("ring", "ulysses")
 
-# Model chunks that a rank holds under each pipeline schedule: (when nothing is said, least, most). None: no upper limit.
+# Model chunks that a rank holds under each pipeline schedule: (unless said, least, most). None: no upper limit.
 SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
     "gpipe": (1, 1, 1),
     "1f1b": (1, 1, 1),

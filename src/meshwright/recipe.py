@@ -20,7 +20,7 @@ from meshwright.names import (
     OPTIMIZERS,
 )
 from meshwright.tables import Schema, Table, is_table, matching, named
-from meshwright.toml import read_toml, toml_value, write_toml
+from meshwright.toml import parse_toml, read_toml, toml_value, write_toml
 
 
 def _layout(text: str) -> str:
@@ -230,7 +230,7 @@ class Recipe(Table):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at `path`, with `overrides` such as `train.steps=100` or `layout=dp2 zero1` on top; the last counts.
+    """Read the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one counts.
 
     Values of overrides are TOML; a bare word is a string. `UserError`: one line with the file or the override, the key,
     and what would be right.
@@ -251,6 +251,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = SCHEMA.check(tables, where)
     recipe._source_path = path
     return recipe
+
+
+def load_recipe_text(text: str, where: str) -> Recipe:
+    """A recipe from its text, as `Recipe.to_toml` writes it; a `UserError` starts with `where`."""
+    return Recipe.from_tables(parse_toml(text, where), where)
 
 
 SCHEMA = Schema(
@@ -321,8 +326,8 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
         was, now = (toml_value(values[key]) if key in values else "unset" for values in (before, after))
         reason = _FIXED_BECAUSE[key.partition(".")[0]]
         raise UserError(
-            f"{new.source_path or 'recipe'}: {key} was {was} when this run began and is {now} now, and it may not change: "
-            f"{reason}; put it back, or begin another run with another run.name"
+            f"{new.source_path or 'recipe'}: {key} was {was} when this run began and is {now} now, "
+            f"and it may not change: {reason}; put it back, or begin another run with another run.name"
         )
 
 

@@ -62,7 +62,7 @@ class Schema(Generic[Root]):
         return _keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """The typed root that `tables` say; `UserError` about the first mistake, with the place that `where(key)` names."""
+        """The typed root that `tables` say; `UserError` about the first mistake, at the place `where(key)`."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:

@@ -25,6 +25,11 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path} is not a {kind}: byte {error.start} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_toml(text, str(path))
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of TOML text; `UserError` names the line, after `where`."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -32,7 +37,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
         position = re.search(r" \(at line (\d+), column \d+\)$", message)
         line = position[1] if position else len(text.splitlines()) or 1
         reason = message[: position.start()] if position else message.removesuffix(" (at end of document)")
-        raise UserError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+        raise UserError(f"{where}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
 
 
 def _no_such_file(path: Path, kind: str) -> str:
