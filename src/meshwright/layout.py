@@ -52,8 +52,9 @@ class Layout:
     """How a job is spread over its ranks. Every combination that cannot exist is refused with the reason.
 
     dp: replicas; zero: what is sharded over dp x cp (0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters);
-    hybrid: ZeRO shards inside groups of this many ranks and replicates across them; tp: tensor; cp: context; pp:
-    pipeline stages; micro_batches: per step and pipeline; ep, etp: expert and expert-tensor ranks, taken from tp x cp x dp.
+    hybrid: ZeRO shards inside groups of this many ranks and replicates across them; tp: tensor; cp: context;
+    pp: pipeline stages; micro_batches: per step and pipeline; ep, etp: expert and expert-tensor ranks, taken from
+    tp x cp x dp.
     `precision` None means: to be resolved before the run.
     """
 
