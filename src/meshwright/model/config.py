@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import UserError
-from meshwright.model.families import FAMILIES, read_fields, write_config
+from meshwright.model.config_json import read_fields, write_config
+from meshwright.model.families import FAMILIES
 from meshwright.model.rope_scaling import RopeScaling, read_rope_scaling
 from meshwright.names import unknown
 

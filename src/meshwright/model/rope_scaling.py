@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import UserError
+from meshwright.names import ROPE_SCALINGS
 
 RopeKind = Literal["linear", "llama3", "yarn"]
-ROPE_KINDS: tuple[RopeKind, ...] = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
     kind = entry.get("rope_type", entry.get("type", "default"))
     if kind in (None, "default"):
         return None
-    if kind not in ROPE_KINDS:
+    if kind not in ROPE_SCALINGS:
         raise UserError(
-            f'{where}: RoPE scaling "{kind}" is not supported (supported: default, {", ".join(ROPE_KINDS)})'
+            f'{where}: RoPE scaling "{kind}" is not supported (supported: default, {", ".join(ROPE_SCALINGS)})'
         )
     keys = _KEYS[kind]
     unknown = sorted(set(entry) - set(keys.values()) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})

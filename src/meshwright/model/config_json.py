@@ -1,0 +1,325 @@
+"""Hugging Face's ``config.json``, read and written.
+
+A key that a configuration leaves out has the value that transformers gives it, so that both read the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.model.families import FAMILIES, Family
+from meshwright.model.rope_scaling import read_rope_scaling, write_rope_scaling
+
+if TYPE_CHECKING:
+    from meshwright.model.config import ModelConfig
+
+# Hugging Face's names of activations -> ours. Both tanh names are the same function.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+
+# Field of ModelConfig -> keys of a config.json, the usual one first.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate": ("intermediate_size",),
+    "max_positions": ("max_position_embeddings",),
+    "norm_epsilon": ("rms_norm_eps",),
+}
+_GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
+    "hidden": ("n_embd", "hidden_size"),
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "kv_heads": ("n_head", "num_attention_heads"),
+    "intermediate": ("n_inner",),
+    "max_positions": ("n_positions", "max_position_embeddings"),
+    "norm_epsilon": ("layer_norm_epsilon",),
+}
+_BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
+    "hidden": ("hidden_size", "n_embed"),
+    "max_positions": ("seq_length",),
+}
+
+# Switches that change the mathematics -> the only value that is computed here. Dropout is simply not kept.
+_REFUSED_SWITCHES: dict[str, object] = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "use_mrope": False,
+    "apply_residual_connection_post_layernorm": False,
+    "use_bidirectional_attention": False,
+    "is_causal": True,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
+    """Names that this family's config.json uses for fields of ModelConfig, the usual one first."""
+    return {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS}.get(family, _KEYS)
+
+
+class _Reader:
+    """Typed access to a configuration; every mistake names the place and the key."""
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self.data, self.defaults, self.where = data, defaults, where
+
+    def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
+        keys = tuple(keys)
+        for key in keys:
+            if key in self.data:
+                return key, self.data[key]
+        return keys[0], self.defaults.get(keys[0], default)
+
+    def integer(self, keys: Iterable[str], default: int | None = None) -> int:
+        key, value = self.get(keys, default)
+        if value is None:
+            value = default
+        if value is None:
+            raise UserError(f'{self.where}: "{key}" is missing; it must be a whole number above 0')
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {value!r}')
+        return value
+
+    def number(self, keys: Iterable[str], default: float) -> float:
+        key, value = self.get(keys, default)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise UserError(f'{self.where}: "{key}" must be a number above 0, not {value!r}')
+        return float(value)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        _, value = self.get((key,), default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise UserError(f'{self.where}: "{key}" must be true or false, not {value!r}')
+        return value
+
+    def activation(self, keys: Iterable[str], default: str) -> str:
+        key, value = self.get(keys, default)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise UserError(f'{self.where}: "{key}" {value!r} is not supported (supported: {", ".join(ACTIVATIONS)})')
+        return ACTIVATIONS[value]
+
+    def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
+        """Token ids under ``key`` (one, a list, or none); a default that is outside the vocabulary is no token."""
+        _, value = self.get((key,))
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise UserError(f'{self.where}: "{key}" must be a token id or a list of them, not {value!r}')
+        return tuple(token for token in ids if 0 <= token < vocabulary)
+
+
+def read_family(data: Mapping[str, Any], where: str) -> Family:
+    """The family that ``model_type`` names; an error lists the known ones."""
+    for key in ("quantization_config", "compression_config"):
+        if data.get(key) is not None:
+            raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
+    name = data.get("model_type")
+    known = ", ".join(FAMILIES)
+    if name is None:
+        raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f'{where}: "model_type" {name!r} is not a known family (known: {known})')
+    return FAMILIES[name]
+
+
+def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of ModelConfig that a Hugging Face configuration describes."""
+    family = read_family(data, where)
+    read = _Reader(data, family.defaults, where)
+    keys = file_keys(family.name)
+    for key, computed in _REFUSED_SWITCHES.items():
+        if data.get(key) is not None and data[key] != computed:
+            raise UserError(f'{where}: "{key}" = {data[key]!r} is not computed here; only {computed!r} is')
+
+    heads = read.integer(keys["heads"])
+    hidden = read.integer(keys["hidden"])
+    fields: dict[str, Any] = {
+        "family": family.name,
+        "vocabulary": read.integer(keys["vocabulary"]),
+        "hidden": hidden,
+        "layers": read.integer(keys["layers"]),
+        "heads": heads,
+        "kv_heads": read.integer(keys["kv_heads"], heads),
+        "norm_epsilon": read.number(keys["norm_epsilon"], 1e-6 if family.fixed["norm"] == "rmsnorm" else 1e-5),
+        "initializer_range": read.number(("initializer_range",), 0.02),
+        "tied": read.boolean("tie_word_embeddings"),
+    }
+    if family.name in ("gpt2", "bloom"):
+        if hidden % heads:
+            raise UserError(
+                f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}'
+            )
+        # BLOOM's positions are slopes, not a table: its trained length (2048) is not in the file and bounds nothing.
+        fields["head_dim"] = hidden // heads
+        fields["intermediate"] = read.integer(keys["intermediate"], 4 * hidden)
+        fields["max_positions"] = read.integer(keys["max_positions"], 2048 if family.name == "bloom" else None)
+        fields["activation"] = read.activation(
+            ("activation_function",), "gelu_new" if family.name == "gpt2" else "gelu_pytorch_tanh"
+        )
+    else:
+        _, head_dim = read.get(keys["head_dim"])
+        if head_dim is None and hidden % heads:
+            raise UserError(
+                f'{where}: "hidden_size" {hidden} is not a multiple of "num_attention_heads" {heads} '
+                'and there is no "head_dim"'
+            )
+        fields["head_dim"] = read.integer(keys["head_dim"], hidden // heads)
+        fields["intermediate"] = read.integer(keys["intermediate"])
+        fields["max_positions"] = read.integer(keys["max_positions"])
+        fields["activation"] = (
+            read.activation(("hidden_activation",), "gelu_pytorch_tanh")
+            if family.name == "gemma2"
+            else read.activation(("hidden_act",), "silu")
+        )
+        _read_rope(data, fields, where, read)
+        _read_windows(data, fields, where, read)
+        if family.name in ("llama", "qwen3", "gemma2"):
+            fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
+        if family.name == "llama":
+            fields["mlp_bias"] = read.boolean("mlp_bias")
+    bos = read.tokens("bos_token_id", fields["vocabulary"])
+    eos = read.tokens("eos_token_id", fields["vocabulary"])
+    fields["bos_token"] = bos[0] if bos else None
+    fields["eos_token"] = eos[0] if eos else None
+    fields["more_eos_tokens"] = eos[1:]
+    return {**family.fixed, **fields}
+
+
+def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: _Reader) -> None:
+    """``rope_theta`` and ``rope_scaling`` of transformers 4, or ``rope_parameters`` of transformers 5."""
+    fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
+    # A file with both spellings: transformers 5 itself lets rope_scaling win.
+    for key in ("rope_scaling", "rope_parameters"):
+        entry = data.get(key)
+        if entry is None or entry == {}:
+            continue
+        at = f"{where}: {key}"
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{at} must be an object, not {entry!r}")
+        per_type = [value for value in entry.values() if isinstance(value, Mapping)]
+        if per_type:
+            if any(value != per_type[0] for value in per_type):
+                raise UserError(f"{at}: rotary positions that differ between layers are not supported")
+            entry = per_type[0]
+        inner = _Reader(entry, {}, at)
+        if inner.number(("partial_rotary_factor",), 1.0) != 1.0:
+            raise UserError(f'{at}: "partial_rotary_factor" other than 1 is not supported')
+        fields["rope_theta"] = inner.number(("rope_theta",), fields["rope_theta"])
+        if data.get("original_max_position_embeddings") is not None:
+            entry = {**entry, "original_max_position_embeddings": data["original_max_position_embeddings"]}
+        fields["rope_scaling"] = read_rope_scaling(entry, max_positions=fields["max_positions"], where=at)
+        return
+
+
+def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: _Reader) -> None:
+    """Which layers see a sliding window only, and how wide it is."""
+    family, layers = fields["family"], fields["layers"]
+    if family == "llama":  # transformers' Llama knows no window and ignores the key
+        return
+    _, window = read.get(("sliding_window",))
+    if family in ("qwen2", "qwen3") and not read.boolean("use_sliding_window"):
+        window = None
+    types = data.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
+        for name in types:
+            if name not in ("full_attention", "sliding_attention"):
+                raise UserError(f"{where}: layer type {name!r} is not supported (full_attention, sliding_attention)")
+        windowed = [name == "sliding_attention" for name in types]
+    elif family == "mistral":
+        windowed = [True] * layers
+    elif family == "gemma2":
+        windowed = [index % 2 == 0 for index in range(layers)]
+    else:
+        _, first = read.get(("max_window_layers",))
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise UserError(f'{where}: "max_window_layers" must be a whole number, not {first!r}')
+        windowed = [index >= first for index in range(layers)]
+    if window is None or not any(windowed):
+        return
+    if family == "mistral" and not all(windowed):
+        raise UserError(f'{where}: "layer_types" of a mistral model must be all alike')
+    fields["sliding_window"] = read.integer(("sliding_window",))
+    fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A ``config.json`` that transformers 4 and 5 read as this model."""
+    family = FAMILIES[config.family]
+    eos: int | list[int] | None = config.eos_token
+    if config.more_eos_tokens:
+        eos = list(config.eos_tokens)
+    shared: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocabulary,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": config.bos_token,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+    if config.family == "gpt2":
+        return shared | {
+            "n_embd": config.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.intermediate,
+            "n_positions": config.max_positions,
+            "n_ctx": config.max_positions,
+            "activation_function": {"gelu_tanh": "gelu_new"}.get(
+                config.activation, _ACTIVATION_KEYS[config.activation]
+            ),
+            "layer_norm_epsilon": config.norm_epsilon,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
+    scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
+    written = shared | {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": _ACTIVATION_KEYS[config.activation],
+        "rms_norm_eps": config.norm_epsilon,
+        "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+    }
+    if config.family in ("llama", "qwen3"):
+        written["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        written["mlp_bias"] = config.mlp_bias
+    if config.family == "mistral":
+        written["sliding_window"] = config.sliding_window
+    if config.family in ("qwen2", "qwen3"):
+        windowed = [config.layer_window(index) is not None for index in range(config.layers)]
+        written["use_sliding_window"] = any(windowed)
+        written["sliding_window"] = config.sliding_window
+        written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
+        written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]
+    return written

@@ -1,0 +1,182 @@
+"""What a row of the parameter table says: a tensor on disk, how axes cut it, what its gradient is a sum of.
+
+*Axis* is an axis of the mesh, *dim* a dimension of a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.layout import Layout
+
+SplitAxis = Literal["tp", "ep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """How a tensor begins: normal with mean 0 and this standard deviation, or all ones, or all zeros."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a row that a rank holds: where it begins in the row (engine orientation), its shape, and where it
+    begins in the rank's part of the engine tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_start: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the row, in engine orientation."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """The box in the rank's part of the engine tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor as it lies on disk.
+
+    ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); everything below is in
+    the engine's orientation, [output, input] for matrices. The row begins at row ``offset`` of the engine tensor.
+
+    ``split``: axis -> dim along which the axis cuts the tensor: tp:0 column parallel and vocabulary, tp:1 row parallel,
+    none replicated; ep:0 is for stacks of experts (their gradients are then summed over the ranks of
+    ``layout.groups("expert_data")`` in place of data). ``blocks``: sizes along that dim that are cut one by one (query,
+    key and value fused on disk). ``granularity``: a cut falls on multiples of it (a head). ``remainder``: what happens
+    when there are fewer pieces than ranks or pieces do not divide: ``refuse``; ``replicate``, neighbouring ranks share
+    a piece (key-value heads); ``pad``, the last ranks' parts are filled up (vocabulary).
+
+    ``partial``: why ranks of tp that hold the same values each have only a part of their gradient: ``sequence``, they
+    see different tokens when activations are split along the sequence; ``heads``, they serve different heads, always.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+    tensor: str
+    offset: int
+    unit: str
+    split: Mapping[SplitAxis, int] = field(hash=False)
+    blocks: tuple[int, ...]
+    granularity: int
+    remainder: Literal["refuse", "replicate", "pad"]
+    partial: Literal["sequence", "heads"] | None
+    on_first_and_last_stage: bool
+    initial: Initial
+    decay: bool
+
+    @property
+    def engine_shape(self) -> tuple[int, ...]:
+        """Shape in the engine's orientation."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def replicas(self, layout: Layout) -> int:
+        """How many ranks of tp hold the same values: neighbours, each group of so many consecutive ranks.
+
+        1 when every rank of tp has its own part. A sum of squares over tp counts each element so many times.
+        """
+        if "tp" not in self.split:
+            return layout.tp
+        pieces = self.engine_shape[self.split["tp"]] // self.granularity
+        return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
+
+    def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Axes over which this tensor's gradient is a sum of the ranks' parts.
+
+        * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence.
+        * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
+        * ``pp``: over the first and the last stage, which both hold a tied embedding.
+        """
+        axes = ["data"]
+        if self.replicas(layout) > 1 and (
+            self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
+        ):
+            axes.append("tp")
+        if self.on_first_and_last_stage and layout.pp > 1:
+            axes.append("pp")
+        return tuple(axes)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Shape of a rank's part, equal on all ranks, vocabulary padding included."""
+        shape = list(self.engine_shape)
+        for axis, dim in self.split.items():
+            parts = getattr(layout, axis)
+            shape[dim] = sum(self._share(block, parts) for block in self.blocks)
+        return tuple(shape)
+
+    def _share(self, block: int, parts: int) -> int:
+        """Elements of a block that each of ``parts`` ranks holds."""
+        pieces = block // self.granularity
+        if pieces % parts == 0:
+            return pieces // parts * self.granularity
+        if self.remainder == "pad":
+            return -(-pieces // parts) * self.granularity
+        assert self.remainder == "replicate" and parts % pieces == 0, f"{self.name}: {pieces} pieces on {parts} ranks"
+        return self.granularity
+
+    def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
+        """What a rank holds along ``dim``: (begin in the row, size, begin in the rank's part)."""
+        axis = next((axis for axis, at in self.split.items() if at == dim), None)
+        if axis is None:
+            return [(0, self.engine_shape[dim], 0)]
+        parts, position = getattr(layout, axis), coordinates[axis]
+        found, begin, local = [], 0, 0
+        for block in self.blocks:
+            share = self._share(block, parts)
+            pieces = block // self.granularity
+            shared_by = max(1, parts // pieces) if self.remainder == "replicate" else 1
+            first = position // shared_by * share
+            size = min(share, block - first)
+            if size > 0:
+                found.append((begin + first, size, local))
+            begin, local = begin + block, local + share
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the engine: its rows, one after the other along dim 0."""
+
+    name: str
+    unit: str
+    rows: tuple[Row, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.rows[0].engine_shape
+        return (sum(row.engine_shape[0] for row in self.rows), *first[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.rows[0].decay
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Shape on a rank, equal on all ranks, vocabulary padding included."""
+        shapes = [row.local_shape(layout) for row in self.rows]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def local_offset(self, row: Row, layout: Layout) -> int:
+        """First index along dim 0 of a row's part in the rank's part of this tensor."""
+        before = itertools.takewhile(lambda other: other.name != row.name, self.rows)
+        return sum(other.local_shape(layout)[0] for other in before)
