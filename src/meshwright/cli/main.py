@@ -1,0 +1,79 @@
+"""The `meshwright` command: finds a command's file, runs it, and turns what went wrong into a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from meshwright import __version__
+from meshwright.cli.plumbing import CONTEXT, Group, usage_line
+from meshwright.errors import MeshwrightError, Terminated
+
+# Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
+COMMANDS = {
+    "data": "Prepare a recipe's data, or show what a batch looks like.",
+    "verify": "Prove that a layout computes what one device computes.",
+    "train": "Train a recipe, or go on where it stopped.",
+    "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
+    "generate": "Continue a prompt with a checkpoint.",
+    "report": "Write a run's page: loss curve, throughput, recipe, sample.",
+}
+
+
+class Commands(Group):
+    """Knows the names and summaries of all commands, imports only the one that runs."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"meshwright.cli.{name}").command
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command("meshwright", cls=Commands, context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="meshwright", message="%(prog)s %(version)s")
+def meshwright() -> None:
+    """Plan, verify, train and serve language models on any number of devices.
+
+    One recipe says what to train and on what. `meshwright COMMAND --help` shows an example of each command.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
+    try:
+        code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.UsageError as error:
+        return _fail(usage_line(error), 2)
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2)
+    except Terminated as error:
+        return _fail(str(error), error.exit_code, kind="")
+    except MeshwrightError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130, kind="")
+    except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _fail(reason: str, code: int, kind: str = "error: ") -> int:
+    click.echo(f"meshwright: {kind}{' '.join(reason.split())}", err=True)
+    return code

@@ -1,0 +1,113 @@
+"""What the commands share: examples in --help, --json with nothing else on standard output, lines about mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+from meshwright.names import nearest, unknown
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+
+
+def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function a command (or, with `group`, a group of sub-commands) whose --help ends with `examples`."""
+    epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
+    return click.command(name, cls=Group if group else click.Command, epilog=epilog, context_settings=CONTEXT)
+
+
+class Group(click.Group):
+    """A group of commands that answers an unknown name with the nearest one."""
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = arguments[0]
+        if not name.startswith("-") and self.get_command(context, name) is None:
+            raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
+        return super().resolve_command(context, arguments)
+
+
+def usage_line(error: click.UsageError) -> str:
+    """One line about a wrong command line: what is wrong, and which --help shows what is right."""
+    reason = error.format_message().removesuffix(".")
+    if isinstance(error, click.NoSuchOption):
+        options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
+        close = nearest(error.option_name, [*options, "--help"])
+        reason = f"unknown option {error.option_name}" + (f"; did you mean {close}?" if close else "")
+    path = error.ctx.command_path if error.ctx else "meshwright"
+    where = path.removeprefix("meshwright").strip()
+    return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"
+
+
+Answer = Callable[[Mapping[str, Any], str], None]
+
+
+@contextmanager
+def answering(as_json: bool) -> Iterator[Answer]:
+    """Within it, call the yielded function once, with the result and its text for people: one of the two is printed.
+
+    With `as_json`, standard output carries that JSON document and nothing else: what anything prints meanwhile, child
+    processes included, goes to standard error.
+    """
+    answered = False
+
+    def answer(document: Mapping[str, Any], text: str = "") -> None:
+        nonlocal answered
+        assert not answered, "a command answers once"
+        answered = True
+        if as_json:
+            print(json_document(document), file=output, flush=True)
+        elif text:
+            click.echo(text)
+
+    if not as_json:
+        yield answer
+        return
+    output: IO[str] = sys.stdout
+    aside = None
+    try:
+        if output.fileno() == 1:  # the real one: the file descriptor moves, so that child processes follow
+            output.flush()
+            aside = os.dup(1)
+            os.dup2(2, 1)
+            output = os.fdopen(os.dup(aside), "w", encoding="utf-8")
+    except (OSError, ValueError):  # standard output is an object of Python's alone
+        pass
+    printed, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield answer
+    finally:
+        sys.stdout = printed
+        if aside is not None:
+            output.close()
+            printed.flush()  # what went past sys.stderr into the buffer still belongs aside
+            os.dup2(aside, 1)
+            os.close(aside)
+
+
+def json_document(document: Mapping[str, Any]) -> str:
+    """`document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
+    return json.dumps({"schema": 1, **_plain(document)}, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types: arrays and scalars of numpy and torch become lists and numbers, paths text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
