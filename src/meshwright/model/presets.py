@@ -1,7 +1,7 @@
 """Public model sizes by name.
 
 ``presets.json`` holds what matters of each published ``config.json`` and where it is from. ``parameters`` are totals
-that others published (model pages, safetensors metadata), a tied matrix counted once; the parameter table gives the same.
+that others published (model pages, safetensors metadata), a tied matrix counted once; the table gives the same.
 """
 
 from __future__ import annotations

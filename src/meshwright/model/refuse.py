@@ -1,0 +1,111 @@
+"""The one check whether a model can run on a layout. Training, planning and verifying all ask here."""
+
+from __future__ import annotations
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+
+
+def refuse(
+    layout: Layout,
+    config: ModelConfig,
+    batch: int,
+    sequence: int | None = None,
+    world_size: int | None = None,
+    *,
+    planning: bool = False,
+) -> None:
+    """``UserError`` with the first reason, in one line, why this model cannot run on this layout.
+
+    ``batch``: sequences a step over all ranks; ``sequence``: tokens in each; ``world_size``: ranks that are there.
+    ``planning`` asks only whether the combination makes sense, not whether this version can run it.
+    """
+    if not planning:
+        if config.planning_only:
+            raise UserError(f"{config.family} can be planned but not run: {config.planning_only}")
+        layout.refuse_unbuilt()
+    reason = (
+        _ranks(layout, world_size)
+        or _batch(layout, batch)
+        or _tensor(layout, config)
+        or _sequence(layout, config, sequence, planning)
+        or _context(layout, config)
+        or _pipeline(layout, config)
+        or _expert(layout)
+    )
+    if reason:
+        raise UserError(f'layout "{layout}": {reason}')
+
+
+def _ranks(layout: Layout, world_size: int | None) -> str | None:
+    if world_size is None or world_size == layout.world_size:
+        return None
+    return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but {world_size} are there"
+
+
+def _batch(layout: Layout, batch: int) -> str | None:
+    share = layout.dp * layout.micro_batches
+    if batch % share == 0:
+        return None
+    below, above = batch // share * share, (batch // share + 1) * share
+    near = f"{below} or {above}" if below else f"{above}"
+    return f"batch {batch} is not a multiple of dp x mb = {share}; {near} would be"
+
+
+def _tensor(layout: Layout, config: ModelConfig) -> str | None:
+    tp = layout.tp
+    for name, size in (("heads", config.heads), ("intermediate", config.intermediate)):
+        if size % tp:
+            return f"tp{tp} does not divide the model's {size} {name}{_fitting(size, tp)}"
+    if config.kv_heads % tp and tp % config.kv_heads:
+        return (
+            f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: "
+            "every rank needs whole heads, or every head whole ranks"
+        )
+    return None
+
+
+def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+    if sequence is None:
+        return None
+    # A table of positions ends; rotary positions go on, though a model is not good at what it never saw.
+    if sequence > config.max_positions and (config.positions == "learned" or not planning):
+        return f"sequence {sequence} is longer than the model's {config.max_positions} positions"
+    pieces, why = 1, []
+    if layout.cp > 1:
+        # The causal ring gives each rank an early and a late piece, so that all have equal work.
+        pieces, why = (2 * layout.cp, ["2 x cp"]) if layout.cp_method == "ring" else (layout.cp, ["cp"])
+    if layout.tp > 1 and layout.tensor_sequence_parallel:
+        pieces, why = pieces * layout.tp, [*why, "tp"]
+    if sequence % pieces:
+        return f"sequence {sequence} is not a multiple of {' x '.join(why)} = {pieces}"
+    return None
+
+
+def _context(layout: Layout, config: ModelConfig) -> str | None:
+    heads = config.heads // layout.tp
+    if layout.cp > 1 and layout.cp_method == "ulysses" and heads % layout.cp:
+        return f"cp{layout.cp}:ulysses does not divide the {heads} heads of a tensor-parallel rank"
+    return None
+
+
+def _pipeline(layout: Layout, config: ModelConfig) -> str | None:
+    stages = layout.pp * layout.chunks
+    if stages <= config.layers:
+        return None
+    chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
+    return f"pp{layout.pp}{chunks} makes {stages} stages, but the model has {config.layers} layers: some would be empty"
+
+
+def _expert(layout: Layout) -> str | None:
+    if layout.ep > 1 or layout.etp > 1:
+        return f"ep{layout.ep} needs a model with experts, and this one has none"
+    return None
+
+
+def _fitting(size: int, wanted: int) -> str:
+    """The numbers next to ``wanted`` that divide ``size``, as a hint."""
+    below = max(count for count in range(1, wanted) if size % count == 0)
+    above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
+    return f"; {below} or {above} would" if above else f"; {below} would"
