@@ -6,11 +6,12 @@ Sums are the same on every rank and depend on neither timing nor load.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
@@ -21,14 +22,17 @@ from meshwright.errors import RankLost
 class Handle:
     """A call under way. `wait` may be called again; the result is there after the first."""
 
-    __slots__ = ("_finishers", "_what", "_works")
+    __slots__ = ("_finishers", "_timeout", "_what", "_works")
 
-    def __init__(self, works: Sequence[Any] = (), what: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[Any] = (), what: Callable[[], str] | None = None, timeout: timedelta | None = None
+    ) -> None:
         self._works = works
-        self._finishers: list[Callable[[], None]] = []
+        self._finishers: list[Callable[[], Any]] = []
         self._what = what
+        self._timeout = timeout
 
-    def then(self, finish: Callable[[], None] | None) -> Handle:
+    def then(self, finish: Callable[[], Any] | None) -> Handle:
         """Run `finish` when the call has been waited for."""
         if finish is not None:
             self._finishers.append(finish)
@@ -40,10 +44,12 @@ class Handle:
         self._works, self._finishers = (), []
         try:
             for work in works:
-                work.wait()
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
         except RuntimeError as error:
-            where = self._what() if self._what else "a collective call"
-            raise RankLost(f"{where}: {' '.join(str(error).split())[:300]}") from error
+            raise _lost(self._what, error) from error
         for finish in finishers:
             finish()
 
@@ -53,7 +59,7 @@ DONE = Handle()
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` by its sum (or, with op="max", its maximum) over the ranks of `axis`, the same on all of them."""
+    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, the same on all of them."""
     if axis.size == 1:
         return DONE
     size = tensor.numel() * tensor.element_size()
@@ -62,8 +68,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         tensor.zero_()
-    works, finish = _post(what, lambda: transport.all_reduce(tensor, axis, op))
-    return _leave(Handle(works, what).then(finish), fault, axis, tensor, async_op)
+    return _run(lambda: transport.all_reduce(tensor, axis, op), what, fault, axis, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -83,8 +88,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    works, finish = _post(what, lambda: transport.reduce_scatter(output, source, axis))
-    return _leave(Handle(works, what).then(finish), fault, axis, output, async_op)
+    return _run(lambda: transport.reduce_scatter(output, source, axis), what, fault, axis, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -100,12 +104,11 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if fault is not None and fault.kind == "skip":
         _copy(mine, source)
         return DONE
-    works, finish = _post(what, lambda: transport.all_gather(output, source, axis))
-    handle = Handle(works, what).then(finish)
+    lose = None
     if fault is not None and fault.kind == "drop":
         lost = fault.position % axis.size
-        handle.then(lambda: output.view(-1)[lost * n : (lost + 1) * n].zero_() and None)
-    return _leave(handle, fault, axis, output, async_op)
+        lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
+    return _run(lambda: transport.all_gather(output, source, axis), what, fault, axis, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -116,12 +119,8 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     what, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
     if fault is not None and fault.kind == "skip":
         return DONE
-    works, finish = _post(
-        what, lambda: ([dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None)
-    )
-    if fault is not None and fault.kind == "drop":
-        return _leave(Handle(works, what).then(lambda: tensor.zero_() and None), fault, axis, tensor, async_op)
-    return _leave(Handle(works, what).then(finish), fault, axis, tensor, async_op)
+    lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
+    return _run(lambda: transport.broadcast(tensor, source, axis), what, fault, axis, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -147,14 +146,10 @@ def all_to_all(
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    works, finish = _post(
-        what,
-        lambda: (
-            [dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)],
-            None,
-        ),
-    )
-    return _leave(Handle(works, what).then(finish), fault, axis, output, async_op)
+    return _run(
+        lambda: transport.all_to_all(output, source, axis, output_sizes, source_sizes),
+        what, fault, axis, output, async_op,
+    )  # fmt: skip
 
 
 def barrier(axis: Axis, site: str) -> None:
@@ -162,8 +157,8 @@ def barrier(axis: Axis, site: str) -> None:
     if axis.size == 1:
         return
     what, _ = _enter("barrier", axis, site, 0, 0)
-    works, _ = _post(what, lambda: ([dist.barrier(group=axis.group, async_op=True)], None))
-    Handle(works, what).wait()
+    nothing = torch.zeros(1, device=axis.communicator.device)
+    _run(lambda: transport.all_reduce(nothing, axis, "sum"), what, None, axis, nothing, False)
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
@@ -171,28 +166,44 @@ def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
         output.view(-1).copy_(source.view(-1))
 
 
+def _lost(what: Callable[[], str] | None, error: RuntimeError) -> RankLost:
+    reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
+    return RankLost(f"{what() if what else 'a collective call'}: {reason[:300]}")
+
+
 def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[Callable[[], str], Fault | None]:
+    """Record the call; returns how to name it in an error, and the fault planted here."""
     communicator = axis.communicator
     number = communicator.record.note(site, operation, axis.name, payload, sent)
 
     def what() -> str:
+        others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         return (
-            f"rank {axis.ranks[axis.rank]} was left alone in {site} ({operation} over axis {axis.name}, "
-            f"ranks {', '.join(map(str, axis.ranks))}, call {number})"
+            f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others} in {site} "
+            f"({operation} over axis {axis.name}, its call {number})"
         )
 
     faults = communicator.faults
     return what, faults.at(site, operation) if faults.active is not None else None
 
 
-def _post(what: Callable[[], str], post: Callable[[], transport.Posted]) -> transport.Posted:
+def _run(
+    post: Callable[[], transport.Posted],
+    what: Callable[[], str],
+    fault: Fault | None,
+    axis: Axis,
+    output: torch.Tensor,
+    async_op: bool,
+    then: Callable[[], Any] | None = None,
+) -> Handle:
+    """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
     try:
-        return post()
+        works, finish = post()
     except RuntimeError as error:  # a connection that is already gone fails when the call is posted
-        raise RankLost(f"{what()}: {' '.join(str(error).split())[:300]}") from error
-
-
-def _leave(handle: Handle, fault: Fault | None, axis: Axis, output: torch.Tensor, async_op: bool) -> Handle:
+        raise _lost(what, error) from error
+    # NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block the host.
+    timeout = None if output.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
+    handle = Handle(works, what, timeout).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if not async_op:

@@ -20,9 +20,10 @@ AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "data", "shard", "replica", "world")
 class Communicator:
     """What all axes of one process share: the record of calls, the planted fault, how long a call may wait."""
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> None:
         self.record = Record()
         self.faults = Faults()
+        self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
 
 
@@ -85,6 +86,7 @@ class Mesh:
         self.world_size = layout.world_size
         self.device = device
         self.communicator = communicator
+        self._made: list[dist.ProcessGroup] = []
         for name in AXIS_NAMES:
             for ranks in layout.groups(name):
                 group = group_of(tuple(ranks))
@@ -107,7 +109,7 @@ class Mesh:
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
-        return cls(layout, 0, torch.device(device), Communicator(), lambda ranks: None)
+        return cls(layout, 0, torch.device(device), Communicator(device), lambda ranks: None)
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> Mesh:
@@ -129,7 +131,15 @@ class Mesh:
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
             return groups[ranks]
 
-        return cls(layout, dist.get_rank(), torch.device(device), Communicator(timeout_seconds), group_of)
+        mesh = cls(layout, dist.get_rank(), torch.device(device), Communicator(device, timeout_seconds), group_of)
+        mesh._made = [group for ranks, group in groups.items() if ranks != everybody and group is not None]
+        return mesh
+
+    def close(self) -> None:
+        """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made = []
 
 
 Axes = Mesh

@@ -32,12 +32,15 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
     if native(axis, source):
         return [_native_reduce_scatter(output, source, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
-    arrived = torch.empty_like(parts)
-    arrived[axis.rank].copy_(parts[axis.rank])
-    works = _exchange(list(parts), list(arrived), axis)
+    arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
+    works = _exchange(list(parts), arrived, axis)
 
     def finish() -> None:
-        torch.sum(arrived, dim=0, out=output.view(-1))
+        # This rank's own part first (`output` may be its memory), then the others in their order: always the same sum.
+        others = [part for rank, part in enumerate(arrived) if rank != axis.rank]
+        total = torch.add(parts[axis.rank], others[0], out=output.view(-1))
+        for part in others[1:]:
+            total.add_(part)
 
     return works, finish
 
@@ -56,6 +59,23 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
     """Sum or maximum over the ranks, in place."""
     operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     return [dist.all_reduce(tensor, op=operation, group=axis.group, async_op=True)], None
+
+
+def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
+    """The tensor of the rank at place `source` of the axis, in place."""
+    return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
+
+
+def all_to_all(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    axis: Axis,
+    output_sizes: list[int] | None,
+    source_sizes: list[int] | None,
+) -> Posted:
+    """Part i of `source` (along dim 0) goes to rank i, whose part for this rank arrives at place i of `output`."""
+    work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
+    return [work], None
 
 
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:

@@ -6,7 +6,6 @@ each row-major in engine orientation, then padding. Data parallelism, optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,27 +49,12 @@ def padded_numel(numel: int, shards: int) -> int:
     return -(-numel // step) * step
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
 def flat_unit(table: ParameterTable, name: str, shards: int = 1) -> FlatUnit:
     """The flat layout of unit `name` when it is cut into `shards` parts."""
-    ordered = sorted(table.unit_tensors(name), key=lambda tensor: not tensor.decay)  # stable: table order inside
-    tensors: list[tuple[Tensor, int]] = []
-    rows: list[tuple[Row, int]] = []
-    offset = decay_numel = 0
-    for tensor in ordered:
-        tensors.append((tensor, offset))
-        width = _numel(tensor.shape[1:])
-        rows.extend((row, offset + row.offset * width) for row in tensor.rows)
-        offset += _numel(tensor.shape)
-        if tensor.decay:
-            decay_numel = offset
-    return FlatUnit(name, tuple(tensors), tuple(rows), decay_numel, offset, padded_numel(offset, shards))
+    tensors = tuple((tensor, table.tensor_range(tensor)[0]) for tensor in table.unit_tensors(name))
+    rows = tuple((row, table.row_range(row)[0]) for tensor, _ in tensors for row in tensor.rows)
+    numel = table.unit_numel(name)
+    return FlatUnit(name, tensors, rows, table.unit_decay_numel(name), numel, padded_numel(numel, shards))
 
 
 def pieces_of(unit: FlatUnit, kind: str, flat: torch.Tensor, start: int, low: int, high: int) -> list[Piece]:
@@ -79,7 +63,7 @@ def pieces_of(unit: FlatUnit, kind: str, flat: torch.Tensor, start: int, low: in
     pieces = []
     for row, offset in unit.rows:
         first = max(low, offset)
-        last = min(high, offset + _numel(row.engine_shape))
+        last = min(high, offset + row.numel)
         if first < last:
             view = flat[first - start : last - start]
             pieces.append(Piece(kind, row.name, first - offset, last - offset, view))

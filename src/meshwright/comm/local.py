@@ -1,0 +1,287 @@
+"""Ranks on this machine, quickly: forked from a server that has torch loaded, joined over gloo, many calls per start.
+
+    with LocalRanks(4) as ranks:
+        results = ranks.run("package.module:function", argument)   # one result per rank
+
+The server and its ranks end with the process that started them, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import RankLost
+
+_SERVER_CODE = (
+    "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
+)
+
+PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint")
+"""Imported once by the server, so that the ranks need not."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank's exception, as its cause."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"on rank {rank}:\n{text}")
+
+
+class LocalRanks:
+    """`world_size` processes with torch.distributed (gloo) initialised and `threads` threads each."""
+
+    def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0) -> None:
+        self.world_size = world_size
+        self.threads = threads
+        self.timeout = timeout
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        self._directory: Path | None = None
+
+    def __enter__(self) -> LocalRanks:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(self._pids)
+
+    def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call `function(*args)` on every rank ("package.module:function" or a function of an importable module) and
+        return the results by rank.
+
+        An exception of a rank is raised here, with the rank's traceback as its cause; a rank that has not answered
+        within `timeout` seconds, or has died, is named in a RankLost. After either the ranks are started afresh.
+        """
+        if not self._connections:
+            self._start()
+        if not isinstance(function, str):
+            function = f"{function.__module__}:{function.__qualname__}"
+        try:
+            for connection in self._connections:
+                connection.send((function, args))
+        except OSError as error:
+            self.close()
+            raise RankLost(f"a local rank has ended before {function} began: {error}") from error
+        return self._collect(function, self.timeout if timeout is None else timeout)
+
+    def _collect(self, function: str, timeout: float) -> list[Any]:
+        answers: dict[int, tuple[str, Any, str]] = {}
+        died: list[int] = []
+        deadline = time.monotonic() + timeout
+        while len(answers) + len(died) < self.world_size:
+            waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
+            ready = wait([self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in waiting:
+                if self._connections[rank] in ready:
+                    try:
+                        answers[rank] = self._connections[rank].recv()
+                    except (EOFError, OSError):
+                        died.append(rank)
+            if died or any(kind == "error" for kind, *_ in answers.values()):
+                # The others may be waiting for this rank in a collective: a moment to report, then an end.
+                deadline = min(deadline, time.monotonic() + 2.0)
+        failures = {rank: answer for rank, answer in answers.items() if answer[0] == "error"}
+        if not failures and not died and len(answers) == self.world_size:
+            return [answers[rank][1] for rank in range(self.world_size)]
+        self.close()
+        if failures:
+            # A rank that was left alone is a consequence; the cause is another rank's exception.
+            rank = min(failures, key=lambda r: (isinstance(failures[r][1], RankLost), r))
+            _, error, text = failures[rank]
+            raise error from RemoteTraceback(rank, text)
+        if died:
+            raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}")
+        silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
+        raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}")
+
+    def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
+        key = secrets.token_bytes(16)
+        with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
+            order = (
+                str(self._directory),
+                key,
+                self.world_size,
+                self.threads,
+                self.timeout,
+                list(sys.path),
+                os.getcwd(),
+            )
+            self._pids = _Server.running().fork(order)
+            connections: dict[int, Connection] = {}
+            listener._listener._socket.settimeout(60.0)  # type: ignore[attr-defined]
+            try:
+                while len(connections) < self.world_size:
+                    connection = listener.accept()
+                    connections[connection.recv()] = connection
+            except (OSError, EOFError) as error:
+                self.close()
+                raise RankLost(f"the local ranks did not start: {error}") from error
+        self._connections = [connections[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the ranks; `run` would start new ones."""
+        for connection in self._connections:
+            connection.close()
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._connections, self._pids = [], []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+class _Server:
+    """The process that has torch loaded and forks ranks. One for this process, started when first needed."""
+
+    _instance: _Server | None = None
+
+    @classmethod
+    def running(cls) -> _Server:
+        if cls._instance is None or cls._instance.process.poll() is not None or cls._instance.owner != os.getpid():
+            cls._instance = cls()
+        return cls._instance
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self.owner = os.getpid()
+        self.connection = Connection(ours.detach())
+        atexit.register(self.stop)
+
+    def fork(self, order: tuple[Any, ...]) -> list[int]:
+        try:
+            self.connection.send(order)
+            return self.connection.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError) as error:
+            raise RankLost(f"the server of local ranks has ended: {error}") from error
+
+    def stop(self) -> None:
+        if self.owner == os.getpid():
+            self.connection.close()
+            self.process.wait()
+
+
+# --- in the server
+
+
+def serve(descriptor: int) -> None:
+    """The server's main loop: fork ranks as ordered over the socket `descriptor`, until its other end is closed."""
+    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
+    for name in PRELOADED:
+        importlib.import_module(name)
+    while True:
+        try:
+            order = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        pids = []
+        for rank in range(order[2]):
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                _rank(rank, *order)
+            pids.append(pid)
+        connection.send(pids)
+
+
+# --- in a rank
+
+
+def _rank(
+    rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
+) -> None:
+    status = 1
+    try:
+        _end_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sys.path[:] = path
+        os.chdir(cwd)
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        with Client(f"{directory}/socket", authkey=key) as connection:
+            connection.send(rank)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{directory}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            _answer(connection)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _answer(connection: Connection) -> None:
+    while True:
+        try:
+            name, args = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result = ("ok", _find(name)(*args), "")
+            connection.send_bytes(pickle.dumps(result))
+        except Exception as error:
+            text = traceback.format_exc()
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            connection.send(("error", error, text))
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (where there is no Linux, the closed connection does)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
