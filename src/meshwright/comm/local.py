@@ -110,13 +110,13 @@ class LocalRanks:
         if not failures and not died and len(answers) == self.world_size:
             return [answers[rank][1] for rank in range(self.world_size)]
         self.close()
+        if died:
+            raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}")
         if failures:
             # A rank that was left alone is a consequence; the cause is another rank's exception.
             rank = min(failures, key=lambda r: (isinstance(failures[r][1], RankLost), r))
             _, error, text = failures[rank]
             raise error from RemoteTraceback(rank, text)
-        if died:
-            raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}")
         silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}")
 

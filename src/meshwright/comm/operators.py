@@ -113,9 +113,9 @@ _reduce_scatter_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, di
 _split_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, dim))
 
 
-def _remember(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    context.axis, context.site = inputs[1], inputs[2] + ".backward"
-    context.dim = inputs[3] if len(inputs) > 3 else 0
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
+    ctx.axis, ctx.site = inputs[1], inputs[2] + ".backward"
+    ctx.dim = inputs[3] if len(inputs) > 3 else 0
 
 
 _copy_to.register_autograd(

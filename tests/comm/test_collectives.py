@@ -1,0 +1,254 @@
+"""Every collective against what it is by definition, computed from all ranks' inputs in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import collectives
+from meshwright.comm.faults import Fault
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import RankLost
+from meshwright.layout import Layout
+
+
+def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
+    return torch.randint(-8, 9, (count,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def every_collective(world_size: int, dtype: torch.dtype, count: int) -> None:
+    mesh = Mesh.create(Layout(dp=world_size))
+    axis, rank = mesh.data, mesh.rank
+    everybody = torch.stack([values(r, count * world_size, dtype) for r in range(world_size)])
+    mine = everybody[rank]
+    total = everybody.sum(0)
+
+    x = mine.clone()
+    collectives.all_reduce(x, axis, "test.sum")
+    assert torch.equal(x, total)
+    x = mine.clone()
+    collectives.all_reduce(x, axis, "test.max", op="max")
+    assert torch.equal(x, everybody.amax(0))
+
+    part = torch.empty(count, dtype=dtype)
+    handle = collectives.reduce_scatter(part, mine, axis, "test.scatter", async_op=True)
+    handle.wait()
+    handle.wait()  # a second wait has nothing to do
+    assert torch.equal(part, total[rank * count : (rank + 1) * count])
+    x = mine.clone()
+    collectives.reduce_scatter(x[rank * count : (rank + 1) * count], x, axis, "test.scatter")
+    assert torch.equal(x[rank * count : (rank + 1) * count], part), "in place"
+
+    whole = torch.empty(count * world_size, dtype=dtype)
+    collectives.all_gather(whole, part, axis, "test.gather")
+    assert torch.equal(whole, total)
+    x = torch.zeros(count * world_size, dtype=dtype)
+    x[rank * count : (rank + 1) * count] = part
+    collectives.all_gather(x, x[rank * count : (rank + 1) * count], axis, "test.gather")
+    assert torch.equal(x, total), "in place"
+
+    x = mine.clone()
+    collectives.broadcast(x, axis, "test.broadcast", source=world_size - 1)
+    assert torch.equal(x, everybody[world_size - 1])
+    x = torch.empty_like(mine)
+    collectives.all_to_all(x, mine, axis, "test.exchange")
+    assert torch.equal(x, everybody[:, rank * count : (rank + 1) * count].reshape(-1))
+    collectives.barrier(axis, "test.barrier")
+    mesh.close()
+
+
+def several_under_way(world_size: int) -> None:
+    """Calls posted before earlier ones are waited for must not mix."""
+    mesh = Mesh.create(Layout(dp=world_size))
+    outputs = [torch.empty(1000 * world_size) for _ in range(8)]
+    sources = [torch.full((1000,), 100.0 * index + mesh.rank) for index in range(8)]
+    handles = [
+        collectives.all_gather(output, source, mesh.data, "test.gather", async_op=True)
+        for output, source in zip(outputs, sources, strict=True)
+    ]
+    total = torch.ones(5)
+    collectives.all_reduce(total, mesh.data, "test.sum")
+    for handle in reversed(handles):
+        handle.wait()
+    for index, output in enumerate(outputs):
+        expected = torch.tensor([100.0 * index + rank for rank in range(world_size)]).repeat_interleave(1000)
+        assert torch.equal(output, expected)
+    mesh.close()
+
+
+def recorded_bytes(world_size: int) -> list[dict]:
+    mesh = Mesh.create(Layout(dp=world_size))
+    for _ in range(3):
+        collectives.all_gather(torch.empty(10 * world_size), torch.ones(10), mesh.data, "a")
+    collectives.all_reduce(torch.ones(100 * world_size, dtype=torch.float64), mesh.data, "b")
+    mesh.close()
+    return mesh.record.table()
+
+
+def spoilt(world_size: int, operation: str, kind: str) -> torch.Tensor:
+    """The second of two results with a fault planted."""
+    mesh = Mesh.create(Layout(dp=world_size))
+    mesh.faults.plant(Fault("test", operation, kind, position=1))
+    axis = mesh.data
+    for call in (1.0, 10.0):
+        x = torch.full((world_size,), call * (mesh.rank + 1))
+        if operation == "all_reduce":
+            collectives.all_reduce(x, axis, "test")
+            collectives.all_reduce(torch.ones(1), axis, "elsewhere")
+        elif operation == "reduce_scatter":
+            whole, x = x, torch.zeros(1)
+            collectives.reduce_scatter(x, whole, axis, "test")
+        else:
+            part, x = x[:1].clone(), torch.zeros(world_size)
+            collectives.all_gather(x, part, axis, "test")
+    assert mesh.faults.struck == 2
+    mesh.close()
+    return x
+
+
+def left_alone(world_size: int) -> str:
+    mesh = Mesh.create(Layout(dp=world_size), timeout_seconds=0.5)
+    if mesh.rank == 1:
+        return ""
+    with pytest.raises(RankLost) as error:
+        collectives.all_reduce(torch.ones(4), mesh.data, "test.lonely")
+    return str(error.value)
+
+
+def groups_of(layout: str) -> dict[str, tuple[int, ...]]:
+    mesh = Mesh.create(Layout.parse(layout))
+    x = torch.tensor([float(mesh.rank)])
+    collectives.all_reduce(x, mesh.replica, "test")
+    assert x.item() == sum(mesh.replica.ranks)
+    mesh.close()
+    return {name: getattr(mesh, name).ranks for name in ("dp", "data", "shard", "replica", "tp", "world")}
+
+
+def axis_pairs(world_size: int) -> None:
+    """The autograd pairs against one process that sees all ranks' inputs."""
+    from meshwright.comm import operators
+
+    mesh = Mesh.create(Layout(tp=world_size))
+    axis, rank = mesh.tp, mesh.rank
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 3 * world_size, 5, generator=make, dtype=torch.float64) for _ in range(world_size)]
+    weights = [torch.randn(2, 3 * world_size, 5, generator=make, dtype=torch.float64) for _ in range(world_size)]
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * weight[:, : x.shape[1]]).sum()
+
+    shared = inputs[0].clone().requires_grad_()
+    sum(loss(shared, weight) for weight in weights).backward()
+    x = inputs[0].clone().requires_grad_()
+    loss(operators.copy_to(x, axis, "in"), weights[rank]).backward()
+    torch.testing.assert_close(x.grad, shared.grad)
+
+    everybody = [value.clone().requires_grad_() for value in inputs]
+    loss(sum(everybody), weights[0]).backward()
+    x = inputs[rank].clone().requires_grad_()
+    compiled = torch.compile(lambda x: loss(operators.reduce_from(x, axis, "out") * 1.0, weights[0]), backend="eager")
+    compiled(x).backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+
+    parts = [value[:, :3].clone().requires_grad_() for value in inputs]
+    sum(loss(torch.cat(parts, dim=1), weight) for weight in weights).backward()
+    x = inputs[rank][:, :3].clone().requires_grad_()
+    loss(operators.gather_from(x, axis, "gather", dim=1), weights[rank]).backward()
+    torch.testing.assert_close(x.grad, parts[rank].grad)
+
+    everybody = [value.clone().requires_grad_() for value in inputs]
+    slices = sum(everybody).chunk(world_size, dim=1)
+    sum(loss(part, weight) for part, weight in zip(slices, weights, strict=True)).backward()
+    x = inputs[rank].clone().requires_grad_()
+    loss(operators.reduce_scatter_to(x, axis, "scatter", dim=1), weights[rank]).backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+
+    shared = inputs[0].clone().requires_grad_()
+    slices = shared.chunk(world_size, dim=1)
+    sum(loss(part, weight) for part, weight in zip(slices, weights, strict=True)).backward()
+    x = inputs[0].clone().requires_grad_()
+    loss(operators.split_to(x, axis, "split", dim=1), weights[rank]).backward()
+    torch.testing.assert_close(x.grad, shared.grad)
+
+    sites = {(entry["site"], entry["operation"]) for entry in mesh.record.table()}
+    assert ("out", "all_reduce") in sites, "a call inside a compiled function is recorded too"
+    assert ("in.backward", "all_reduce") in sites
+    mesh.close()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(4) as started:
+        yield started
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_collectives_do_what_their_names_say(ranks, dtype):
+    ranks.run(every_collective, 4, dtype, 1)
+    ranks.run(every_collective, 4, dtype, 257)
+
+
+def test_calls_under_way_do_not_mix(ranks):
+    ranks.run(several_under_way, 4)
+
+
+def test_recorded_bytes_are_the_closed_forms(ranks):
+    for table in ranks.run(recorded_bytes, 4):
+        gather, reduce = table
+        assert gather["calls"] == 3
+        assert gather["payload_bytes"] == 3 * 4 * 40
+        assert gather["sent_bytes"] == 3 * 3 * 40, "all-gather: (N - 1) parts"
+        assert reduce["sent_bytes"] == 2 * 3 * 800, "all-reduce: 2 (N - 1) / N of the vector"
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "expected"),
+    [  # ranks put in 10, 20, 30, 40 in the second call, a tenth of that in the first
+        ("all_reduce", "skip", [[10.0] * 4, [20.0] * 4, [30.0] * 4, [40.0] * 4]),
+        ("all_reduce", "double", [[200.0] * 4] * 4),
+        ("all_reduce", "drop", [[80.0] * 4] * 4),
+        ("all_reduce", "stale", [[10.0] * 4] * 4),
+        ("reduce_scatter", "skip", [[10.0], [20.0], [30.0], [40.0]]),
+        ("reduce_scatter", "double", [[200.0]] * 4),
+        ("reduce_scatter", "drop", [[80.0]] * 4),
+        ("reduce_scatter", "stale", [[10.0]] * 4),
+        ("all_gather", "skip", [[10.0, 0, 0, 0], [0, 20.0, 0, 0], [0, 0, 30.0, 0], [0, 0, 0, 40.0]]),
+        ("all_gather", "double", [[20.0, 40.0, 60.0, 80.0]] * 4),
+        ("all_gather", "drop", [[10.0, 0.0, 30.0, 40.0]] * 4),
+        ("all_gather", "stale", [[1.0, 2.0, 3.0, 4.0]] * 4),
+    ],
+)
+def test_a_planted_fault_spoils_its_site_alone(ranks, operation, kind, expected):
+    assert [x.tolist() for x in ranks.run(spoilt, 4, operation, kind)] == expected
+
+
+def test_hybrid_groups_shard_inside_and_replicate_across(ranks):
+    first, _, third, _ = ranks.run(groups_of, "dp4 zero3 hs2")
+    assert first["shard"] == (0, 1) and first["replica"] == (0, 2)
+    assert third["shard"] == (2, 3) and third["replica"] == (0, 2)
+    assert first["data"] == first["dp"] == first["world"] == (0, 1, 2, 3)
+    assert first["tp"] == (0,)
+
+
+def test_autograd_pairs_are_each_others_conjugates(ranks):
+    ranks.run(axis_pairs, 4)
+
+
+def test_a_rank_left_alone_says_where_it_waits():
+    with LocalRanks(2) as pair:
+        alone, _ = pair.run(left_alone, 2)
+    assert "rank 0 had no answer from rank 1 in test.lonely (all_reduce over axis data, its call 1)" in alone
+
+
+def test_on_one_device_calls_copy_nothing():
+    mesh = Mesh.single()
+    x = torch.ones(4)
+    collectives.all_reduce(x, mesh.data, "test")
+    collectives.all_gather(x, x, mesh.shard, "test")
+    collectives.reduce_scatter(x, x, mesh.shard, "test")
+    collectives.barrier(mesh.world, "test")
+    assert mesh.record.table() == []
+    assert not dist.is_initialized()
