@@ -150,14 +150,19 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f'{where}: "{key}" = {data[key]!r} is not computed here; only {computed!r} is')
 
     heads = read.integer(keys["heads"])
+    kv_heads = read.integer(keys["kv_heads"], heads)
     hidden = read.integer(keys["hidden"])
+    if heads % kv_heads:
+        raise UserError(
+            f'{where}: "{keys["heads"][0]}" {heads} is not a multiple of "{keys["kv_heads"][0]}" {kv_heads}'
+        )
     fields: dict[str, Any] = {
         "family": family.name,
         "vocabulary": read.integer(keys["vocabulary"]),
         "hidden": hidden,
         "layers": read.integer(keys["layers"]),
         "heads": heads,
-        "kv_heads": read.integer(keys["kv_heads"], heads),
+        "kv_heads": kv_heads,
         "norm_epsilon": read.number(keys["norm_epsilon"], 1e-6 if family.fixed["norm"] == "rmsnorm" else 1e-5),
         "initializer_range": read.number(("initializer_range",), 0.02),
         "tied": read.boolean("tie_word_embeddings"),

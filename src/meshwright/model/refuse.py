@@ -72,7 +72,8 @@ def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, plannin
     # A table of positions ends; rotary positions go on, though a model is not good at what it never saw.
     if sequence > config.max_positions and (config.positions == "learned" or not planning):
         return f"sequence {sequence} is longer than the model's {config.max_positions} positions"
-    pieces, why = 1, []
+    pieces = 1
+    why: list[str] = []
     if layout.cp > 1:
         # The causal ring gives each rank an early and a late piece, so that all have equal work.
         pieces, why = (2 * layout.cp, ["2 x cp"]) if layout.cp_method == "ring" else (layout.cp, ["cp"])

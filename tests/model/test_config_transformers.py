@@ -1,0 +1,119 @@
+"""transformers reads what we write, and builds from it exactly the tensors that our table lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from meshwright.model.config import ModelConfig
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import PRESETS, preset
+from meshwright.model.rope_scaling import RopeScaling
+
+LLAMA3 = RopeScaling("llama3", 8.0, 128, low_frequency_factor=1.0, high_frequency_factor=4.0)
+YARN = RopeScaling("yarn", 4.0, 128, beta_fast=24.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.5, truncate=False)
+
+
+def variant(name: str, **changes: Any) -> ModelConfig:
+    return dataclasses.replace(preset(name), **changes)
+
+
+VARIANTS = {
+    "llama": variant("llama-tiny"),
+    "llama untied, odd vocabulary": variant("llama-tiny", tied=False, vocabulary=499),
+    "llama with every bias": variant("llama-tiny", qkv_bias=True, output_bias=True, mlp_bias=True),
+    "llama, wide heads": variant("llama-tiny", head_dim=16),
+    "llama3 scaling": variant("llama-tiny", rope_theta=5e5, rope_scaling=LLAMA3),
+    "linear scaling": variant("llama-tiny", rope_scaling=RopeScaling("linear", 2.0)),
+    "yarn scaling": variant("llama-tiny", rope_scaling=YARN),
+    "mistral": variant("mistral-tiny"),
+    "mistral without a window": variant("mistral-tiny", sliding_window=None),
+    "qwen2": variant("qwen2-tiny"),
+    "qwen2, late windows": variant("qwen2-tiny", sliding_window=8, windowed_layers=(False, False, True)),
+    "qwen2, mixed windows": variant("qwen2-tiny", sliding_window=8, windowed_layers=(True, False, True)),
+    "qwen3": variant("qwen3-tiny"),
+    "qwen3 with biases, window": variant("qwen3-tiny", qkv_bias=True, output_bias=True, sliding_window=8),
+    "gpt2": variant("gpt2-tiny"),
+    "gpt2 untied, narrow, exact gelu": variant("gpt2-tiny", tied=False, intermediate=100, activation="gelu"),
+    "end tokens": variant("llama-tiny", bos_token=1, eos_token=2, more_eos_tokens=(3,)),
+}
+
+
+def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
+    """The model that transformers makes of our config.json, without values."""
+    (tmp_path / "config.json").write_text(json.dumps(config.to_huggingface()))
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_names_and_shapes_are_those_of_transformers(config: ModelConfig, tmp_path):
+    model = build(config, tmp_path)
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    ours = {row.name: row.shape for row in parameter_table(config).rows}
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_what_transformers_writes_back_is_the_same_model(config: ModelConfig, tmp_path):
+    model = build(config, tmp_path)
+    model.config.save_pretrained(tmp_path / "again")
+    assert ModelConfig.from_path(tmp_path / "again") == config
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_transformers_computes_with_the_values_we_mean(config: ModelConfig, tmp_path):
+    theirs = build(config, tmp_path).config
+    assert theirs.tie_word_embeddings == config.tied
+    assert theirs.bos_token_id == config.bos_token
+    if config.positions == "learned":
+        assert theirs.layer_norm_epsilon == config.norm_epsilon
+        assert theirs.n_positions == config.max_positions
+        return
+    assert theirs.rms_norm_eps == config.norm_epsilon
+    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.rope_parameters["rope_type"] == (config.rope_scaling.kind if config.rope_scaling else "default")
+    if config.family in ("qwen2", "qwen3"):
+        windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert windows == [config.layer_window(layer) for layer in range(config.layers)]
+    elif config.family == "mistral":
+        assert theirs.sliding_window == config.sliding_window
+
+
+@pytest.mark.parametrize("name", ["gemma-2-2b", "bloom-176b"])
+def test_planning_families_list_the_tensors_of_transformers(name: str):
+    """Cut to two layers, built from the data of the preset, as there is no config.json of ours."""
+    config = dataclasses.replace(preset(name), layers=2, windowed_layers=None, sliding_window=None)
+    if name.startswith("gemma"):
+        theirs_config = transformers.Gemma2Config(
+            vocab_size=config.vocabulary,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=2,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+        )
+    else:
+        theirs_config = transformers.BloomConfig(
+            vocab_size=config.vocabulary, hidden_size=config.hidden, n_layer=2, n_head=config.heads
+        )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs_config)
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
+
+
+def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_path):
+    """Shapes without values; the largest are cut to two layers, which each count alike."""
+    for name, entry in PRESETS.items():
+        if entry.config.planning_only:
+            continue
+        config = dataclasses.replace(entry.config, layers=2, windowed_layers=None)
+        count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
+        assert count == parameter_table(config).numel, name
