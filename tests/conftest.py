@@ -1,0 +1,80 @@
+"""What tests share: where things are, the command line in this process, and a small recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Outcome(NamedTuple):
+    """What a command left: its exit code, standard output and standard error."""
+
+    code: int
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Reference data beside the repository; where there are none, the tests that need them are skipped."""
+    path = REPOSITORY.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"no reference data at {path}")
+    return path
+
+
+@pytest.fixture
+def command_line(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs `meshwright ARGUMENTS...` in this process."""
+    from meshwright.cli.main import main
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+TINY_RECIPE = """
+layout = "dp1"
+
+[run]
+seed = 7
+
+[model]
+family = "llama"
+layers = 2
+hidden = 16
+heads = 4
+kv_heads = 2
+intermediate = 32
+
+[data]
+source = "stdlib"
+tokenizer = "bytes"
+sequence = 32
+
+[train]
+steps = 4
+batch = 4
+learning_rate = 1e-2
+"""
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path: Path) -> Path:
+    """The file of a small valid recipe."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY_RECIPE)
+    return path

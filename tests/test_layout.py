@@ -1,0 +1,236 @@
+"""The layout notation against its contract, and rank groups against a reshaped arange."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.errors import UserError
+from meshwright.layout import GROUPS, Layout
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        Layout.parse(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
+    """Any layout that can exist, with axes of up to `most` ranks."""
+    size = st.integers(1, most)
+    dp, tp, cp, pp = draw(size), draw(size), draw(size), draw(size)
+    zero = draw(st.integers(0, 3))
+    divisors = [n for n in range(2, dp * cp + 1) if dp * cp % n == 0]
+    experts = draw(st.sampled_from([n for n in range(1, tp * cp * dp + 1) if tp * cp * dp % n == 0]))
+    etp = draw(st.sampled_from([n for n in range(1, experts + 1) if experts % n == 0]))
+    schedule, chunks = "1f1b", 1
+    if pp > 1:
+        schedule = draw(
+            st.sampled_from([name for name in SCHEDULE_CHUNKS if pp % 2 == 0 or name not in BIDIRECTIONAL_SCHEDULES])
+        )
+        _, least, most_chunks = SCHEDULE_CHUNKS[schedule]
+        chunks = draw(st.integers(least, most_chunks or least + 3))
+        schedule = draw(st.sampled_from([schedule, "@schedules/mine.txt"])) if chunks == 1 else schedule
+    return Layout(
+        dp=dp,
+        zero=zero,
+        hybrid=draw(st.sampled_from([None, *divisors])) if zero else None,
+        tp=tp,
+        tensor_sequence_parallel=draw(st.booleans()),
+        cp=cp,
+        cp_method=draw(st.sampled_from(["ring", "ulysses"])),
+        pp=pp,
+        schedule=schedule,
+        chunks=chunks,
+        micro_batches=2 * draw(size) if schedule in BIDIRECTIONAL_SCHEDULES else draw(size),
+        ep=experts // etp,
+        etp=etp,
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        offload=draw(st.sampled_from([None, "cpu", "nvme"])),
+        precision=draw(st.sampled_from([None, "fp32", "tf32", "bf16", "fp16", "fp8"])),
+    )
+
+
+@given(layouts())
+def test_what_is_printed_reads_back_equal(layout: Layout):
+    assert Layout.parse(str(layout)) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_the_example_of_the_contract_is_canonical():
+    text = "dp4 zero1 tp2 cp2 pp4:zb-v mb8 ep2 ac:selective bf16"
+    layout = Layout.parse(text)
+    assert str(layout) == text
+    assert layout.world_size == 4 * 2 * 2 * 4
+    assert (layout.schedule, layout.chunks, layout.micro_batches, layout.ep) == ("zb-v", 2, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ("dp1", "dp1"),
+        ("zero0 tp1:nosp cp1:ulysses pp1:gpipe mb1 ep1 ac:none", "dp1"),
+        ("bf16 mb2 zero2 dp2", "dp2 zero2 mb2 bf16"),
+        ("dp02", "dp2"),
+        ("  dp2\tfp32 ", "dp2 fp32"),
+        ("tp2:nosp cp2:ring", "tp2:nosp cp2"),
+        ("pp2:1f1b", "pp2"),
+        ("pp2:interleaved", "pp2:interleaved"),
+        ("pp2:interleaved:2", "pp2:interleaved"),
+        ("pp2:interleaved:4", "pp2:interleaved:4"),
+        ("pp2:@my/schedule.txt", "pp2:@my/schedule.txt"),
+        ("dp4 ep2:etp2", "dp4 ep2:etp2"),
+        ("dp4 ep1:etp2", "dp4 ep1:etp2"),
+        ("dp2 offload:cpu", "dp2 offload:cpu"),
+    ],
+)
+def test_the_canonical_print_orders_parts_and_drops_defaults(written: str, printed: str):
+    assert str(Layout.parse(written)) == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("dp2 zro1", "zero1"),
+        ("ddp4", "dp4"),
+        ("DP4", "dp4"),
+        ("bf15", "bf16"),
+        ("offlod:cpu", "offload:"),
+        ("ac:ful", "full"),
+        ("pp4:zbv", "zb-v"),
+        ("cp2:ulises", "ulysses"),
+    ],
+)
+def test_an_unknown_part_is_answered_with_the_nearest(text: str, nearest: str):
+    assert f'did you mean "{nearest}"?' in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the layout is empty"),
+        ("dp0", "dp counts from 1"),
+        ("dp2 mb0", "mb counts from 1"),
+        ("dp-2", "takes a whole number"),
+        ("dp2.5", "takes a whole number"),
+        ("dp", "takes a whole number"),
+        ("dp" + "9" * 5000, "takes a whole number"),
+        ("dp２", "takes a whole number"),  # a full-width digit
+        ("zero4", "zero takes 0, 1, 2 or 3"),
+        ("dp2 dp2", "said twice"),
+        ("fp32 bf16", "bf16 after fp32: this is said twice"),
+        ("dp2:x", "dp is written dp2"),
+        ("tp2:sp", "tp is written tp2, tp2:nosp"),
+        ("ac", "ac:none or ac:selective or ac:full"),
+        ("dp2 hs2", "hs2 with zero0"),
+        ("dp4 zero1 hs1", "hs1: groups of one rank"),
+        ("dp4 zero1 hs3", "hs3: groups of 3 do not divide dp x cp = 4"),
+        ("dp2 zero1 hs4", "hs4: groups of 4 do not divide dp x cp = 2"),
+        ("dp2 ep3", "ep x etp = 3 does not divide tp x cp x dp = 2"),
+        ("dp2 ep2:etp2", "ep x etp = 4 does not divide tp x cp x dp = 2"),
+        ("pp4 ep2", "does not divide tp x cp x dp = 1"),
+        ("pp1:zb-v", "needs at least two stages"),
+        ("pp1:@file", "needs at least two stages"),
+        ("pp4:@", "file is missing"),
+        ("pp4:1f1b:2", "exactly 1 chunk a rank"),
+        ("pp4:zb-v:3", "exactly 2 chunks a rank"),
+        ("pp4:interleaved:1", "at least 2 chunks a rank"),
+        ("pp4:interleaved:0", "chunks count from 1"),
+        ("pp4:dualpipe mb3", "mb must be even"),
+        ("pp3:chimera mb4", "pp must be even"),
+    ],
+)
+def test_an_impossible_part_is_refused_with_the_reason(text: str, reason: str):
+    assert reason in refusal(text)
+
+
+def test_a_layout_made_in_python_is_checked_like_a_written_one():
+    with pytest.raises(UserError, match="hs3"):
+        Layout(dp=4, zero=1, hybrid=3)
+    with pytest.raises(UserError, match="dp counts from 1"):
+        Layout().with_(dp=0)
+    with pytest.raises(UserError, match='unknown schedule "1f2b"'):
+        Layout(pp=2, schedule="1f2b")
+    assert Layout(dp=2).with_(zero=1, precision="bf16") == Layout.parse("dp2 zero1 bf16")
+
+
+@given(layouts())
+def test_groups_are_slices_of_a_reshaped_arange(layout: Layout):
+    ranks = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+
+    def along(*axes: int) -> set[tuple[int, ...]]:
+        moved = np.moveaxis(ranks, axes, range(-len(axes), 0))
+        return {
+            tuple(map(int, group)) for group in moved.reshape(-1, int(np.prod([ranks.shape[axis] for axis in axes])))
+        }
+
+    assert set(layout.groups("tp")) == along(3)
+    assert set(layout.groups("cp")) == along(2)
+    assert set(layout.groups("dp")) == along(1)
+    assert set(layout.groups("pp")) == along(0)
+    assert set(layout.groups("data")) == along(1, 2)
+    assert set(layout.groups("world")) == along(0, 1, 2, 3)
+
+    size = layout.hybrid or layout.dp * layout.cp
+    data = np.array(sorted(along(1, 2))).reshape(-1, layout.dp * layout.cp // size, size)
+    assert set(layout.groups("shard")) == {tuple(map(int, group)) for group in data.reshape(-1, size)}
+    assert set(layout.groups("replica")) == {tuple(map(int, group)) for block in data for group in block.T}
+
+    experts = np.arange(layout.world_size).reshape(layout.pp, -1, layout.ep, layout.etp)
+    assert set(layout.groups("etp")) == {tuple(map(int, group)) for group in experts.reshape(-1, layout.etp)}
+    by_expert = np.moveaxis(experts, 2, -1).reshape(-1, layout.ep)
+    assert set(layout.groups("ep")) == {tuple(map(int, group)) for group in by_expert}
+    by_block = np.moveaxis(experts, 1, -1).reshape(-1, experts.shape[1])
+    assert set(layout.groups("expert_data")) == {tuple(map(int, group)) for group in by_block}
+
+
+@given(layouts(), st.sampled_from(GROUPS))
+def test_the_groups_of_every_axis_partition_the_ranks(layout: Layout, axis: str):
+    groups = layout.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    assert len({len(group) for group in groups}) == 1
+    assert all(list(group) == sorted(group) for group in groups)
+
+
+@given(layouts())
+def test_a_rank_stands_in_its_group_where_its_coordinate_says(layout: Layout):
+    for axis in ("tp", "cp", "dp", "pp"):
+        for group in layout.groups(axis):
+            assert [layout.coordinates(rank)[axis] for rank in group] == list(range(len(group)))
+
+
+def test_sharding_counts_the_ranks_that_share_one_copy():
+    assert Layout.parse("dp4 cp2").sharding == 1
+    assert Layout.parse("dp4 cp2 zero1").sharding == 8
+    assert Layout.parse("dp4 cp2 zero3 hs2").sharding == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("tp2", "tp2"),
+        ("cp2:ulysses", "cp2"),
+        ("pp2:zb-h1", "pp2"),
+        ("dp4 ep2", "ep2"),
+        ("dp2 offload:cpu", "offload:cpu"),
+        ("fp16", "fp16"),
+        ("tf32", "tf32"),
+        ("fp8", "fp8"),
+    ],
+)
+def test_what_this_version_cannot_run_is_refused_by_name(text: str, part: str):
+    with pytest.raises(UserError, match=rf"{part}: this version cannot run .* yet; it runs .*bf16"):
+        Layout.parse(text).refuse_unbuilt()
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp4 zero3 hs2 mb4 ac:full bf16", "dp2 zero2 fp32 ac:selective"])
+def test_what_this_version_runs_is_not_refused(text: str):
+    Layout.parse(text).refuse_unbuilt()

@@ -1,0 +1,28 @@
+"""Names: the nearest one is found, and nothing is suggested where nothing is near."""
+
+from __future__ import annotations
+
+from meshwright.names import OPTIMIZERS, SCHEDULE_CHUNKS, SCHEDULES, nearest, unknown
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_known():
+    assert (
+        unknown("optimizer", "adamq", OPTIMIZERS)
+        == 'unknown optimizer "adamq"; did you mean "adamw"? (known: adamw, sgd)'
+    )
+
+
+def test_nothing_is_suggested_where_nothing_is_near():
+    assert nearest("zzz", OPTIMIZERS) is None
+    assert "did you mean" not in unknown("optimizer", "zzz", OPTIMIZERS)
+
+
+def test_case_does_not_hide_a_name():
+    assert nearest("AdamW", OPTIMIZERS) == "adamw"
+    assert nearest("model.safetensor", ["Model.safetensors"]) == "Model.safetensors"
+
+
+def test_every_schedule_says_how_many_chunks_it_can_have():
+    for name in SCHEDULES:
+        unless_said, least, most = SCHEDULE_CHUNKS[name]
+        assert least <= unless_said and (most is None or unless_said <= most), name

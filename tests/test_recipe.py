@@ -1,0 +1,262 @@
+"""Recipes: what is right is read, what is wrong is one line that names file, key and the nearest right name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.recipe import RESUMABLE, SCHEMA, Recipe, load_recipe, load_recipe_text, resume_differences
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_recipe_says_its_layout_name_and_run_directory(tiny_recipe: Path):
+    recipe = load_recipe(tiny_recipe)
+    assert recipe.parsed_layout == Layout()
+    assert recipe.run.name == "tiny"  # from the file's name
+    assert recipe.run_directory == Path("runs/tiny")
+    assert recipe.source_path == tiny_recipe
+    assert recipe.data.sources == ("stdlib",)
+    assert load_recipe(tiny_recipe, ["run.directory=/elsewhere"]).run_directory == Path("/elsewhere")
+
+
+def test_the_recipes_that_come_along_are_valid(repository: Path):
+    recipes = sorted((repository / "recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        load_recipe(path).parsed_layout.refuse_unbuilt()
+
+
+def test_written_as_toml_a_recipe_reads_back_equal(tiny_recipe: Path):
+    overrides = ['data.source=["a b/*.py", "ü"]', 'model.rope_scaling={type="linear", factor=2.0}', "train.clip=0"]
+    recipe = load_recipe(tiny_recipe, overrides)
+    again = load_recipe_text(recipe.to_toml(), "copy")
+    assert again == recipe
+    assert again != load_recipe(tiny_recipe)
+    assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written down too
+
+
+def test_overrides_are_toml_values_or_bare_words_and_the_last_counts(tiny_recipe: Path):
+    recipe = load_recipe(
+        tiny_recipe,
+        [
+            "layout=dp2 zero1",
+            "train.steps=9",
+            "train.steps = 10",
+            "train.schedule=linear",
+            'train.optimizer="sgd"',
+            "train.betas=[0.8, 0.9]",
+            "train.compile=true",
+            "run.name=5",
+            "data.source=[\"a\", 'b']",
+            "data.clean.minimum_characters=3",
+            "data.tokenizer=a=b.json",
+        ],
+    )
+    assert recipe.parsed_layout == Layout(dp=2, zero=1)
+    assert (recipe.train.steps, recipe.train.schedule, recipe.train.optimizer) == (10, "linear", "sgd")
+    assert (recipe.train.betas, recipe.train.compile, recipe.run.name) == ([0.8, 0.9], True, "5")
+    assert recipe.data.sources == ("a", "b")
+    assert (recipe.data.clean.minimum_characters, recipe.data.tokenizer) == (3, "a=b.json")
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("train.stpes=3", "train.steps"),
+        ("steps=3", "train.steps"),  # a key without its table
+        ("train.sequence=3", "data.sequence"),  # the right key in the wrong table
+        ("train.lr=3", "train.learning_rate"),  # another program's name
+        ("model.n_layer=3", "model.layers"),
+        ("trian.steps=3", "train"),
+        ("data.clean.minimum_chars=3", "data.clean.minimum_characters"),
+        ("data.claen.minimum_characters=3", "data.clean"),
+    ],
+)
+def test_a_typo_in_a_key_names_the_nearest_key(tiny_recipe: Path, written: str, nearest: str):
+    key = written.partition("=")[0]
+    assert f"; did you mean {nearest}?" in refusal(tiny_recipe, written)
+    *tables, name = key.split(".")
+    in_file = tiny_recipe.with_name("typo.toml")
+    text = tiny_recipe.read_text()
+    header = f"[{'.'.join(tables)}]"
+    if header in text:
+        in_file.write_text(text.replace(header, f"{header}\n{name} = 3"))
+    else:
+        in_file.write_text(f"{name} = 3\n{text}" if not tables else f"{text}\n{header}\n{name} = 3\n")
+    assert f"; did you mean {nearest}?" in refusal(in_file)
+    assert refusal(in_file).startswith(f"{in_file}: ")
+
+
+def test_a_typo_is_told_before_the_key_that_it_leaves_missing(tiny_recipe: Path):
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("steps =", "stpes ="))
+    assert refusal(tiny_recipe) == (
+        f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps? (and 1 more key to mend)"
+    )
+
+
+def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
+    assert refusal(tiny_recipe, "train.batch=2", "train.steps=0").startswith('override "train.steps=0": train.steps: ')
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("steps = 4", "steps = 0"))
+    assert refusal(tiny_recipe, "train.batch=2").startswith(f"{tiny_recipe}: train.steps: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps=0", "should be a whole number, at least 1, not 0"),
+        ("train.steps=2.5", "should be a whole number, at least 1, not 2.5"),
+        ('train.steps="3"', 'should be a whole number, at least 1, not "3"'),
+        ("train.steps=true", "should be a whole number, at least 1, not true"),
+        ("train.batch=-2", "at least 1"),
+        ("train.learning_rate=0", "should be a number, above 0, not 0"),
+        ("train.learning_rate=nan", "should be a number, above 0, not nan"),
+        ("train.learning_rate=inf", "not inf"),
+        ("train.clip=-1", "at least 0"),
+        ("train.minimum_learning_rate=1.5", "at least 0 and at most 1"),
+        ("train.betas=[0.9]", "should be a list of 2"),
+        ("train.betas=[0.9, 1.0]", "at least 0 and below 1"),
+        ("train.slow_rank_factor=1", "above 1"),
+        ("train.compile=True", "should be true or false"),
+        ("train.optimizer=adamq", 'unknown optimizer "adamq"; did you mean "adamw"?'),
+        ("train.schedule=cosin", 'did you mean "cosine"?'),
+        ("train=3", "train: should be a table, not 3"),
+        ("run.seed=-1", "at least 0"),
+        ("run.name=a/b", "should be a plain directory name"),
+        ('run.name=".."', "should be a plain directory name"),
+        ("run.device=gpu", 'unknown device "gpu"'),
+        ("run.rendezvous=tcp://host", "should be tcp://HOST:PORT or file:///PATH"),
+        ("run.collective_timeout=0", "above 0"),
+        ("data.validation_fraction=1", "below 1"),
+        ("data.source=[]", "should be text in quotes or a list"),
+        ("data.source=[3]", "should be text in quotes or a list"),
+        ("data.clean.maximum_repetition=2", "at most 1"),
+        ("data.vocabulary=256", "at least 257"),
+        ("data.tokenizer=", "should be text in quotes"),
+        ("checkpoint.keep=0", "at least 1"),
+        ("checkpoint.dtype=bf16", 'unknown dtype "bf16"; did you mean "bfloat16"?'),
+        ("model.family=lama", 'unknown family "lama"; did you mean "llama"?'),
+        ("model.rope_scaling=3", "should be a table, not 3"),
+        ("layout=dp2 zro1", 'unknown part "zro1"; did you mean "zero1"?'),
+        ("layout=dp4 zero1 hs3", "groups of 3 do not divide"),
+        ("layout=auto", 'layout "auto" is not available in this version; name one'),
+    ],
+)
+def test_a_value_out_of_range_is_answered_with_what_it_should_be(tiny_recipe: Path, override: str, reason: str):
+    message = refusal(tiny_recipe, override)
+    assert reason in message
+    assert message.startswith(f'override "{override}": {override.partition("=")[0]}: ')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["train.warmup=5"], "warmup = 5 is more than steps = 4"),
+        (
+            ["train.schedule=wsd", "train.warmup=2", "train.decay=3"],
+            "warmup = 2 and decay = 3 do not fit into steps = 4",
+        ),
+        (["train.schedule=wsd"], 'schedule "wsd" needs decay'),
+        (["train.decay=1"], 'schedule "cosine" has none'),
+        (["train.momentum=0.9"], 'momentum belongs to optimizer "sgd"'),
+        (["train.validate_every=1", "data.validation_fraction=0"], "data.validation_fraction is 0"),
+        (["model.preset=gpt2"], "says the architecture twice, by preset and by family"),
+        (["model.load_weights=true"], "load_weights needs from"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(tiny_recipe: Path, overrides: list[str], reason: str):
+    assert reason in refusal(tiny_recipe, *overrides)
+
+
+def test_a_model_needs_an_architecture(tiny_recipe: Path):
+    text = tiny_recipe.read_text()
+    tiny_recipe.write_text(text.replace('family = "llama"\n', ""))
+    assert "model: says no architecture: give preset, from, or family" in refusal(tiny_recipe)
+    tiny_recipe.write_text(text.replace("layers = 2\n", "").replace("heads = 4\n", ""))
+    assert "family llama needs layers and heads as well" in refusal(tiny_recipe)
+    tiny_recipe.write_text(text.replace('family = "llama"\n', 'from = "directory"\nload_weights = true\n'))
+    assert load_recipe(tiny_recipe).model.from_path == "directory"
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps", "an override is written table.key=value"),
+        ("=3", "an override is written table.key=value"),
+        ("train.steps.x=3", "train.steps is a value, not a table"),
+    ],
+)
+def test_an_override_that_is_none_is_refused(tiny_recipe: Path, override: str, reason: str):
+    assert reason in refusal(tiny_recipe, override)
+
+
+def test_an_empty_file_is_told_what_it_lacks(tmp_path: Path):
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    assert refusal(empty) == f"{empty}: model: this table is missing (and 2 more keys to mend)"
+    with pytest.raises(UserError, match=r"^here: train: this table is missing; it needs steps, batch, learning_rate"):
+        Recipe.from_tables({"model": {"preset": "gpt2"}, "data": {"source": "stdlib", "sequence": 8}}, "here")
+
+
+def test_what_is_not_toml_at_all_is_refused_from_python_too():
+    with pytest.raises(UserError, match="data.source: should be text in quotes or a list"):
+        Recipe.from_tables({"model": {"preset": "gpt2"}, "data": {"source": Path("x"), "sequence": 8}})
+
+
+def different(recipe: Path, key: str) -> Recipe:
+    """The recipe with another valid value for `key`."""
+    old = load_recipe(recipe)
+    numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]"]
+    words = ["tcp://host:1", "dp2", "qwen3", "sgd", "linear", "jsonl", "cpu", "bfloat16", "latin-1", '{type="linear"}']
+    for value in numbers + words:
+        try:
+            new = load_recipe(recipe, [f"{key}={value}"])
+        except UserError:
+            continue
+        if new != old:
+            return new
+    raise AssertionError(f"no other valid value found for {key}")
+
+
+def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe: Path):
+    old = load_recipe(tiny_recipe)
+    # These contradict the tiny recipe unless something else changes too.
+    needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay"}
+    tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
+    for key in SCHEMA.keys.keys() - tables - needs_more:
+        new = different(tiny_recipe, key)
+        if key in RESUMABLE or key.partition(".")[0] in RESUMABLE:
+            resume_differences(old, new)
+            continue
+        with pytest.raises(UserError) as caught:
+            resume_differences(old, new)
+        assert f"{key} was " in str(caught.value)
+        assert "may not change" in str(caught.value)
+
+
+def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
+    new = load_recipe(tiny_recipe, ["model.hidden=32", "model.sliding_window=8"])
+    with pytest.raises(UserError, match=r"model.hidden was 16 when this run began and is 32 now"):
+        resume_differences(load_recipe(tiny_recipe), new)
+    with pytest.raises(UserError, match=r"model.sliding_window was unset when this run began and is 8 now"):
+        resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
+
+
+def test_reading_a_recipe_is_quick_and_needs_no_torch():
+    program = "import sys, meshwright.recipe; assert 'torch' not in sys.modules"
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert time.perf_counter() - begun < 2.0
