@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130, kind="")
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
 
 
 def _fail(reason: str, code: int, kind: str = "error: ") -> int:

@@ -1,0 +1,218 @@
+"""The command line: quick, one line for a mistake, the right exit code, nothing but the document under --json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from meshwright import __version__
+from meshwright.cli import main as cli
+from meshwright.cli.plumbing import answering, command, json_document, json_option
+from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch):
+    """Puts a command of the test's own among the commands."""
+
+    def add(added: click.Command) -> None:
+        module = type(sys)(f"meshwright.cli.{added.name}")
+        module.command = added
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(cli.COMMANDS, added.name, "A command of this test.")
+
+    return add
+
+
+def raising(error: BaseException) -> click.Command:
+    @command("trial", "meshwright trial")
+    def trial() -> None:
+        raise error
+
+    return trial
+
+
+def test_help_lists_every_command_in_under_a_third_of_a_second():
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        outcome = subprocess.run(
+            [sys.executable, "-m", "meshwright", "--help"], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - begun)
+    assert all(f"\n  {name} " in outcome.stdout for name in cli.COMMANDS)
+    assert min(seconds) < 0.3
+
+
+def test_help_imports_no_command_and_nothing_heavy():
+    program = """
+import sys
+from meshwright.cli.main import main
+assert main(["--help"]) == 0
+heavy = {"torch", "numpy", "pydantic", "rich", "tokenizers", "safetensors"} & set(sys.modules)
+commands = {name for name in sys.modules if name.startswith("meshwright.cli.")}
+assert not heavy and commands == {"meshwright.cli.main", "meshwright.cli.plumbing"}, (heavy, commands)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_every_command_shows_an_example(name: str, command_line):
+    outcome = command_line(name, "--help")
+    assert outcome.code == 0
+    assert f"  meshwright {name} " in outcome.output
+    assert "Example" in outcome.output
+
+
+def test_without_a_command_the_help_is_shown(command_line):
+    assert command_line().output == command_line("--help").output
+    assert command_line("--version").output == f"meshwright {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["verfy"], 'unknown command "verfy"; did you mean "verify"?'),
+        (["--vresion"], "unknown option --vresion; did you mean --version?"),
+        (["trial", "--jsno"], "trial: unknown option --jsno; did you mean --json?"),
+        (["trial", "many", "words"], "trial: Got unexpected extra argument"),
+        (["trial"], "trial: Missing argument 'WORD' (meshwright trial --help shows an example)"),
+        (["trial", "--number", "x", "word"], "trial: Invalid value for '--number'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line: str, command_line, commands):
+    @command("trial", "meshwright trial WORD")
+    @click.argument("word")
+    @click.option("--number", type=int)
+    @json_option
+    def trial(word: str, number: int, as_json: bool) -> None: ...
+
+    commands(trial)
+    outcome = command_line(*arguments)
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.startswith(f"meshwright: error: {line}")
+    assert outcome.errors.count("\n") == 1
+
+
+def test_the_commands_of_a_group_are_named_nearest_too(command_line, commands):
+    @command("trial", "meshwright trial prepare", group=True)
+    def trial() -> None: ...
+
+    @trial.command("prepare")
+    def prepare() -> None: ...
+
+    commands(trial)
+    assert 'trial: unknown command "prepaer"; did you mean "prepare"?' in command_line("trial", "prepaer").errors
+    assert "prepare" in command_line("trial").output
+    assert command_line("trial", "prepare").code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("recipe.toml: wrong\n  on two lines"), 2, "meshwright: error: recipe.toml: wrong on two lines\n"),
+        (CheckFailed("it does not hold"), 1, "meshwright: error: it does not hold\n"),
+        (RankLost("rank 3 died"), 3, "meshwright: error: rank 3 died\n"),
+        (Terminated("SIGTERM: saved step 7"), 143, "meshwright: SIGTERM: saved step 7\n"),
+        (click.FileError("x.toml", "gone"), 2, "meshwright: error: Could not open file 'x.toml': gone\n"),
+    ],
+)
+def test_an_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, line: str, command_line, commands):
+    commands(raising(error))
+    assert command_line("trial") == (code, "", line)
+
+
+def test_an_interrupt_ends_with_130(command_line, commands):
+    commands(raising(KeyboardInterrupt()))
+    outcome = command_line("trial")
+    assert outcome.code == 130
+    assert outcome.errors.endswith("meshwright: interrupted\n")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(command_line, commands):
+    commands(raising(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        command_line("trial")
+
+
+def test_a_reader_that_leaves_early_is_told_nothing():
+    program = "from meshwright.cli.main import main; import sys; sys.exit(main(['--help']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(0.5)\n{program}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_json_leaves_one_document_on_standard_output_and_nothing_else(tmp_path: Path):
+    program = """
+import subprocess, sys, click
+from meshwright.cli.plumbing import answering
+with answering(True) as answer:
+    print("from Python")
+    click.echo("from click")
+    subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    answer({"loss": 2.5}, "text for people")
+    print("after the answer")
+print("after it all")
+"""
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    document, after = outcome.stdout.splitlines()
+    assert json.loads(document) == {"schema": 1, "loss": 2.5}
+    assert after == "after it all"
+    for line in ("from Python", "from click", "from a child", "after the answer"):
+        assert f"{line}\n" in outcome.stderr
+
+
+def test_without_json_the_text_is_printed(capsys: pytest.CaptureFixture[str]):
+    with answering(False) as answer:
+        answer({"loss": 2.5}, "loss 2.5")
+    assert capsys.readouterr() == ("loss 2.5\n", "")
+
+
+def test_a_failed_check_still_answers(command_line, commands):
+    @command("trial", "meshwright trial")
+    @json_option
+    def trial(as_json: bool) -> None:
+        with answering(as_json) as answer:
+            print("progress")
+            answer({"passed": False}, "failed")
+            raise CheckFailed("it does not hold")
+
+    commands(trial)
+    code, output, errors = command_line("trial", "--json")
+    assert (code, json.loads(output)) == (1, {"schema": 1, "passed": False})
+    assert errors == "progress\nmeshwright: error: it does not hold\n"
+    assert command_line("trial").output == "progress\nfailed\n"
+
+
+def test_a_document_holds_only_what_json_knows():
+    document = {
+        "nan": float("nan"),
+        "inf": [np.inf, 1.5],
+        "array": np.arange(2),
+        "scalar": np.float32(0.5),
+        "path": Path("a"),
+    }
+    text = json_document({**document, "nested": {3: (True, None, "ü")}})
+    assert "\n" not in text
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "schema": 1,
+        "nan": None,
+        "inf": [None, 1.5],
+        "array": [0, 1],
+        "scalar": 0.5,
+        "path": "a",
+        "nested": {"3": [True, None, "ü"]},
+    }
