@@ -1,0 +1,45 @@
+# `make demo` runs the main job, `make test` the tests; both set up what they need in their own environment, once.
+
+VENV := .venv
+PYTHON :=  # a Python 3.11 or newer to make the environment with; found on its own unless said
+BIN := $(VENV)/bin
+BENCHMARKS := $(filter-out $(addprefix bench/,common.py contenders.py peers.py synthetic.py),$(wildcard bench/*.py))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint types format bench clean distclean
+
+help:  ## What there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+demo: $(VENV)/.ready-run  ## Train a small model of Python code on two processes, evaluate it, let it write, make the report
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
+
+test: $(VENV)/.ready-test  ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-lint  ## Check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
+
+types: $(VENV)/.ready-lint  ## Check types: strictly in the rooms without torch
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-lint  ## Format the code and mend what can be mended on its own
+	$(BIN)/ruff check --fix --quiet
+	$(BIN)/ruff format --quiet
+
+bench: $(VENV)/.ready-bench  ## Run every benchmark against its peers (an hour); results in bench/results
+	@for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script || exit 1; done
+
+clean:  ## Remove what building, testing and the demo left; the environment and prepared data stay
+	rm -rf build dist runs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## Remove the environment too
+	rm -rf $(VENV)
+
+# One stamp for each set of extras; `run` has none.
+$(VENV)/.ready-%: pyproject.toml scripts/environment.sh
+	@PYTHON="$(strip $(PYTHON))" scripts/environment.sh $(VENV) $*
+	@touch $@
