@@ -1,0 +1,44 @@
+"""What all ranks settle together, over the mesh, before a save and around a load. For the main thread alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+
+_TEXT_BYTES = 2048
+
+
+class Agreement:
+    """Small collective calls of all ranks of `mesh`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def everyone(self, mine: bool) -> bool:
+        """Whether all ranks say yes."""
+        return self._sum([int(not mine)]) == [0]
+
+    def numbers(self, values: Sequence[int], *, count: int) -> list[int]:
+        """Rank 0's numbers (not negative, `count` at most), on every rank."""
+        mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
+        return [value for value in self._sum(mine) if value >= 0]
+
+    def first_text(self, text: str | None) -> tuple[int, str] | None:
+        """The lowest rank that has something to say, and what it says; None when nobody has."""
+        size, rank = self._mesh.world_size, self._mesh.rank
+        speaking = self._sum([int(place == rank and text is not None) for place in range(size)])
+        if not any(speaking):
+            return None
+        speaker = speaking.index(1)
+        said = (text or "").encode()[:_TEXT_BYTES] if rank == speaker else b""
+        everything = bytes(self._sum([*said, *[0] * (_TEXT_BYTES - len(said))]))
+        return speaker, everything.rstrip(b"\0").decode(errors="replace")
+
+    def _sum(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
+        collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
+        return tensor.tolist()

@@ -1,0 +1,155 @@
+"""The checkpoints of a run: which are whole, which is the newest, which is the best, which may go."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.train.checkpoint.files import sync_directory
+from meshwright.train.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
+
+STATE = "training/state.json"
+LAST_SAVE = ".last-save.json"  # how the last save ended: what rank 0 tells the other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """A checkpoint directory that was whole when it was looked at."""
+
+    path: Path
+    step: int
+    validation_loss: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def state(self) -> dict[str, Any]:
+        """What the training loop left beside the tensors (step, layout, recipe ...)."""
+        return read_state(self.path)
+
+
+def step_name(step: int) -> str:
+    """The directory of the checkpoint after `step` steps."""
+    return f"step-{step:06d}"
+
+
+def partial_name(step: int) -> str:
+    """Its name until it is complete."""
+    return f".{step_name(step)}.partial"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name says, None if it is no checkpoint's name."""
+    match = re.fullmatch(r"step-(\d{6,})", name)
+    return int(match[1]) if match else None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """`training/state.json` of a checkpoint."""
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / STATE} cannot be read: {error}") from None
+    assert isinstance(state, dict)
+    return state
+
+
+def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
+    """The checkpoint at `path`, its manifest read, its files present in full length. Raises `Damaged`."""
+    manifest = read_manifest(path)
+    if manifest.step != step_of(path.name) and step_of(path.name) is not None:
+        raise Damaged(f"its manifest is that of step {manifest.step}")
+    check_sizes(path, manifest)
+    return CheckpointPath(path, manifest.step, manifest.validation_loss), manifest
+
+
+def candidates(directory: Path) -> list[Path]:
+    """Every directory named like a checkpoint, whole or not, the newest first."""
+    if not directory.is_dir():
+        return []
+    found = [(step, path) for path in directory.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def whole(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
+    """The whole checkpoints in `directory`, the newest first; `log` gets a line for each that is passed over."""
+    checkpoints = []
+    for path in candidates(directory):
+        try:
+            checkpoints.append(open_checkpoint(path)[0])
+        except Damaged as damage:
+            log(f"checkpoint {path} is damaged and passed over: {damage}")
+    return checkpoints
+
+
+def newest(directory: Path | str, log: Callable[[str], None] = lambda line: None) -> CheckpointPath | None:
+    """The newest whole checkpoint in `directory`; `log` gets a line for each newer one that is passed over."""
+    for path in candidates(Path(directory)):
+        try:
+            return open_checkpoint(path)[0]
+        except Damaged as damage:
+            log(f"checkpoint {path} is damaged and passed over: {damage}")
+    return None
+
+
+def best(directory: Path | str) -> CheckpointPath | None:
+    """The whole checkpoint with the lowest validation loss (the newer one of equals); None where none was validated."""
+    return _best(whole(Path(directory)))
+
+
+def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
+    def loss(checkpoint: CheckpointPath) -> float:
+        value = checkpoint.validation_loss
+        return math.inf if value is None or math.isnan(value) else value
+
+    validated = [checkpoint for checkpoint in checkpoints if loss(checkpoint) < math.inf]
+    return min(validated, key=lambda checkpoint: (loss(checkpoint), -checkpoint.step), default=None)
+
+
+def retain(directory: Path, keep: int, keep_best: bool) -> None:
+    """Delete all whole checkpoints but the newest `keep` and, with `keep_best`, the best. Others are left alone."""
+    checkpoints = whole(directory)
+    spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
+    favourite = _best(checkpoints)
+    if keep_best and favourite is not None:
+        spared.add(favourite.step)
+    for checkpoint in checkpoints:
+        if checkpoint.step not in spared:
+            doomed = directory / f".{checkpoint.name}.deleted"
+            checkpoint.path.rename(doomed)  # first: a half-deleted checkpoint must not look like a damaged one
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its name; one that had it before (a damaged one, trained past again) makes way."""
+    old = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves left in `directory`. Only while nobody saves."""
+    for path in directory.glob(".step-*.replaced"):
+        final = directory / path.name[1 : -len(".replaced")]
+        if not final.exists():
+            path.rename(final)
+    for pattern in (".step-*.replaced", ".step-*.deleted", ".step-*.partial"):
+        for path in directory.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (directory / LAST_SAVE, *directory.glob(".last-save.json.new-*")):
+        path.unlink(missing_ok=True)

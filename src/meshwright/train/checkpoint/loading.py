@@ -1,0 +1,98 @@
+"""Reading a checkpoint into whatever layout reads it: each rank reads the blocks its pieces lie in and checks them; the
+blocks of the model's files, which no rank needs, are shared out, so that a whole load checks every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
+from meshwright.train.checkpoint.catalogue import open_checkpoint
+from meshwright.train.checkpoint.files import opened
+from meshwright.train.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
+from meshwright.train.checkpoint.slices import Read, blocks_of, kinds, plan_reads, read_index
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One block of a file to read and check, and what to copy from it."""
+
+    file: str
+    block: int
+    copies: Sequence[tuple[Read, int, int, int]]
+
+
+def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
+    """Read the checkpoint directory `path` into `pieces` and check every byte that is read, and this rank's share of
+    the rest. Raises `Damaged` (pieces are then partly overwritten), `UserError` for a kind of state it does not hold.
+    """
+    _, manifest = open_checkpoint(path)
+    index = read_index(path)
+    missing = {piece.kind for piece in pieces} - kinds(index)
+    if missing:
+        raise UserError(
+            f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {', '.join(sorted(kinds(index)))}): "
+            "it was trained with another train.optimizer"
+        )
+    reads = plan_reads(index, [(piece.kind, piece.name, piece.start, piece.stop) for piece in pieces])
+    tasks = [
+        _Task(file, block, copies)
+        for file, parts in reads.items()
+        for block, copies in sorted(blocks_of(parts, BLOCK_BYTES).items())
+    ]
+    unread = [
+        (name, block)
+        for name, record in sorted(manifest.files.items())
+        if name.endswith(".safetensors") and not name.startswith("training/")
+        for block in range(block_count(record.size))
+    ]
+    tasks += [_Task(name, block, ()) for name, block in unread[rank::ranks]]
+    buffers = threading.local()
+
+    def run(task: _Task) -> None:
+        if not hasattr(buffers, "memory"):
+            buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        if task.file not in manifest.files:
+            raise Damaged(f"{task.file} is not in the manifest")
+        data = _read_block(path, task, manifest.files[task.file], buffers.memory)
+        for read, first, count, inside in task.copies:
+            dtype = _DTYPES[read.code]
+            source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
+            destination = pieces[read.piece].tensor
+            destination[read.start + first : read.start + first + count].copy_(source)
+
+    with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
+        for _ in pool.map(run, tasks):
+            pass
+
+
+def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
+    """The bytes of a block, checked against its hash."""
+    start = task.block * BLOCK_BYTES
+    size = min(BLOCK_BYTES, record.size - start)
+    view = memory.data[:size]
+    try:
+        with opened(path / task.file, os.O_RDONLY) as descriptor:
+            done = 0
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], start + done)
+                if count == 0:
+                    raise Damaged(f"{task.file} ends at byte {start + done}")
+                done += count
+    except OSError as error:
+        raise Damaged(f"{task.file} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    if hashlib.sha256(view).hexdigest() != record.blocks[task.block]:
+        raise Damaged(f"{task.file} was altered between bytes {start} and {start + size}")
+    return memory[:size]
