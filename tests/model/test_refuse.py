@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_refused_even_in_a_plan(model, layout, batch, seque
 
 def test_an_intermediate_size_that_tp_does_not_divide():
     config = dataclasses.replace(TINY, intermediate=100)
-    with pytest.raises(UserError, match="tp8 does not divide the model's 100 intermediate; 5 or 10 would"):
+    with pytest.raises(UserError, match="tp8 does not divide the model's intermediate size 100; 5 or 10 would"):
         refuse(Layout(tp=8), config, 1, planning=True)
 
 

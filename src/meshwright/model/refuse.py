@@ -55,9 +55,12 @@ def _batch(layout: Layout, batch: int) -> str | None:
 
 def _tensor(layout: Layout, config: ModelConfig) -> str | None:
     tp = layout.tp
-    for name, size in (("heads", config.heads), ("intermediate", config.intermediate)):
+    for what, size in (
+        (f"{config.heads} heads", config.heads),
+        (f"intermediate size {config.intermediate}", config.intermediate),
+    ):
         if size % tp:
-            return f"tp{tp} does not divide the model's {size} {name}{_fitting(size, tp)}"
+            return f"tp{tp} does not divide the model's {what}{_fitting(size, tp)}"
     if config.kv_heads % tp and tp % config.kv_heads:
         return (
             f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: "
