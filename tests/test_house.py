@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def test_the_check_sees_an_import_from_below(module: str, source: str):
 )
 def test_the_check_lets_an_import_from_above_pass(module: str, source: str):
     assert violations(module, source, modules()) == []
+
+
+def test_types_are_strict_in_every_torch_free_room():
+    rules = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert rules["strict"]
+    relaxed, strict_again = (set(table["module"]) for table in rules["overrides"][:2])
+    assert {name.split(".")[1] for name in relaxed}.isdisjoint(TORCH_FREE)
+    assert strict_again == {f"meshwright.model.{name}" for name in MODEL_AS_DATA}
 
 
 def test_importing_the_torch_free_rooms_and_every_command_loads_no_torch():

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.recipe import RESUMABLE, SCHEMA, Recipe, load_recipe, load_recipe_text, resume_differences
+from meshwright.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text, resume_differences
 
 
 def refusal(path: Path, *overrides: str) -> str:
@@ -231,20 +231,44 @@ def different(recipe: Path, key: str) -> Recipe:
     raise AssertionError(f"no other valid value found for {key}")
 
 
+MAY_CHANGE = {
+    "layout",
+    *(f"run.{key}" for key in ("name", "directory", "rendezvous", "device", "threads", "collective_timeout")),
+    "data.cache",
+    *(
+        f"train.{key}"
+        for key in ("steps", "decay", "compile", "deterministic", "validate_every", "validation_sequences")
+    ),
+    *(f"train.{key}" for key in ("maximum_skipped", "log_every", "slow_rank_factor")),
+    *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
+}
+
+
 def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe: Path):
     old = load_recipe(tiny_recipe)
+    assert MAY_CHANGE < SCHEMA.keys.keys()
     # These contradict the tiny recipe unless something else changes too.
     needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay"}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
-        if key in RESUMABLE or key.partition(".")[0] in RESUMABLE:
+        if key in MAY_CHANGE:
             resume_differences(old, new)
             continue
         with pytest.raises(UserError) as caught:
             resume_differences(old, new)
         assert f"{key} was " in str(caught.value)
         assert "may not change" in str(caught.value)
+
+
+def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_recipe: Path):
+    tail = ["train.schedule=wsd", "train.decay=1"]
+    resume_differences(
+        load_recipe(tiny_recipe, tail), load_recipe(tiny_recipe, [*tail, "train.decay=2", "train.steps=8"])
+    )
+    sgd = ["train.optimizer=sgd"]
+    with pytest.raises(UserError, match="train.momentum was 0.0 .* and is 0.5 now"):
+        resume_differences(load_recipe(tiny_recipe, sgd), load_recipe(tiny_recipe, [*sgd, "train.momentum=0.5"]))
 
 
 def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
