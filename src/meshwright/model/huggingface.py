@@ -1,0 +1,243 @@
+"""Models as Hugging Face directories: `config.json` and safetensors, one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from meshwright.errors import UserError
+from meshwright.model.config import ModelConfig
+from meshwright.model.disk_names import BASE_PREFIX
+from meshwright.model.initialise import place_row, take_row
+from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.rows import Row
+from meshwright.model.transformer import Transformer
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LARGEST_FILE_BYTES = 5 * 10**9
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja"),
+)
+# Left over in files of older versions: constants that a model computes itself.
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class CheckpointFiles:
+    """The tensors of a directory, by name; read when asked for.
+
+    Raises UserError, naming the file and the tensor, when a file is missing, cut, or does not hold what the index says.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            what = "is a file" if self.directory.exists() else "does not exist"
+            raise UserError(f"{directory}: {what}; a Hugging Face model directory is needed")
+        self._files: dict[Path, Any] = {}
+        self._place = self._find()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._place)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        with _reading(self._place[name], name):
+            return tuple(self._open(self._place[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, in the type it has on disk."""
+        with _reading(self._place[name], name):
+            return self._open(self._place[name]).get_tensor(name)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._place[name]
+
+    def _find(self) -> dict[str, Path]:
+        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
+        if index.is_file():
+            return self._from_index(index)
+        if single.is_file():
+            return dict.fromkeys(self._open(single).keys(), single)
+        old = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        if old:
+            raise UserError(
+                f"{self.directory}: {old[0]} is a pickle, which can run code when it is read; save the model as "
+                f"safetensors (transformers: save_pretrained)"
+            )
+        raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
+
+    def _from_index(self, index: Path) -> dict[str, Path]:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            places = {str(name): self.directory / file for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None
+        held: dict[Path, set[str]] = {}
+        for name, path in places.items():
+            if path not in held:
+                if path.parent != self.directory or not path.is_file():
+                    raise UserError(f"{index}: names {path.name}, which is not in the directory")
+                held[path] = set(self._open(path).keys())
+            if name not in held[path]:
+                raise UserError(f"{path}: tensor {name} is missing, though {INDEX_FILE} says it is here")
+        return places
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            with _reading(path):
+                self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+
+class _reading:
+    """Turns what safetensors and the file system raise into one line that names the file."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SafetensorError | OSError):
+            tensor = f"tensor {self.name} " if self.name else ""
+            raise UserError(f"{self.path}: {tensor}cannot be read, the file is cut or damaged ({error})") from None
+
+
+def load_huggingface(
+    directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Transformer, ModelConfig]:
+    """The model in a directory, its values cast to `dtype`.
+
+    Raises UserError when the directory, its configuration or a file of it is missing or damaged, and when tensors are
+    missing, left over, or shaped otherwise than the configuration says.
+    """
+    files = CheckpointFiles(directory)
+    config = ModelConfig.from_path(directory)
+    if config.planning_only:
+        raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
+    table = parameter_table(config)
+    names = match_rows(files, table, config)
+    model = Transformer(config, device=device, dtype=dtype)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for row in table.rows:
+            place_row(parameters[row.tensor], row, files.read(names[row.name]))
+    return model, config
+
+
+def match_rows(files: CheckpointFiles, table: ParameterTable, config: ModelConfig) -> Mapping[str, str]:
+    """The name in the files of each row of the table. Raises UserError unless the two fit exactly.
+
+    Files of a model without its head leave out the first word of every name ("transformer." or "model."). A head that
+    is there although the model ties it to the embedding is ignored, as transformers does.
+    """
+    prefix = BASE_PREFIX[config.family]
+    bare = not any(name.startswith(prefix) for name in files.names)
+    names = {row.name: row.name.removeprefix(prefix) if bare else row.name for row in table.rows}
+    for row in table.rows:
+        name = names[row.name]
+        if name not in files.names:
+            raise UserError(f"{files.directory}: tensor {name} {list(row.shape)} is missing")
+        if files.shape(name) != row.shape:
+            raise UserError(
+                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(row.shape)}"
+            )
+    known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
+    left = {name for name in files.names - known if not name.endswith(CONSTANTS)}
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UserError(
+            f"{files.directory}: tensor {min(left)}{more} has no place in the {config.family} model of config.json"
+        )
+    return names
+
+
+def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None = None) -> torch.Tensor:
+    """A row as it lies on disk. `names` is what `match_rows` gave; without it the row's own name is looked up."""
+    name = row.name if names is None else names[row.name]
+    if name not in files.names:
+        raise UserError(f"{files.directory}: tensor {name} is missing")
+    return files.read(name)
+
+
+def save_huggingface(
+    model: Transformer,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer_from: str | Path | None = None,
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+) -> None:
+    """Write a whole, unsharded model so that transformers loads it. `dtype`: the type on disk (its own unless said).
+
+    Copies the tokenizer's files from the directory `tokenizer_from`. Several files and an index when one would be
+    larger than `largest_file_bytes`. Each file appears whole or not at all.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    table = parameter_table(model.config)
+    parameters = dict(model.named_parameters())
+    dtype = dtype or model.embedding.weight.dtype
+    groups = list(_files_of(table, dtype.itemsize, largest_file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, rows in enumerate(groups, start=1):
+        file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
+        tensors = {
+            row.name: take_row(parameters[row.tensor].detach(), row).to("cpu", dtype, copy=True).contiguous()
+            for row in rows
+        }
+        temporary = directory / f".{file}"
+        save_file(tensors, temporary, {"format": "pt"})
+        os.replace(temporary, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    total = sum(row.numel for row in table.rows) * dtype.itemsize
+    if len(groups) > 1:
+        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    name = str(dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", {**model.config.to_huggingface(), "dtype": name, "torch_dtype": name})
+    _write_json(directory / "generation_config.json", generation_config(model.config))
+    for file in TOKENIZER_FILES:
+        if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
+            shutil.copyfile(Path(tokenizer_from) / file, directory / file)
+
+
+def generation_config(config: ModelConfig) -> dict[str, Any]:
+    """The `generation_config.json` of a model: where a text begins and ends."""
+    ends = config.eos_tokens
+    end = ends[0] if len(ends) == 1 else list(ends)
+    tokens = {"bos_token_id": config.bos_token, "eos_token_id": end if ends else None}
+    return {key: value for key, value in tokens.items() if value is not None}
+
+
+def _files_of(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
+    """Rows that go into one file each, in order."""
+    rows: list[Row] = []
+    size = 0
+    for row in table.rows:
+        if rows and size + row.numel * itemsize > largest:
+            yield rows
+            rows, size = [], 0
+        rows.append(row)
+        size += row.numel * itemsize
+    yield rows
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,156 @@
+"""Linear maps, norms, the feed-forward network and the embedding, with the places where tensor-parallel ranks meet.
+
+Shapes: B rows, S tokens in a row, H hidden, F intermediate, V vocabulary; X and Y any sizes in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.comm.mesh import Axes
+from meshwright.comm.operators import copy_to, gather_from, reduce_from, reduce_scatter_to
+from meshwright.model.config import ModelConfig
+from meshwright.model.precision import at_least_float32
+
+
+def enter_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
+    """Before a column-parallel product: every rank needs all tokens (with sequence parallelism each holds a slice)."""
+    if axes.layout.tensor_sequence_parallel:
+        return gather_from(x_BSH, axes.tp, site, dim=1)
+    return copy_to(x_BSH, axes.tp, site)
+
+
+def leave_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
+    """After a row-parallel product: the ranks' parts are summed (and each keeps its slice of the tokens)."""
+    if axes.layout.tensor_sequence_parallel:
+        return reduce_scatter_to(x_BSH, axes.tp, site, dim=1)
+    return reduce_from(x_BSH, axes.tp, site)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b with W [Y, X]; its values are left unset."""
+
+    def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(y, x, **options))
+        self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(Linear):
+    """A linear map whose product is summed over tensor-parallel ranks before the bias, which is added once."""
+
+    def __init__(self, x: int, y: int, bias: bool, axes: Axes, site: str, **options: Any) -> None:
+        super().__init__(x, y, bias, **options)
+        self.axes, self.site = axes, site
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.axes.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = leave_tensor_parallel(F.linear(x, self.weight), self.axes, self.site)
+        return y if self.bias is None else y + self.bias
+
+
+class RMSNorm(nn.Module):
+    """x / root mean square(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+
+    def __init__(self, size: int, epsilon: float, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, **options))
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(at_least_float32(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / standard deviation * weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, **options))
+        self.bias = nn.Parameter(torch.empty(size, **options)) if bias else None
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
+
+
+def norm(config: ModelConfig, **options: Any) -> nn.Module:
+    """The norm of this architecture over the hidden dimension."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden, config.norm_epsilon, **options)
+    return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The nonlinearity that a configuration names."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class FeedForward(nn.Module):
+    """down(activation(gate) * up) (SwiGLU and its kin: Shazeer 2020, arXiv:2002.05202), or down(activation(up)).
+
+    Gate and up are one product: `up.weight` is [2F, H], gate first.
+    """
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.axes, self.gated, self.activation = axes, config.gated, config.activation
+        width = config.intermediate // axes.tp.size
+        self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
+        self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes, "mlp.output", **options)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        up = self.up(enter_tensor_parallel(x_BSH, self.axes, "mlp.input"))
+        if not self.gated:
+            return self.down(activate(up, self.activation))
+        gate_BSF, up_BSF = up.chunk(2, dim=-1)
+        return self.down(activate(gate_BSF, self.activation) * up_BSF)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by number. Their gradients are summed in float32 at least: a frequent token has thousands.
+
+    With `axes` each tensor-parallel rank holds a slice of the table and gives zeros for numbers outside it.
+    """
+
+    def __init__(self, rows: int, hidden: int, axes: Axes | None, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden, **options))
+        self.axes = axes
+
+    def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
+        if self.axes is None or self.axes.tp.size == 1:
+            return _Lookup.apply(self.weight, numbers_BS)
+        places_BS = numbers_BS - self.axes.tp.rank * self.weight.shape[0]
+        elsewhere_BS = (places_BS < 0) | (places_BS >= self.weight.shape[0])
+        rows_BSH = _Lookup.apply(self.weight, places_BS.masked_fill(elsewhere_BS, 0))
+        return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, weight_VH: torch.Tensor, numbers_BS: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(numbers_BS)
+        context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
+        return F.embedding(numbers_BS, weight_VH)
+
+    @staticmethod
+    def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (numbers_BS,) = context.saved_tensors
+        wide = gradient_BSH.to(at_least_float32(context.dtype))
+        total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)
+        return total_VH.to(context.dtype), None

@@ -1,0 +1,102 @@
+"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published stretchings, in the half-rotation order
+of Hugging Face: the pair of dimension i is dimension i + D/2.
+
+Shapes: B rows, S tokens in a row, D head size, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from meshwright.model.config import ModelConfig
+from meshwright.model.precision import at_least_float32
+from meshwright.model.rope_scaling import RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
+    """Angle per position of each of the D/2 pairs (radians), in `dtype`.
+
+    The order of operations is that of transformers, so that float32 tables agree to the last bit at any position.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
+    wave = config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return 1.0 / wave
+    if scaling.kind == "linear":
+        return 1.0 / wave / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(1.0 / wave, scaling)
+    assert scaling.kind == "yarn", scaling.kind
+    return _yarn(wave, scaling, config)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a ramp between."""
+    assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_positions / wavelengths
+    kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
+
+
+def _yarn(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
+    """YaRN (arXiv:2309.00071, section 3.2): pairs that turn often are kept, pairs that turn seldom are interpolated."""
+    assert scaling.original_max_positions is not None
+    positions = scaling.original_max_positions
+
+    def pair_that_turns(times: float) -> float:
+        turns = positions / (times * 2 * math.pi)
+        return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_that_turns(scaling.beta_fast or 32.0), pair_that_turns(scaling.beta_slow or 1.0)
+    if scaling.truncate is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(len(wave), dtype=wave.dtype) - low) / (high - low)).clamp(0, 1)
+    kept_share = 1 - ramp
+    return 1.0 / (scaling.factor * wave) * (1 - kept_share) + 1.0 / wave * kept_share
+
+
+class RotaryTable:
+    """Cosines and sines of all positions met so far; not part of a model's state.
+
+    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._dtype = at_least_float32(dtype)
+        self._frequencies = inverse_frequencies(config, self._dtype)
+        self._scale = config.rope_scaling.attention_scale if config.rope_scaling else 1.0
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [P, D/2] of at least the positions 0 ... length - 1."""
+        if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
+            positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
+            angles = torch.outer(positions, self._frequencies)
+            self._table = ((angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device))
+        return self._table
+
+    def at(
+        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [B or 1, 1, S, D/2] at the given positions; None means start ... stop - 1 in every row."""
+        if positions_BS is None:
+            cosine, sine = self.up_to(stop, device)
+            return cosine[None, None, start:stop], sine[None, None, start:stop]
+        # Those of packed documents stay below `stop`; a caller's own may not.
+        cosine, sine = self.up_to(max(stop, int(positions_BS.max()) + 1), device)
+        return cosine[positions_BS][:, None], sine[positions_BS][:, None]
+
+
+def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of dimensions (i, i + D/2) by the angle of its position."""
+    first, second = x_BNSD.to(cosine.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(x_BNSD.dtype)

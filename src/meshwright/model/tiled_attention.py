@@ -1,0 +1,176 @@
+"""Causal attention for CPUs: tiles of queries against all keys they may see, a tile's scores kept in the cache.
+
+PyTorch's own CPU kernel spends its time outside matrix products; here a tile is two products around one softmax, and
+keys that no query of a tile may see (later ones, other documents, beyond the window) are never touched. The backward
+pass forms the probabilities again, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1, algorithm
+4), and needs nothing saved beside queries, keys and values. Scores and sums are in float32 at least.
+
+Shapes: B rows, S tokens in a row, N query heads, K key-value heads, G = N / K, D head size. In a tile: P pairs of a row
+and a key-value head, X = G x queries of the tile, L keys that the tile sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.model.precision import at_least_float32
+
+TILE_QUERIES = 64
+TILE_SCORES = 1 << 19  # 2 MiB in float32: what stays in the caches near a core
+
+
+class Tile(NamedTuple):
+    """Queries of a block and the keys they see; `mask` is added to the scores of the last keys, as many as it has."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor
+
+
+def tiled_attention(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D) v over the keys from `first_BS` (None: 0) to the query itself; query head n reads key-value
+    head n // G. Result [B, N, S, D], laid out in memory as [B, S, N, D]."""
+    return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
+
+
+@torch.library.custom_op("meshwright::tiled_attention", mutates_args=())
+def _forward(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
+) -> torch.Tensor:
+    q, out = _by_kv_head(q_BNSD, k_BKSD), _like_queries(q_BNSD)
+    out_BKGSD = _by_kv_head(out, k_BKSD)
+    wide = at_least_float32(q.dtype)
+    for rows, heads, tiles in _groups(q, first_BS):
+        k_PSD, v_PSD = _pairs(k_BKSD[rows, heads]), _pairs(v_BKSD[rows, heads])
+        wide_k_PSD = k_PSD.to(wide)
+        for tile in tiles:
+            part = q[rows, heads, :, tile.queries]
+            p_PXL = _probabilities(_pairs(part), wide_k_PSD, tile, part.shape).to(q.dtype)
+            o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
+            out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
+    return out
+
+
+@torch.library.custom_op("meshwright::tiled_attention_backward", mutates_args=())
+def _backward(
+    d_out_BNSD: torch.Tensor,
+    q_BNSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    first_BS: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, d_out = _by_kv_head(q_BNSD, k_BKSD), _by_kv_head(d_out_BNSD, k_BKSD)
+    dq, dk, dv = _like_queries(q_BNSD), _like_queries(k_BKSD), _like_queries(v_BKSD)
+    dq_BKGSD = _by_kv_head(dq, k_BKSD)
+    wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
+    for rows, heads, tiles in _groups(q, first_BS):
+        k_PSD, v_PSD = _pairs(k_BKSD[rows, heads]), _pairs(v_BKSD[rows, heads])
+        wide_k_PSD = k_PSD.to(wide)
+        dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
+        for tile in tiles:
+            part = q[rows, heads, :, tile.queries]
+            q_PXD, d_out_PXD = _pairs(part), _pairs(d_out[rows, heads, :, tile.queries])
+            wide_p_PXL = _probabilities(q_PXD, wide_k_PSD, tile, part.shape)
+            dv_PSD[:, tile.keys] += torch.bmm(wide_p_PXL.to(q.dtype).mT, d_out_PXD)
+            dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT).to(wide)
+            ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, wide_p_PXL, -1, wide).mul_(scale).to(q.dtype)
+            dq_BKGSD[rows, heads, :, tile.queries] = torch.bmm(ds_PXL, k_PSD[:, tile.keys]).view(part.shape)
+            dk_PSD[:, tile.keys] += torch.bmm(ds_PXL.mT, q_PXD)
+        dk[rows, heads] = dk_PSD.view(dk[rows, heads].shape).to(dk.dtype)
+        dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape).to(dv.dtype)
+    return dq, dk, dv
+
+
+def _probabilities(q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
+    """Softmax of a tile's masked scores, [P, X, L], in the type of `wide_k_PSD`."""
+    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
+    scores_PXL = torch.bmm(wide_q_PXD, wide_k_PSD[:, tile.keys].mT)
+    rows, heads, group, queries, _ = shape
+    scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
+    return torch.softmax(scores_PXL, dim=-1)
+
+
+def _groups(q_BKGSD: torch.Tensor, first_BS: torch.Tensor | None) -> Iterator[tuple[slice, slice, list[Tile]]]:
+    """Rows and key-value heads that are worked on together, so that a tile's scores have the right size."""
+    rows, kv_heads, group, sequence, _ = q_BKGSD.shape
+    per_head = group * min(TILE_QUERIES, sequence) * sequence
+    heads_at_once = max(1, min(kv_heads, TILE_SCORES // per_head))
+    rows_at_once = max(1, TILE_SCORES // (per_head * kv_heads))
+    wide = at_least_float32(q_BKGSD.dtype)
+    triangle = torch.full((TILE_QUERIES, TILE_QUERIES), float("-inf"), dtype=wide).triu_(1)
+    if first_BS is not None:
+        first_BS = first_BS.expand(rows, sequence)
+    for row in range(0, rows, rows_at_once):
+        chosen = slice(row, min(rows, row + rows_at_once))
+        tiles = _tiles(sequence, triangle, None if first_BS is None else first_BS[chosen])
+        for head in range(0, kv_heads, heads_at_once):
+            yield chosen, slice(head, min(kv_heads, head + heads_at_once)), tiles
+
+
+def _tiles(sequence: int, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
+    tiles = []
+    for start in range(0, sequence, TILE_QUERIES):
+        stop = min(sequence, start + TILE_QUERIES)
+        mask, oldest = triangle[: stop - start, : stop - start], 0
+        if first_RS is not None:
+            first_RQ = first_RS[:, start:stop]
+            oldest, newest = (int(value) for value in first_RQ.aminmax())
+            if newest > oldest:  # some queries see less than others: the mask spans all keys of the tile
+                hidden_RQL = torch.arange(oldest, stop, device=first_RS.device) < first_RQ[..., None]
+                mask = torch.zeros(hidden_RQL.shape, dtype=triangle.dtype).masked_fill_(hidden_RQL, float("-inf"))
+                mask[..., start - oldest :] += triangle[: stop - start, : stop - start]
+                mask = mask[:, None]
+        tiles.append(Tile(slice(start, stop), slice(oldest, stop), mask))
+    return tiles
+
+
+def _by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
+    """[B, K, G, S, D]: query heads beside the key-value head they read."""
+    return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """[P, X, D] of [rows, heads, G, X, D] or [rows, heads, X, D]."""
+    return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
+
+
+def _like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
+    """Empty, of the same shape, a token's heads side by side in memory: what the products around attention take."""
+    rows, heads, sequence, size = x_BNSD.shape
+    return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
+
+
+@_forward.register_fake
+def _(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None) -> torch.Tensor:
+    return _like_queries(q_BNSD)
+
+
+@_backward.register_fake
+def _(
+    d_out_BNSD: torch.Tensor,
+    q_BNSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    first_BS: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _like_queries(q_BNSD), _like_queries(k_BKSD), _like_queries(v_BKSD)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
+    ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
+    ctx.first_BS = first_BS
+
+
+def _differentiate(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    operator = torch.ops.meshwright.tiled_attention_backward
+    return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)

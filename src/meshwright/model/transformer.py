@@ -1,0 +1,206 @@
+"""The decoder-only transformer: llama, mistral, qwen2, qwen3 and gpt2 from one description.
+
+It computes on local tensors and knows nothing of parallelism but the named calls where ranks meet (axes of size 1
+return their input) and the units whose parameters come and go (model/units.py). Parameter names are those of the
+parameter table (model/parameters.py).
+
+Shapes: B rows, S tokens in a row, T = B x S, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.mesh import Axes
+from meshwright.comm.operators import split_to
+from meshwright.model.attention import Attention, visibility
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
+from meshwright.model.loss import linear_cross_entropy, token_losses
+from meshwright.model.recompute import recomputed
+from meshwright.model.rope import RotaryTable
+from meshwright.model.units import NoUnits, Units
+
+NO_UNITS = NoUnits()
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.attention_norm = norm(config, **options)
+        self.attention = Attention(config, axes, **options)
+        self.mlp_norm = norm(config, **options)
+        self.mlp = FeedForward(config, axes, **options)
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: torch.Tensor | None,
+        cache: KeyValueCache | None = None,
+        layer: int = 0,
+    ) -> torch.Tensor:
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+
+
+class Transformer(nn.Module):
+    """A language model. Its parameters are left unset: `initialise`, `load_huggingface` or an engine fills them.
+
+    `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (everything between
+    the matrix products: norms, activations, attention) or "full" (whole blocks).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        axes: Axes | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        assert config.planning_only is None, config.planning_only
+        self.config = config
+        self.axes = axes if axes is not None else Axes.single(device=device or "cpu")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = -(-config.vocabulary // self.axes.tp.size)  # of this rank's slice of the vocabulary
+        self.embedding = Embedding(width, config.hidden, self.axes, **options)
+        learned = config.positions == "learned"
+        self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned else None
+        self.layers = nn.ModuleList(Block(config, self.axes, **options) for _ in range(config.layers))
+        self.final_norm = norm(config, **options)
+        self.head = None if config.tied else Linear(config.hidden, width, bias=False, **options)
+        self._rotary = None if learned else RotaryTable(config, dtype)
+        self._run_block: Callable[..., torch.Tensor] = recomputed(Block.__call__, recompute)
+        self._norm: Callable[..., torch.Tensor] = self.final_norm.__class__.__call__
+        self._recompute = recompute
+        self._compiled = False
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, H]: the head's own weight, or the embedding's where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        documents: Documents | None = None,
+        units: Units = NO_UNITS,
+    ) -> torch.Tensor:
+        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100."""
+        x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
+        loss = linear_cross_entropy(
+            x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), self.axes, compiled=self._compiled
+        )
+        return units.leave("head", loss)
+
+    def token_losses(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        documents: Documents | None = None,
+        units: Units = NO_UNITS,
+    ) -> torch.Tensor:
+        """Each token's loss [B, S] (nats), 0 where the target is -100; for evaluation, without gradients."""
+        with torch.no_grad():
+            x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
+            losses_T = token_losses(
+                x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), self.axes, compiled=self._compiled
+            )
+            return units.leave("head", losses_T).view_as(targets_BS)
+
+    def hidden(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        units: Units = NO_UNITS,
+        cache: KeyValueCache | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the head reads: [B, S, H] after the final norm. With a `cache` the tokens follow those it holds.
+
+        `positions` [B, S] replace 0, 1, 2 ... (within each document, or after what the cache holds).
+        """
+        x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units, cache, positions)))
+        return units.leave("head", x_BSH)
+
+    def logits(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Scores of the next token, [B, S, V], in the model's type."""
+        hidden_BSH = self.hidden(tokens_BS, documents, cache=cache, positions=positions)
+        return nn.functional.linear(hidden_BSH, self.head_weight)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made
+        for one shape; a batch of another shape, or the first one that packs several documents, adds another."""
+        options = {"dynamic": False, **options}
+        self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
+        self._norm = torch.compile(type(self.final_norm).forward, **options)
+        self._compiled = True
+
+    def _blocks(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None,
+        units: Units,
+        cache: KeyValueCache | None = None,
+        positions_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From tokens to what the last block gives, [B, S, H]."""
+        documents = ONE_DOCUMENT if documents is None else documents
+        sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
+        windows = [self.config.layer_window(layer) for layer in range(self.config.layers)]
+        visible = {window: visibility(documents, sequence, window, tokens_BS.device, cached) for window in set(windows)}
+        if positions_BS is None:
+            positions_BS = documents.positions_BS()
+        rotation = None
+        if self._rotary is not None:
+            rotation = self._rotary.at(positions_BS, cached, cached + sequence, tokens_BS.device)
+
+        units.enter("embedding", None)
+        x_BSH = leave_tensor_parallel(self.embedding(tokens_BS), self.axes, "embedding")
+        if self.positions is not None:
+            x_BSH = x_BSH + self._learned_positions(positions_BS, cached, cached + sequence, tokens_BS.device)
+        x_BSH = units.leave("embedding", x_BSH)
+        for layer, block in enumerate(self.layers):
+            x_BSH = units.enter(f"layers.{layer}", x_BSH)
+            if cache is None:
+                x_BSH = self._run_block(block, x_BSH, rotation, visible[windows[layer]])
+            else:
+                x_BSH = block(x_BSH, rotation, visible[windows[layer]], cache, layer)
+            x_BSH = units.leave(f"layers.{layer}", x_BSH)
+        if cache is not None:
+            cache.length += sequence
+        return x_BSH
+
+    def _learned_positions(
+        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
+    ) -> torch.Tensor:
+        """Rows of the position table, [B or 1, S, H] (with sequence parallelism this rank's slice of them)."""
+        assert self.positions is not None
+        if positions_BS is None:
+            positions_BS = torch.arange(start, stop, device=device)[None]
+        rows_BSH = self.positions(positions_BS)
+        if self.axes.layout.tensor_sequence_parallel:
+            return split_to(rows_BSH, self.axes.tp, "positions", dim=1)
+        return rows_BSH
+
+    def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return enter_tensor_parallel(self._norm(self.final_norm, x_BSH), self.axes, "head.input")
