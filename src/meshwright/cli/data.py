@@ -1,0 +1,148 @@
+"""`meshwright data`: prepare a recipe's data, or show what was prepared and what a batch looks like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import command as a_command
+
+if TYPE_CHECKING:
+    from meshwright.data import PreparedData
+
+_LINES = 10  # of one document, in the picture of a batch
+
+
+@a_command("data", "meshwright data prepare recipe.toml", "meshwright data show recipe.toml", group=True)
+def command() -> None:
+    """Prepare a recipe's data, or show what a batch looks like.
+
+    Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
+    """
+
+
+@a_command("prepare", "meshwright data prepare recipe.toml data.tokenizer=bytes")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@json_option
+def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Read, clean, tokenize and pack the data of RECIPE; check what is there already, byte for byte.
+
+    Killed and started again, it goes on where it was.
+    """
+    with answering(as_json) as answer:
+        summary = _prepared(recipe, overrides, check=True).summary()
+        answer(summary, _rendered([_tables(summary)]))
+
+
+@a_command("show", "meshwright data show recipe.toml --rows 4")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--rows", default=2, show_default=True, type=click.IntRange(min=0), help="Rows of a batch to show.")
+@json_option
+def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
+    """Show documents, tokens, what was dropped and why, and rows that training reads, one with a document boundary.
+
+    Data that are not prepared yet are prepared first.
+    """
+    from meshwright.data.description import describe_rows
+
+    with answering(as_json) as answer:
+        data = _prepared(recipe, overrides, check=False)
+        summary, described = data.summary(), describe_rows(data, rows)
+        answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
+
+
+command.add_command(prepare)
+command.add_command(show)
+
+
+def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> PreparedData:
+    from meshwright.data import prepare as prepare_data
+    from meshwright.recipe import load_recipe
+
+    loaded = load_recipe(recipe, list(overrides))
+    return prepare_data(loaded.data, loaded.run.seed, lambda line: click.echo(line, err=True), check=check)
+
+
+def _tables(summary: Mapping[str, Any]) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+
+    splits = Table(box=None, pad_edge=False, header_style="bold")
+    splits.add_column("split")
+    for name in ("documents", "tokens", "bytes", "bytes per token", f"samples of {summary['sequence']:,}", "shards"):
+        splits.add_column(name, justify="right")
+    for name, split in summary["splits"].items():
+        ratio = f"{split['bytes_per_token']:.3f}" if split["tokens"] else "-"
+        counts = [f"{split[key]:,}" for key in ("documents", "tokens", "bytes", "sequences", "shards")]
+        splits.add_row(name, *counts[:3], ratio, *counts[3:])
+
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for rule, count in summary["dropped"].items():
+        example = summary["dropped_examples"].get(rule)
+        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {_printable(example)})" if example else ""))
+    facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
+    facts.add_row("sha256", summary["sha256"])
+    facts.add_row("prepared in", _printable(summary["directory"]))
+    return Group(splits, "", facts)
+
+
+def _picture(row: Mapping[str, Any]) -> Any:
+    """One row of a batch: its documents in turn, each beside a bar, with the places that it takes in the row."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    masked = set(row["masked_targets"])
+    length = row["documents"][-1]["stop"]
+    title = Text.assemble(
+        (f"\nsample {row['sample']:,}", "bold"), f": {length:,} tokens, {row['target_tokens']:,} of them have a target"
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for number, document in enumerate(row["documents"]):
+        colour = ("cyan", "yellow")[number % 2]
+        place = f"{document['start']}-{document['stop'] - 1}"
+        for line in _shortened(_printable(document["text"])):
+            table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
+            place = ""
+        if document["stop"] - 1 in masked:
+            table.add_row("", Text("┴ no target: what follows is another document", style="red"))
+    return Group(title, table)
+
+
+def _shortened(text: str) -> list[str]:
+    """The lines of `text`, without the middle ones of many."""
+    lines = text.split("\n")
+    if len(lines) <= _LINES:
+        return lines
+    half = (_LINES - 1) // 2
+    return [*lines[:half], f"⋯ {len(lines) - 2 * half} more lines ⋯", *lines[-half:]]
+
+
+def _printable(text: str) -> str:
+    """`text` with what could steer a terminal written out: documents may hold anything."""
+    return "".join(
+        character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
+        for character in text.expandtabs(4)
+    )
+
+
+def _rendered(parts: Iterable[Any]) -> str:
+    """Tables as text for standard output, with colours where that is a terminal."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    console = Console(force_terminal=terminal, highlight=False, width=None if terminal else 120)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))

@@ -1,0 +1,240 @@
+"""From a recipe's `[data]` to packed tokens in a content-addressed cache: made once, resumed after a kill, shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.cleaning import RULES
+from meshwright.data.contents import Contents
+from meshwright.data.files import (
+    PARTIAL,
+    canonical_json,
+    damage,
+    only_process,
+    read_json,
+    sha256_of_file,
+    sync_directory,
+    write_whole,
+)
+from meshwright.data.packing import Packer, Shard, every_few_seconds
+from meshwright.data.prepared import PreparedData
+from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
+from meshwright.data.sources import find_files
+from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, survey
+from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
+from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe
+
+FORMAT = 1
+TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a BPE tokenizer is trained on, at most: more changes nothing that matters
+
+Log = Callable[[str], None]
+
+
+def prepare(recipe: DataRecipe, seed: int = 0, log: Log = lambda line: None, *, check: bool = False) -> PreparedData:
+    """The prepared data of a recipe's `[data]`, from the cache or made now.
+
+    The cache directory is named by the SHA-256 of all that decides the result: contents of the sources, cleaning,
+    tokenizer, packing. One process prepares while others wait; what a killed one finished stays. Sizes of files are
+    always checked, their contents with `check`; what is damaged is made again. `log` hears lines of progress. `seed` is
+    that of the training split's sample order. `UserError`: sources that cannot be read, nothing left after cleaning, a
+    split that cannot fill one sample of `sequence` tokens, a cache that cannot be written.
+    """
+    job = _Job(recipe, log)
+    try:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        manifest = job.finished(contents=check, log=None)
+        if manifest is None:
+            with only_process(job.directory / "lock", log, f"preparing the same data in {job.directory}"):
+                manifest = job.finished(contents=check, log=log) or job.make()
+    except OSError as error:
+        raise UserError(
+            f"data.cache: {error.filename or job.directory} cannot be written: {error.strerror or error}; "
+            "make room there or name another directory in data.cache"
+        ) from None
+    data = PreparedData(job.directory, manifest, recipe.sequence, recipe.document_mask, seed)
+    data.check_lengths(recipe.validation_fraction)
+    return data
+
+
+class _Job:
+    """One recipe's preparation: what goes in, its place in the cache, and the steps that make it."""
+
+    def __init__(self, recipe: DataRecipe, log: Log) -> None:
+        self.recipe, self.log = recipe, log
+        check_encoding(recipe.clean.encoding)
+        cache = _cache_directory(recipe)
+        self.files = find_files(recipe.sources, recipe.format, leave_out=cache)
+        self.tokenizer_files = find_tokenizer(recipe.tokenizer)
+        self.contents = Contents(self.files, cache, log)
+        self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
+        self.directory = cache / self.key[:32]
+
+    def _all_that_counts(self) -> dict[str, Any]:
+        recipe, tokenizer = self.recipe, self.tokenizer_files
+        return {
+            "format": FORMAT,
+            "files": [
+                [file.name, file.format, digest] for file, digest in zip(self.files, self.contents.sha256, strict=True)
+            ],
+            "text_key": recipe.text_key if any(file.format == "jsonl" for file in self.files) else None,
+            "clean": recipe.clean.model_dump(),
+            "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
+            "vocabulary": recipe.vocabulary if recipe.tokenizer == "bpe" else None,
+            "training_text": TRAINING_TEXT,
+            "validation_fraction": recipe.validation_fraction,
+            "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
+            "shard_tokens": recipe.shard_tokens,
+        }
+
+    def finished(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
+        """The manifest, if all that it lists is there and whole; else None, and `log` hears what is not."""
+        manifest = read_json(self.directory / "manifest.json")
+        if not isinstance(manifest, dict) or manifest.get("key") != self.key:
+            return None
+        problems: list[str] = []
+        for name, said in manifest["tokenizer"].items():
+            if found := damage(self.directory / "tokenizer" / name, said, contents=True):
+                problems.append(f"{self.directory / 'tokenizer' / name} {found}")
+        for split in SPLITS:
+            for record in manifest["splits"][split]:
+                if found := Shard(**record).problem(self.directory / split, contents):
+                    problems.append(found)
+        for problem in problems:
+            if log:
+                log(f"{problem}: it is made again")
+        return None if problems else manifest
+
+    def make(self) -> dict[str, Any]:
+        """Make what is missing, in the order survey, tokenizer, shards, manifest. Call it with the lock held."""
+        for partial in self.directory.rglob(f"{PARTIAL}*"):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        (self.directory / "manifest.json").unlink(missing_ok=True)
+        result = self._survey()
+        tokenizer, tokenizer_record = self._tokenizer(result)
+        splits = {name: self._pack(name, result, tokenizer, tokenizer_record) for name in SPLITS}
+        if file := self.contents.changed():
+            self._forget()
+            raise changed(file)
+        shards = {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()}
+        manifest = {
+            "format": FORMAT,
+            "key": self.key,
+            "files": len(self.files),
+            "vocabulary": tokenizer.vocabulary,
+            "dtype": tokenizer.dtype.str,
+            "end_token": tokenizer.end,
+            "dropped": result.dropped,
+            "examples": result.examples,
+            "tokenizer": tokenizer_record,
+            "splits": shards,
+            "sha256": hashlib.sha256(canonical_json([tokenizer_record, shards])).hexdigest(),
+        }
+        write_whole(self.directory / "manifest.json", canonical_json(manifest))
+        sync_directory(self.directory)
+        return manifest
+
+    def _forget(self) -> None:
+        """Remove all that was made, but not the lock that others wait for."""
+        for path in self.directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def _survey(self) -> Survey:
+        codes_path, path = self.directory / "survey.npy", self.directory / "survey.json"
+        record = read_json(path)
+        if record is not None and damage(codes_path, record["codes"], contents=True) is None:
+            return Survey.from_description(np.load(codes_path, allow_pickle=False), record)
+        self.log(f"reading {_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
+        result = survey(self.files, self.recipe, self.log)
+        dropped = ", ".join(f"{rule} {count}" for rule in RULES if (count := result.dropped[rule]))
+        kept = sum(result.documents.values())
+        because = f"; dropped: {dropped}" if dropped else ""
+        self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+        codes = io.BytesIO()
+        np.save(codes, result.codes)
+        written = write_whole(codes_path, codes.getvalue())
+        write_whole(path, canonical_json({**result.description(), "codes": written}))
+        sync_directory(self.directory)
+        return result
+
+    def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
+        directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
+        record = read_json(record_path)
+        if record is None or any(damage(directory / name, said, contents=True) for name, said in record.items()):
+            recipe, size = self.recipe, result.bytes["train"]
+            if recipe.tokenizer == "bpe":
+                size = min(size, TRAINING_TEXT)
+                self.log(f"training a byte-level BPE of {recipe.vocabulary:,} tokens on {size / 1e6:,.1f} MB")
+            record_path.unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            write_tokenizer(
+                directory, recipe.tokenizer, recipe.vocabulary, self.tokenizer_files, self._training_texts(result)
+            )
+            sync_directory(directory)
+            record = {
+                name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_of_file(directory / name)}
+                for name in FILES
+            }
+            write_whole(record_path, canonical_json(record))
+            sync_directory(self.directory)
+        return load_tokenizer(directory), record
+
+    def _training_texts(self, result: Survey) -> Iterator[str]:
+        """Texts of the training split only; of a large one a share of about `TRAINING_TEXT`, spread over all of it."""
+        share = TRAINING_TEXT / max(1, result.bytes["train"])
+        for number, text in result.texts(self.files, self._reader(result), "train"):
+            # Multiples of the golden ratio modulo 1 are spread evenly.
+            if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
+                yield text
+
+    def _pack(
+        self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
+    ) -> list[Shard]:
+        reader, total = self._reader(result), result.bytes[split]
+        numbers = np.flatnonzero(result.codes == SPLITS.index(split))
+        packer = Packer(
+            self.directory / split,
+            lambda first: result.texts(self.files, reader, split, first),
+            int(numbers[-1]) + 1 if len(numbers) else 0,
+            tokenizer,
+            tokenizer_record[FILES[0]]["sha256"],
+            self.recipe.shard_tokens,
+            keep_text=split == "validation",
+        )
+        shards = packer.pack(
+            every_few_seconds(
+                lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text")
+            )
+        )
+        tokens = sum(shard.tokens for shard in shards)
+        if shards:
+            documents, count = _count(len(numbers), "document"), _count(len(shards), "shard")
+            self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
+        return shards
+
+    def _reader(self, result: Survey) -> Reader:
+        return Reader(self.recipe.clean.encoding, self.recipe.text_key, result.longest)
+
+
+def _cache_directory(recipe: DataRecipe) -> Path:
+    if recipe.cache:
+        return Path(recipe.cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")  # where the desktop standard lets a person move caches
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,135 @@
+"""Which files a recipe's `data.source` means: the standard library, files, globs and directories, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.names import CORPORA, nearest
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file to read.
+
+    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text" or "jsonl".
+    `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable without that being an
+    error.
+    """
+
+    name: str
+    path: Path
+    format: str
+    named: bool
+
+
+def find_files(sources: Sequence[str], format: str = "auto", leave_out: Path | None = None) -> list[SourceFile]:
+    """All files of `sources`, source after source, inside one sorted by name.
+
+    A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path to a
+    file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format` "auto" takes
+    `.jsonl`, `.ndjson` and their `.gz` as JSON Lines, all else as text. Files below `leave_out`
+    (the cache) are none. `UserError` when a source names nothing.
+    """
+    files: list[SourceFile] = []
+    for source in sources:
+        found = [
+            SourceFile(name, path, _format_of(path, format), named)
+            for name, path, named in sorted(_expand(source))
+            if leave_out is None or not path.absolute().is_relative_to(leave_out.absolute())
+        ]
+        if not found:
+            raise UserError(f'data.source: there is no file in "{source}"')
+        files += found
+    return files
+
+
+def _format_of(path: Path, format: str) -> str:
+    if format != "auto":
+        return format
+    return "jsonl" if path.name.lower().endswith(JSONL_SUFFIXES) else "text"
+
+
+def _expand(source: str) -> Iterator[tuple[str, Path, bool]]:
+    """(name, path, named) of each file that `source` means."""
+    if source == "stdlib":
+        yield from ((name, path, False) for name, path in _standard_library())
+        return
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield from ((file.relative_to(path).as_posix(), file, False) for file in _files_below(path))
+    elif path.is_file():
+        yield path.name, path, True
+    elif path.exists():
+        raise UserError(f'data.source: "{source}" is neither a file nor a directory')
+    elif glob.has_magic(source):
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
+        if not matches:
+            raise UserError(f'data.source: "{source}" matches no file{_what_is_there(path)}')
+        root = _fixed_part(path)
+        yield from ((match.relative_to(root).as_posix(), match, False) for match in matches)
+    else:
+        raise UserError(f'data.source: "{source}" does not exist{_what_is_there(path)}')
+
+
+def _standard_library() -> Iterator[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = False
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _NOT_SOURCES and not name.startswith(("config-", "."))]
+        for name in files:
+            # _sysconfigdata_* is written by the build of this very Python, not by a person.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                found = True
+                path = Path(directory, name)
+                yield f"stdlib/{path.relative_to(root).as_posix()}", path
+    if not found:
+        raise UserError(
+            f'data.source: "stdlib" needs the sources of the standard library, and this Python has none under {root}; '
+            "name text files instead"
+        )
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
+        for name in files:
+            path = Path(directory, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The directory that a glob starts from."""
+    fixed = Path()
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        fixed /= part
+    return fixed
+
+
+def _what_is_there(path: Path) -> str:
+    """The nearest name to one that does not exist, or what the deepest existing directory on its way holds."""
+    there, missing = Path(), path.parts[0]
+    for part in path.parts:
+        missing = part
+        if glob.has_magic(part) or not (there / part).is_dir():
+            break
+        there /= part
+    names = sorted(name for name in os.listdir(there) if not name.startswith("."))
+    known = [*names, *CORPORA] if len(path.parts) == 1 else names
+    close = nearest(missing, known)
+    if close:
+        return f'; did you mean "{there / close}"?'
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    held = f"holds {', '.join(names[:4])}{more}" if names else "is empty"
+    return f"; {'this directory' if there == Path() else there} {held}"

@@ -1,0 +1,216 @@
+"""Tokenizers: bytes, BPE trained on the corpus, or one that exists; always a directory that `transformers` loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meshwright.data.files import write_whole
+from meshwright.errors import UserError
+from meshwright.names import TOKENIZERS, nearest
+
+END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+# What publishers call the end of a text, most telling first; asked only when no file says it.
+_USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+
+class TextTokenizer:
+    """A tokenizer with the tokens that frame a document: `start` (its begin token, else its end token) and `end`.
+
+    A document is written as start, text, end. So every token of the text is predicted, the first from `start`, and so
+    is its end; where the next document begins is not. Text never becomes a special token, whatever it spells.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int, end: int) -> None:
+        self.tokenizer, self.start, self.end = tokenizer, start, end
+        self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self._plain_bytes = _is_plain_bytes(tokenizer)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type of a token on disk, little-endian."""
+        return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of each text, unframed, as `dtype`."""
+        if self._plain_bytes:
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        """The text of `tokens`, special ones shown by name."""
+        return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer that exists: the bytes of its tokenizer.json, and of its tokenizer_config.json with its end named."""
+
+    tokenizer: bytes
+    config: bytes
+
+    def sha256(self) -> list[str]:
+        return [hashlib.sha256(data).hexdigest() for data in (self.tokenizer, self.config)]
+
+
+def find_tokenizer(name: str) -> TokenizerFiles | None:
+    """The files of data.tokenizer = `name`; None for "bytes" and "bpe". `UserError`: no such files, or no end named."""
+    if name in TOKENIZERS:
+        return None
+    path = Path(name).expanduser()
+    directory = path if path.is_dir() else path.parent
+    file = directory / "tokenizer.json" if path.is_dir() else path
+    if not path.exists():
+        close = nearest(name, TOKENIZERS)
+        hint = f'; did you mean "{close}"?' if close else f"; known: {', '.join(TOKENIZERS)}, or such a path"
+        raise UserError(f'data.tokenizer: "{name}" is no tokenizer.json and no directory with one{hint}')
+    if not file.is_file():
+        raise UserError(
+            f"data.tokenizer: {directory} holds no tokenizer.json; "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one"
+        )
+    data = file.read_bytes()
+    tokenizer = _parse(data, file)
+    config = _json_object(directory / "tokenizer_config.json")
+    eos = _special_token(tokenizer, directory, config, "eos")
+    if eos is None:
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        eos = next((token for token in _USUAL_ENDS if token in added), None)
+    if eos is None:
+        raise UserError(
+            f'data.tokenizer: {file} does not say how a text ends; write {{"eos_token": "..."}} into '
+            f"{directory / 'tokenizer_config.json'}"
+        )
+    bos = _special_token(tokenizer, directory, config, "bos")
+    for key, token in (("eos_token", eos), ("bos_token", bos)):
+        if token is not None and tokenizer.token_to_id(token) is None:
+            raise UserError(f'data.tokenizer: the {key} "{token}" of {directory} is not a token of {file.name}')
+    if config.get("eos_token") is None or (bos is not None and config.get("bos_token") is None):
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos, "bos_token": bos}
+    return TokenizerFiles(data, _pretty(config))
+
+
+def write_tokenizer(
+    directory: Path, name: str, vocabulary: int, found: TokenizerFiles | None, texts: Iterator[str]
+) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`; "bpe" is trained on `texts`.
+
+    "bytes": token b is byte b, 256 ends a text. "bpe": 0 ends a text, then the 256 bytes, then merges, `vocabulary` in
+    all (fewer where the text offers no more pairs); words are split as GPT-2 splits them.
+    """
+    if found is None:
+        tokenizer = _bytes() if name == "bytes" else _trained(vocabulary, texts)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+        }
+        found = TokenizerFiles(tokenizer.to_str(pretty=True).encode(), _pretty(config))
+    for file, data in zip(FILES, (found.tokenizer, found.config), strict=True):
+        write_whole(directory / file, data)
+
+
+def load_tokenizer(directory: Path) -> TextTokenizer:
+    """The tokenizer that `write_tokenizer` left in `directory`."""
+    tokenizer = _parse((directory / FILES[0]).read_bytes(), directory / FILES[0])
+    config = _json_object(directory / FILES[1])
+    eos, bos = config["eos_token"], config.get("bos_token")
+    start, end = (tokenizer.token_to_id(_content(token)) for token in (bos or eos, eos))
+    assert start is not None and end is not None, (directory, eos, bos)
+    return TextTokenizer(tokenizer, start, end)
+
+
+def _bytes() -> Tokenizer:
+    characters = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return tokenizer
+
+
+def _trained(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: itself where it prints, else one from U+0100 on."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in prints else next(others)) for byte in range(256)]
+
+
+def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether encoding is just the UTF-8 bytes, which needs no tokenizer."""
+    reference = _bytes()
+    return tokenizer.get_vocab() == reference.get_vocab() and bool(
+        json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
+    )
+
+
+def _parse(data: bytes, file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare exceptions
+        raise UserError(
+            f"data.tokenizer: {file} is not a tokenizer that can be read ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"data.tokenizer: {path} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"data.tokenizer: {path} holds no JSON object")
+    return value
+
+
+def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
+    """The "eos" or "bos" token as the directory's files name it, the tokenizer's own first."""
+    for values in (config, _json_object(directory / "special_tokens_map.json")):
+        if values.get(f"{kind}_token") is not None:
+            return _content(values[f"{kind}_token"])
+    for name in ("generation_config.json", "config.json"):
+        number = _json_object(directory / name).get(f"{kind}_token_id")
+        if isinstance(number, list):
+            number = number[0] if number else None
+        if isinstance(number, int) and (token := tokenizer.id_to_token(number)) is not None:
+            return token
+    return None
+
+
+def _content(token: Any) -> str:
+    """The text of a token as Hugging Face writes it: a string, or an object with its `content`."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _pretty(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
