@@ -246,7 +246,7 @@ MAY_CHANGE = {
 
 def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe: Path):
     old = load_recipe(tiny_recipe)
-    assert MAY_CHANGE < SCHEMA.keys.keys()
+    assert MAY_CHANGE.issubset(SCHEMA.keys)
     # These contradict the tiny recipe unless something else changes too.
     needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay"}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
