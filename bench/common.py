@@ -1,0 +1,118 @@
+"""What every benchmark shares: the machine, paired medians with their interval, contenders taking turns, the JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and the versions that matter."""
+    cpu = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    flags: list[str] = []
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        words = next((line for line in lines if line.startswith("flags")), "").split()
+        flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in words]
+    versions = {}
+    for package in ("meshwright", "torch", "transformers", "accelerate", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "flags": flags,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Median of theirs/ours over paired times (above 1: ours is faster), with its 95 % bootstrap interval."""
+    ratios = [other / mine for mine, other in zip(ours, theirs, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "low": round(medians[100], 4),
+        "high": round(medians[3899], 4),
+        "pairs": len(ratios),
+    }
+
+
+class Contender:
+    """A process that stays alive between turns: it reads `{"run": k}` lines and answers with one JSON line each.
+
+    Contenders take turns on the same machine within seconds of each other, so that its noise hits all alike.
+    """
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ready = self._answer()  # a contender reports once when it is warm
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"contender {self.name} ended with {self._process.wait()}")
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Let it run `steps` steps."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"run": steps}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def serve_turns(step: Any, report: Any, warm: int) -> None:
+    """The contender's side: warm up, then run steps on request; `report()` adds figures to each answer."""
+    import time
+
+    for _ in range(warm):
+        step()
+    print(json.dumps({"ready": True, **report()}), flush=True)
+    for line in sys.stdin:
+        seconds = []
+        for _ in range(json.loads(line)["run"]):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps({"seconds": seconds, **report()}), flush=True)
+
+
+def peak_resident_bytes() -> int:
+    """Highest resident set of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def write_result(name: str, result: dict[str, Any]) -> None:
+    """Write `bench/results/NAME.json` and print it."""
+    RESULTS.mkdir(exist_ok=True)
+    document = {"benchmark": name, "date": datetime.date.today().isoformat(), "machine": machine(), **result}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, indent=1))

@@ -1,0 +1,46 @@
+"""`meshwright report`: the page of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+
+
+@plumbing.command(
+    "report",
+    "meshwright report runs/quickstart",
+    "meshwright report runs/quickstart --evaluation evaluation.json --sample sample.json",
+)
+@click.argument("run_directory", type=click.Path(path_type=Path))
+@click.option("--evaluation", type=click.Path(path_type=Path), help="What `evaluate --json` printed.")
+@click.option("--sample", type=click.Path(path_type=Path), help="What `generate --json` printed.")
+@json_option
+def command(run_directory: Path, evaluation: Path | None, sample: Path | None, as_json: bool) -> None:
+    """Write RUN_DIRECTORY/report.html: loss curve, throughput, recipe, evaluation, sample, in one file."""
+    from meshwright.train.report import write_report
+
+    with answering(as_json) as answer:
+        page = write_report(run_directory, evaluation=_read(evaluation), sample=_read(sample))
+        answer({"report": page}, f"report: {page}")
+
+
+def _read(path: Path | None) -> dict[str, Any] | None:
+    from meshwright.errors import UserError
+
+    if path is None:
+        return None
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not the JSON document that --json printed: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is not the JSON document that --json printed: it holds no object")
+    return document

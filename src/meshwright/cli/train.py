@@ -1,0 +1,87 @@
+"""`meshwright train`: starts the ranks of a recipe on this machine, or joins in when torchrun or SLURM started it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+
+
+@plumbing.command(
+    "train",
+    "meshwright train recipes/quickstart.toml",
+    'meshwright train recipes/quickstart.toml train.steps=200 "layout=dp2 zero3"',
+    "torchrun --nproc-per-node 2 -m meshwright train recipes/quickstart.toml",
+)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
+@json_option
+def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: bool) -> None:
+    """Train RECIPE, or go on from its newest whole checkpoint.
+
+    Missing data are prepared first. KEY=VALUE overrides one field of the recipe.
+    """
+    with answering(as_json) as answer:
+        result = train(recipe, overrides, restarts=restarts)
+        if result is not None:
+            answer(result, _text(result))
+
+
+def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0) -> dict[str, Any] | None:
+    """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
+    import os
+
+    from meshwright.data import prepare
+    from meshwright.model.config import config_from_recipe
+    from meshwright.model.refuse import refuse
+    from meshwright.recipe import load_recipe
+    from meshwright.train.launcher import launch_recipe
+    from meshwright.train.rendezvous import join_if_started_by_others
+    from meshwright.train.run_directory import RunDirectory
+
+    recipe = load_recipe(recipe_path, overrides)
+    if join_if_started_by_others():
+        from meshwright.train.worker import join
+
+        result = join(recipe)
+        _keep_result(recipe.run_directory, result)
+        return result if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0 else None
+    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
+    recipe.parsed_layout.refuse_unbuilt()
+    RunDirectory(recipe.run_directory).create()
+    prepared = prepare(recipe.data, recipe.run.seed, log=lambda line: print(line, file=sys.stderr, flush=True))
+    config = config_from_recipe(recipe.model, recipe.data.sequence, prepared.vocabulary)
+    refuse(recipe.parsed_layout, config, recipe.train.batch, recipe.data.sequence, recipe.parsed_layout.world_size)
+    result = launch_recipe(recipe, restarts=restarts)
+    _keep_result(recipe.run_directory, result)
+    return result
+
+
+def _keep_result(directory: Path, result: dict[str, Any]) -> None:
+    """`result.json` in the run directory: what the report and later readers need."""
+    import json
+
+    (directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [f"done: step {result['step']}"]
+    if result["loss"] is not None:
+        lines[0] += f", loss {result['loss']:.4f}"
+    if result["validation_loss"] is not None:
+        lines[0] += f", validation loss {result['validation_loss']:.4f}"
+    if result["tokens_per_second"]:
+        lines.append(
+            f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.1%} of "
+            f"{result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process ({result['flops_convention']})"
+        )
+    if result["skipped_steps"]:
+        lines.append(f"{result['skipped_steps']} steps were skipped: loss or gradient not finite")
+    lines.append(f"checkpoint: {result['checkpoint']}")
+    return "\n".join(lines)

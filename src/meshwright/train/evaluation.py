@@ -1,0 +1,113 @@
+"""Loss, perplexity and bits per byte of a checkpoint on held-out text, each token counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.data import PackedTokens, PreparedData, prepare, xz_bits_per_byte
+from meshwright.errors import UserError
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import Documents
+from meshwright.model.huggingface import load_huggingface
+from meshwright.recipe import DataRecipe, load_recipe
+from meshwright.train.checkpoint import CheckpointPath
+
+LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
+TOKENS_AT_ONCE = 4096
+
+
+def evaluate(
+    checkpoint: Path | CheckpointPath,
+    data: str,
+    *,
+    sequence: int | None = None,
+    with_xz: bool = True,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Evaluate the Hugging Face directory `checkpoint` on `data`.
+
+    data: a recipe (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the
+    recipe's or the model's unless given. `progress(done, total)` hears of rows. The result has `loss` (nats per token),
+    `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with `with_xz`, `xz_bits_per_byte`.
+
+    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
+    """
+    directory = Path(checkpoint)
+    config = ModelConfig.from_path(directory)
+    prepared, tokens = held_out(directory, config, data, sequence, log)
+    model, _ = load_huggingface(directory, torch.float32)
+    model.to(device)
+    rows = max(1, TOKENS_AT_ONCE // tokens.sequence)
+    nats, count, done = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in tokens.batches(rows):
+            loss = model(
+                torch.from_numpy(batch.tokens).to(device),
+                torch.from_numpy(batch.targets).to(device),
+                Documents.from_ids(batch.document_ids).to(device),
+            )
+            nats += float(loss)
+            count += batch.target_tokens
+            done += len(batch.tokens)
+            progress(done, tokens.rows)
+    result: dict[str, Any] = {
+        "loss": nats / count,
+        "perplexity": math.exp(min(nats / count, 700.0)),
+        "bits_per_byte": nats / math.log(2) / tokens.bytes,
+        "tokens": count,
+        "bytes": tokens.bytes,
+        "documents": tokens.documents,
+        "sequence": tokens.sequence,
+        "data": data,
+        "checkpoint": str(directory),
+    }
+    if with_xz:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(_texts(prepared, tokens))
+    return result
+
+
+def held_out(
+    checkpoint: Path, config: ModelConfig, data: str, sequence: int | None, log: Callable[[str], None]
+) -> tuple[PreparedData, PackedTokens]:
+    """The tokens to evaluate on, made with the checkpoint's own tokenizer."""
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
+    from_recipe = data.endswith(".toml")
+    if from_recipe:
+        recipe = load_recipe(data)
+        part, split, seed = recipe.data, "validation", recipe.run.seed
+        if not part.validation_fraction:
+            raise UserError(f"{data}: data.validation_fraction is 0: there is nothing held out to evaluate on")
+    else:
+        # A text too short for one full row is still a text: the row is as long as it must be.
+        part = DataRecipe(source=data, tokenizer=str(checkpoint), sequence=1, validation_fraction=0.0)
+        split, seed = "train", 0
+    default = part.sequence if from_recipe else LONGEST_ROW
+    length = min(sequence or default, config.max_positions)
+    prepared = prepare(part, seed, log=log)
+    if (prepared.tokenizer_directory / "tokenizer.json").read_bytes() != (checkpoint / "tokenizer.json").read_bytes():
+        part = part.model_copy(update={"tokenizer": str(checkpoint)})
+        prepared = prepare(part, seed, log=log)
+    if prepared.vocabulary > config.vocabulary:
+        raise UserError(
+            f"{checkpoint}: its tokenizer has {prepared.vocabulary} tokens, its model only {config.vocabulary}"
+        )
+    tokens = prepared.split(split)
+    tokens.sequence, tokens.document_mask = length, True
+    return prepared, tokens
+
+
+def _texts(prepared: PreparedData, tokens: PackedTokens) -> Any:
+    """The very text that was evaluated: kept for a validation split, decoded from the tokens otherwise."""
+    if tokens.directory.name == "validation":
+        return tokens.texts()
+    return (
+        prepared.tokenizer.tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in tokens.token_batches()
+    )

@@ -1,0 +1,89 @@
+"""What a run leaves behind to be read: `metrics.jsonl`, one JSON object a line; steps once each, events beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class MetricsFile:
+    """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """`resume_step`: the number of steps done in the checkpoint that the run continues from (0: a fresh run)."""
+        self.path = path
+        if path.exists():
+            kept = [line for line in read_metrics(path) if line.get("step", 0) <= resume_step]
+            replacement = path.with_name(path.name + ".new")
+            replacement.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(replacement, path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line; a float that JSON cannot hold becomes null."""
+        self._file.write(json.dumps(_finite(line)) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a last line that a killed process left half-written is passed over."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+class SlowRankWatch:
+    """Finds a rank whose own work takes longer than the others', over windows of `window` steps.
+
+    Times are seconds of work excluding the wait for others; a rank is slow when it needs more than `factor` times the
+    median of the other ranks.
+    """
+
+    def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
+        self.factor, self.window = factor, window
+        self._sums, self._steps = [0.0] * ranks, 0
+
+    def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
+        """Add one step's seconds by rank; at a window's end, (rank, ratio to the others' median) of a slow rank."""
+        self._sums = [total + value for total, value in zip(self._sums, seconds, strict=True)]
+        self._steps += 1
+        if self._steps < self.window:
+            return None
+        sums, self._sums, self._steps = self._sums, [0.0] * len(self._sums), 0
+        if len(sums) < 2:
+            return None
+        slowest = max(range(len(sums)), key=sums.__getitem__)
+        others = statistics.median(sums[:slowest] + sums[slowest + 1 :])
+        ratio = sums[slowest] / others if others > 0 else 1.0
+        return (slowest, ratio) if ratio > self.factor else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process so far: allocated on the device for CUDA, resident for CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and value - value != 0.0:  # NaN or infinite
+        return None
+    return value

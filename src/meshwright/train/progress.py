@@ -1,0 +1,56 @@
+"""Progress on stderr: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
+
+
+class Progress:
+    """Shows the steps of one run; only rank 0 makes one. `line()` prints above the bar."""
+
+    def __init__(self, steps: int, done: int, *, stream: Any = None, show: bool = True) -> None:
+        self._stream = stream or sys.stderr
+        self._steps, self._show, self._last = steps, show, 0.0
+        self._bar: Any = None
+        if show and self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task("training", total=steps, completed=done, figures="")
+            self._bar.start()
+
+    def line(self, text: str) -> None:
+        """One plain line that stays."""
+        if not self._show:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def step(self, done: int, figures: str) -> None:
+        """`done` steps are done; `figures` is loss and speed in a few words."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, figures=figures)
+        elif self._show and (done == self._steps or done == 1 or time.monotonic() - self._last > PLAIN_SECONDS):
+            self._last = time.monotonic()
+            print(f"step {done}/{self._steps}  {figures}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,175 @@
+"""One rank of a training run. `Trainer.step` is a training step from batch to update; everything else serves it."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PackedTokens, PreparedData, SampleOrder, TokenBatch
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import Documents
+from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.parameters import parameter_table
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.recipe import Recipe
+from meshwright.train.clock import StepClock
+from meshwright.train.learning_rate import learning_rate
+from meshwright.train.optimizer import Optimizer
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
+"""Tokens [B, S], targets [B, S] (-100: none), documents."""
+
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Verdict:
+    """What all ranks agree on at the end of a step's backward, from one small all-reduce (sum, float64)."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        loss, squared_norm, stop, failed, *seconds = values.tolist()
+        self.loss = loss
+        self.gradient_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
+        self.stop = stop > 0
+        self.save_failed = failed > 0
+        self.rank_seconds = seconds
+        self.finite = math.isfinite(loss) and math.isfinite(squared_norm)
+
+
+class Trainer:
+    """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, config: ModelConfig, data: PreparedData, mesh: Mesh) -> None:
+        self.recipe, self.layout, self.config, self.mesh = recipe, layout, config, mesh
+        self.device = torch.device(mesh.device)
+        self.table = parameter_table(config)
+        dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+        self.model = Transformer(config, axes=mesh, device=self.device, dtype=dtype, recompute=layout.recompute)
+        self.parallel = DataParallel(self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype)
+        self.optimizer = Optimizer(self.parallel.shards, recipe.train)
+        if recipe.train.compile:
+            self.model.compile_blocks()
+        self.tokens: PackedTokens = data.split("train")
+        self.validation_tokens: PackedTokens = data.split("validation")
+        self.order = SampleOrder(recipe.run.seed, self.tokens.sequences)
+        self.clock = StepClock(self.device)
+        self.steps_done = 0
+
+    def step(self, *, stop: bool = False, save_failed: bool = False) -> Verdict:
+        """One step: forward and backward of every micro-batch, one agreement of all ranks, one update.
+
+        The loss is the sum of token losses over the target tokens of the whole step, so that gradients are summed and
+        never averaged. A step whose loss or gradient norm is not finite on any rank is skipped on all. `stop` and
+        `save_failed` are this rank's news; the verdict says whether any rank had such news.
+        """
+        train, clock = self.recipe.train, self.clock
+        clock.start()
+        micro_batches = self._micro_batches()
+        targets = count_targets((goals for _, goals, _ in micro_batches), self.mesh)
+        clock.mark("data")
+
+        self.parallel.begin_step(len(micro_batches))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, (tokens, goals, documents) in enumerate(micro_batches):
+            loss = self.model(tokens, goals, documents, units=self.parallel) / targets
+            clock.mark("forward")
+            self.parallel.backward(loss, last=index == len(micro_batches) - 1)
+            loss_sum += loss.detach()
+            clock.mark("backward")
+        self.parallel.finish()
+        clock.mark("reduce")
+
+        verdict = self._agree(loss_sum, stop, save_failed)
+        clock.mark("agree")
+        if verdict.finite:
+            clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
+            self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip))
+            self.parallel.publish()
+        self.parallel.zero_gradients()
+        self.steps_done += 1
+        clock.mark("update")
+        return verdict
+
+    def validate(self) -> float:
+        """Mean loss (nats per token) over the first `train.validation_sequences` rows of the validation split."""
+        count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
+        rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for first in range(0, count, rows * self.mesh.dp.size):
+                wanted = first + self.mesh.dp.rank * rows + np.arange(rows)
+                # Rows beyond the split hold nothing: every rank reads as many batches of the same shape.
+                wanted[wanted >= count] = self.validation_tokens.rows
+                tokens, targets, documents = self._to_device(self.validation_tokens.batch(wanted, padded=True))
+                sums[0] += self.model(tokens, targets, documents, units=self.parallel)
+                sums[1] += (targets != -100).sum()
+        collectives.all_reduce(sums, self.mesh.data, "validation.loss")
+        return float(sums[0] / sums[1])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside tensors to go on bit for bit."""
+        return {
+            "step": self.steps_done,
+            "samples": self.steps_done * self.recipe.train.batch,
+            "optimizer_steps": self.optimizer.step_count,
+            "seed": self.recipe.run.seed,
+            "layout": str(self.layout),
+            "recipe": self.recipe.to_toml(),
+        }
+
+    def pieces(self, owned: bool) -> list:
+        """Masters and optimizer state as pieces: what this rank writes (`owned`) or everything that it must read."""
+        pieces = self.parallel.master_pieces(owned)
+        for kind, tensors in self.optimizer.state_tensors().items():
+            pieces += self.parallel.pieces_like(kind, tensors, owned)
+        return pieces
+
+    def load_weights(self, directory: Path) -> None:
+        """Start from the weights of a Hugging Face directory instead of initial values."""
+        files = CheckpointFiles(directory)
+        names = match_rows(files, self.table, self.config)
+        for name, pieces in groupby(self.parallel.master_pieces(owned=False), key=lambda piece: piece.name):
+            row = self.table.row(name)
+            value = read_row(files, row, names)
+            flat = (value.t() if row.transposed else value).reshape(-1)
+            for piece in pieces:
+                piece.tensor.copy_(flat[piece.start : piece.stop])
+        self.parallel.publish()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
+        self.steps_done = state["step"]
+        self.optimizer.restore_step_count(state["optimizer_steps"])
+        self.parallel.publish()
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """This rank's share of the step's samples: rank after rank, micro-batch after micro-batch."""
+        share = self.recipe.train.batch // self.mesh.dp.size
+        first = self.steps_done * self.recipe.train.batch + self.mesh.dp.rank * share
+        samples = self.order.sample(first + np.arange(share))
+        return [self._to_device(self.tokens.batch(part)) for part in np.split(samples, self.layout.micro_batches)]
+
+    def _to_device(self, batch: TokenBatch) -> MicroBatch:
+        documents = Documents.from_ids(batch.document_ids)
+        parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
+        if self.device.type == "cuda":
+            parts = [part.pin_memory().to(self.device, non_blocking=True) for part in parts]
+        return parts[0], parts[1], documents.to(self.device)
+
+    def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
+        mesh, seconds = self.mesh, self.clock.seconds()
+        values = torch.zeros(4 + mesh.world_size, dtype=torch.float64, device=self.device)
+        values[0] = loss_sum
+        values[1] = self.parallel.squared_norm_share()
+        values[2], values[3] = float(stop), float(save_failed)
+        values[4 + mesh.rank] = seconds["data"] + seconds["forward"] + seconds["backward"]
+        collectives.all_reduce(values, mesh.world, "step.verdict")
+        return Verdict(values)
