@@ -3,14 +3,26 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+directory=runs/quickstart
+evaluate=(meshwright evaluate "$directory" --data recipes/quickstart.toml)
+generate=(meshwright generate "$directory" --prompt 'def __init__(self, ' --max-tokens 200 --temperature 0.7 --seed 1)
+
 run() {
     printf '\n$' && printf ' %q' "$@" && printf '\n'
     "$@"
 }
 
+# The same once more as JSON, for the report; the seed makes the sample the same.
+keep() {
+    printf '\n$' && printf ' %q' "${@:2}" && printf ' > %s\n' "$1"
+    "${@:2}" >"$1"
+}
+
 SECONDS=0
 run meshwright train recipes/quickstart.toml
-run meshwright evaluate runs/quickstart --data recipes/quickstart.toml
-run meshwright generate runs/quickstart --prompt 'def __init__(self, ' --max-tokens 200 --temperature 0.7 --seed 1
-run meshwright report runs/quickstart
-printf '\nThe demo took %d min %02d s. The page: runs/quickstart/report.html\n' $((SECONDS / 60)) $((SECONDS % 60))
+run "${evaluate[@]}"
+run "${generate[@]}"
+keep "$directory/evaluation.json" "${evaluate[@]}" --json
+keep "$directory/sample.json" "${generate[@]}" --json
+run meshwright report "$directory" --evaluation "$directory/evaluation.json" --sample "$directory/sample.json"
+printf '\nThe demo took %d min %02d s. The page: %s/report.html\n' $((SECONDS / 60)) $((SECONDS % 60)) "$directory"
