@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 KINDS = ("skip", "double", "drop", "stale")
 """skip: the call does not happen; double: its result is twice too large; drop: one rank's part is missing;
-stale: the result of the call before is delivered again."""
+stale: the result of the call before (of the same size) is delivered again."""
+
+_REMEMBER = "remember"  # not a fault: the call before the stale one
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One spoilt call site. `position`: the place in the group of the rank whose part `drop` loses."""
+    """One spoilt call site. `position`: the place in the group of the rank whose part `drop` loses. `call`: the only
+    call that is spoilt, counted from 1 since the fault was planted; None: all of them."""
 
     site: str
     operation: str
     kind: str
     position: int = 1
+    call: int | None = None
+
+    def __str__(self) -> str:
+        which = "" if self.call is None else f", call {self.call} alone"
+        return f"{self.site} ({self.operation}): {self.kind}{which}"
 
 
 class Faults:
@@ -26,15 +35,16 @@ class Faults:
 
     def __init__(self) -> None:
         self.active: Fault | None = None
-        self.struck = 0  # calls that the fault has spoilt
-        self._before: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.struck = 0  # calls whose result was spoilt
+        self._calls = 0
+        self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def plant(self, fault: Fault | None) -> None:
         """Plant a fault (None: take it away again)."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active = fault
-        self.struck = 0
+        self.struck = self._calls = 0
         self._before.clear()
 
     def at(self, site: str, operation: str) -> Fault | None:
@@ -42,17 +52,21 @@ class Faults:
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
-        self.struck += 1
-        return fault
+        self._calls += 1
+        if fault.call is None or fault.call == self._calls:
+            self.struck += fault.kind != "stale"
+            return fault
+        return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
         """Change the finished result in place as the fault says (double, stale)."""
         if fault.kind == "double":
             output.mul_(2)
-        elif fault.kind == "stale":
-            key = (output.numel(), output.dtype)
+        elif fault.kind in ("stale", _REMEMBER):
+            key = (output.shape, output.dtype)
             true_result = output.clone()
             before = self._before.get(key)
-            if before is not None:
-                output.copy_(before.view_as(output))
+            if before is not None and fault.kind == "stale":
+                self.struck += not torch.equal(before, output)
+                output.copy_(before)
             self._before[key] = true_result

@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.comm.collectives import Handle, all_gather
 from meshwright.comm.mesh import Axis
-from meshwright.model.initial import initial_value
+from meshwright.model.initialise import initial_value
 from meshwright.parallel.pieces import FlatUnit
 
 GATHER_SITE = "data.parameters"

@@ -1,0 +1,221 @@
+"""Whether the ranks came to one device's answer; if not, which parameter first, by how much, and in what pattern."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.layout import Layout
+from meshwright.verify.ranks import RankResult, Slices
+from meshwright.verify.reference import Reference, Rows
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+NO_PATTERN = "in no pattern that has a name"
+TOO_SHORT = "too few values to tell"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The largest relative error over all gradients and updates and whose it is, those of losses and norms, and, where
+    one exceeds the tolerance, a line that says what differs first."""
+
+    worst_name: str
+    worst_error: float
+    loss_error: float
+    gradient_norm_error: float
+    failure: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
+    """Hold every rank's losses, norms, gradients and updates against the reference."""
+    tolerance = TOLERANCES[reference.problem.dtype]
+    worst_name, worst, norm_error = "", 0.0, 0.0
+    loss_error = max(_relative(result.final_loss, reference.final_loss) for result in results)
+    failure: str | None = None
+    for step in range(reference.problem.steps):
+        if step in reference.skipped:
+            if any(math.isfinite(result.norms[step]) for result in results):
+                failure = failure or f"step {step + 1}: some rank took a gradient for finite that another knew was not"
+            continue
+        errors = _errors(_copies(layout, [r.gradients[step] for r in results], reference), reference.gradients[step])
+        name, error = max(errors.items(), key=lambda item: item[1])
+        if error > worst:
+            worst_name, worst = name, error
+        step_loss_error = max(_relative(result.losses[step], reference.losses[step]) for result in results)
+        step_norm_error = max(_relative(result.norms[step], reference.norms[step]) for result in results)
+        loss_error, norm_error = max(loss_error, step_loss_error), max(norm_error, step_norm_error)
+        if failure is None and error > tolerance:
+            first = next(row for row in _backward_order(reference) if errors[row] > tolerance)
+            pattern = _pattern(reference, [r.gradients[step] for r in results], layout, step, first)
+            failure = f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern})"
+        if failure is None and step_loss_error > tolerance:
+            ratio = results[0].losses[step] / reference.losses[step]
+            failure = f"step {step + 1}: the loss is off by {step_loss_error:.1e} ({ratio:.4g} times as large as it should be)"
+        if failure is None and step_norm_error > tolerance:
+            failure = (
+                f"step {step + 1}: the gradient norm is off by {step_norm_error:.1e} though every gradient is right"
+            )
+    updates = {name: after - reference.weights[0][name] for name, after in reference.weights[-1].items()}
+    made = [
+        {name: after - reference.weights[0][name] for name, after in copy.items()}
+        for copy in _copies(layout, [result.masters for result in results], reference)
+    ]
+    errors = _errors(made, updates)
+    name, error = max(errors.items(), key=lambda item: item[1])
+    if error > worst:
+        worst_name, worst = name, error
+    if failure is None and error > tolerance:
+        first = next(row for row in _backward_order(reference) if errors[row] > tolerance)
+        failure = f"the update of {first} after {reference.problem.steps} steps is off by {errors[first]:.1e}"
+    if failure is None and loss_error > tolerance:
+        failure = f"the loss after the last update is off by {loss_error:.1e}"
+    return Comparison(worst_name, worst, loss_error, norm_error, failure)
+
+
+def relative_errors(values: Rows, truth: Rows) -> dict[str, float]:
+    """The relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of `truth`), for
+    some true gradients are zero (a key bias). Infinite where a value is missing or not finite."""
+    count = sum(b.numel() for b in truth.values())
+    mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
+    errors = {}
+    for name, b in truth.items():
+        difference = float((values[name].double() - b.double()).norm())
+        scale = max(float(b.double().norm()), 1e-3 * math.sqrt(b.numel() * mean_square))
+        error = difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def holders(layout: Layout) -> list[tuple[int, ...]]:
+    """Groups of ranks that hold one whole copy of gradients and masters together."""
+    if layout.zero == 0:
+        return [(rank,) for rank in range(layout.world_size)]
+    return layout.groups("shard")
+
+
+def _copies(layout: Layout, slices: Sequence[Slices], reference: Reference) -> list[Rows]:
+    """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number."""
+    copies = []
+    for ranks in holders(layout):
+        rows = {name: torch.full_like(values, math.nan) for name, values in reference.weights[0].items()}
+        for rank in ranks:
+            for name, start, values in slices[rank]:
+                rows[name][start : start + values.numel()] = values
+        copies.append(rows)
+    return copies
+
+
+def _errors(copies: Iterable[Rows], truth: Rows) -> dict[str, float]:
+    """The largest error of each row over all copies."""
+    errors = dict.fromkeys(truth, 0.0)
+    for copy in copies:
+        for name, error in relative_errors(copy, truth).items():
+            errors[name] = max(errors[name], error)
+    return errors
+
+
+def _relative(value: float, truth: float) -> float:
+    error = abs(value - truth) / abs(truth)
+    return error if math.isfinite(error) else math.inf
+
+
+def _backward_order(reference: Reference) -> list[str]:
+    """Rows in the order in which the backward pass comes to them."""
+    return [row.name for row in reversed(reference.table.rows)]
+
+
+def _pattern(reference: Reference, slices: Sequence[Slices], layout: Layout, step: int, name: str) -> str:
+    """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
+    truth = reference.gradients[step][name]
+    ranks = layout.groups("data")[0]
+    parts = reference.parts(step, len(ranks) * layout.micro_batches)
+    contributions = torch.stack([rows[name] for rows in parts]).double()
+    labels = [(rank, micro_batch) for rank in ranks for micro_batch in range(layout.micro_batches)]
+    before = reference.gradients[step - 1][name] if step else None
+    found: dict[str, list[int]] = {}
+    held = 0
+    for rank, rank_slices in enumerate(slices):
+        for row, start, values in rank_slices:
+            if row != name:
+                continue
+            held += 1
+            stop = start + values.numel()
+            if not float((values - truth[start:stop]).norm()) <= 1e-6 * float(truth.norm()):
+                previous = None if before is None else before[start:stop]
+                what = _describe(
+                    values.double(), truth[start:stop].double(), contributions[:, start:stop], labels, previous
+                )
+                found.setdefault(what, []).append(rank)
+    if not found:
+        return "a small error everywhere"
+    too_short = found.pop(TOO_SHORT, [])
+    if not found:
+        return NO_PATTERN
+    next(iter(found.values())).extend(too_short)
+    wrong = sorted({rank for ranks in found.values() for rank in ranks})
+    where = "" if len(wrong) == held else f", on {_ranks(wrong)} alone"
+    if len(found) == 1:
+        return next(iter(found)) + where
+    return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
+
+
+def _describe(
+    values: torch.Tensor,
+    truth: torch.Tensor,
+    parts: torch.Tensor,
+    labels: Sequence[tuple[int, int]],
+    before: torch.Tensor | None,
+) -> str:
+    """The pattern of one rank's slice. `parts`: what each (rank, micro-batch) of `labels` contributes to it."""
+    size = float(truth.norm())
+    if not bool(values.isfinite().all()):
+        return "not finite"
+    if float(values.norm()) == 0:
+        return "zero"
+    if before is not None and float((values - before).norm()) < 1e-6 * size:
+        return "the gradient of the step before"
+    factor = float(values @ truth) / max(size * size, 1e-300)
+    if float((values - factor * truth).norm()) < 1e-6 * max(size, float(values.norm())):
+        return "twice too large" if abs(factor - 2) < 1e-6 else f"{factor:.4g} times as large as it should be"
+    counted = [index for index in range(len(parts)) if float(parts[index].norm()) > 1e-6 * size]
+    if values.numel() <= len(counted):
+        return TOO_SHORT
+    basis = parts[counted].T
+    times = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
+    if float((basis @ times - values).norm()) < 1e-6 * size:
+        return _counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
+    return NO_PATTERN
+
+
+def _counts(often: dict[tuple[int, int], float]) -> str:
+    """How often the parts are in a sum that should hold each once."""
+    ranks = sorted({rank for rank, _ in often})
+    missing = {label for label, times in often.items() if abs(times) < 1e-4}
+    gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]
+    if len(missing) == len(often):
+        return "zero"
+    if gone and len(gone) == len(ranks) - 1 and len(ranks) > 1:
+        alone = next(rank for rank in ranks if rank not in gone)
+        return f"the part of rank {alone} alone, not summed"
+    if missing and all(rank in gone for rank, _ in missing):
+        return f"the part of {_ranks(gone)} is missing"
+    if missing:
+        rank, micro_batch = min(missing)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"the part of rank {rank}, micro-batch {micro_batch + 1}{more} is missing"
+    extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
+    if extra:
+        return f"the part of {_ranks(extra)} is counted more than once"
+    return "a sum of the ranks' parts in the wrong proportions"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

@@ -1,0 +1,23 @@
+"""Which layouts are verified when none is named: every axis that this version runs, and every pair of them."""
+
+from __future__ import annotations
+
+from meshwright.layout import Layout
+
+
+def grid() -> list[Layout]:
+    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, and hybrid sharding where it can be."""
+    recomputes = ("none", "selective", "full")
+    layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
+    for dp in (2, 3, 4):
+        for zero in (0, 1, 2, 3):
+            for micro_batches in (1, 2) if dp == 3 else (1, 2, 4):
+                recompute = recomputes[(zero + micro_batches + dp) % 3]
+                layouts.append(Layout(dp=dp, zero=zero, micro_batches=micro_batches, recompute=recompute))
+    for zero in (1, 2, 3):
+        for micro_batches in (1, 2):
+            layouts.append(Layout(dp=4, zero=zero, hybrid=2, micro_batches=micro_batches))
+        layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
+        layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
+    layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
+    return list(dict.fromkeys(layouts))

@@ -1,0 +1,113 @@
+"""What a layout is verified on: the model made small but kept in kind, and batches that are as uneven as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+
+IGNORED = -100
+SEQUENCE = 23  # tokens
+MOST_RANKS = 8
+MOST_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One training problem in small: `steps` updates by plain SGD from the same weights on the same batches.
+
+    `batch`: sequences a step over all ranks, of `sequence` tokens each; `dtype`: "float64" or "float32".
+    """
+
+    config: ModelConfig
+    batch: int
+    dtype: str = "float64"
+    sequence: int = SEQUENCE
+    steps: int = 3
+    learning_rate: float = 0.2
+    seed: int = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    document_ids: np.ndarray
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Sequences [start, stop)."""
+        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop])
+
+
+def scaled_down(config: ModelConfig) -> ModelConfig:
+    """A model of a few thousand parameters with every feature of `config`, in sizes that divide badly."""
+    grouped = config.kv_heads < config.heads
+    own_head_dim = config.head_dim * config.heads != config.hidden
+    layers = 5
+    windowed = config.windowed_layers
+    if windowed is not None:
+        mixed = any(windowed) and not all(windowed)
+        windowed = tuple(layer % 2 == 0 if mixed else windowed[0] for layer in range(layers))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.original_max_positions is not None:
+        scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
+    return dataclasses.replace(
+        config,
+        vocabulary=499,
+        hidden=24,
+        layers=layers,
+        heads=4,
+        kv_heads=(1 if config.kv_heads == 1 else 2) if grouped else 4,
+        head_dim=10 if own_head_dim else 6,
+        intermediate=37,
+        max_positions=SEQUENCE + 4,
+        rope_scaling=scaling,
+        sliding_window=None if config.sliding_window is None else 7,
+        windowed_layers=windowed,
+        bos_token=None,
+        eos_token=None,
+        more_eos_tokens=(),
+        initializer_range=0.15,  # far from the linear regime, so that every gradient depends on every other
+    )
+
+
+def scaled_layout(layout: Layout) -> Layout:
+    """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several replicas, several sharding
+    groups. Its precision is left out: the problem says in which the sums are formed."""
+    layout = layout.with_(precision=None, micro_batches=min(layout.micro_batches, MOST_MICRO_BATCHES))
+    if layout.world_size <= MOST_RANKS:
+        return layout
+    if layout.hybrid is not None and layout.hybrid < layout.dp:
+        return layout.with_(dp=MOST_RANKS, hybrid=MOST_RANKS // 2)
+    return layout.with_(dp=MOST_RANKS, hybrid=None)
+
+
+def make_batch(problem: Problem, step: int) -> Batch:
+    """The batch of a step: rows with one document and with many, with all targets, with few, and one with none, so
+    that ranks and micro-batches count different numbers of them, and every step another."""
+    random = np.random.default_rng([problem.seed, step])
+    rows, sequence = problem.batch, problem.sequence
+    tokens = random.integers(0, problem.config.vocabulary, (rows, sequence + 1))
+    ids = np.zeros((rows, sequence + 1), dtype=np.int64)
+    for row in range(rows):
+        if row % 4:
+            ids[row, random.choice(np.arange(1, sequence), size=int(random.integers(1, 6)), replace=False)] = 1
+    ids = ids.cumsum(axis=1)
+    targets = np.where(ids[:, 1:] == ids[:, :-1], tokens[:, 1:], IGNORED)
+    for row in range(rows):
+        targets[row, random.random(sequence) < (0.0, 0.2, 0.9, 0.5)[(row + step) % 4]] = IGNORED
+    targets[(2 + step) % rows] = IGNORED
+    return Batch(tokens[:, :-1].copy(), targets, ids[:, :-1].copy())
+
+
+def share_of(batch: Batch, data_rank: int, data_size: int, micro_batches: int) -> list[Batch]:
+    """The micro-batches of one rank: consecutive rows, rank after rank, micro-batch after micro-batch."""
+    rows = batch.tokens.shape[0] // (data_size * micro_batches)
+    first = data_rank * rows * micro_batches
+    return [batch.rows(first + index * rows, first + (index + 1) * rows) for index in range(micro_batches)]

@@ -1,0 +1,103 @@
+"""One rank of a layout under verification: the same problem through `parallel/`, and everything that it came to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.faults import Fault
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.parameters import parameter_table
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.pieces import Piece
+from meshwright.verify.problem import Problem, make_batch, share_of
+from meshwright.verify.reference import loss_sum
+
+VERDICT_SITE = "step.verdict"
+
+Slices = list[tuple[str, int, torch.Tensor]]  # row name, first element, values
+
+
+@dataclass
+class RankResult:
+    """What one rank saw: per step the global loss, the global norm and the gradients it holds; its masters at the end;
+    the loss of one more batch; the calls of the first step and of all; how often the planted fault struck."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Slices] = field(default_factory=list)
+    masters: Slices = field(default_factory=list)
+    final_loss: float = math.nan
+    calls_first_step: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    struck: int = 0
+
+
+def run_rank(problem: Problem, layout_text: str, fault: Fault | None = None, poison: int | None = None) -> RankResult:
+    """Run the problem on this rank. `poison`: in this step the last rank's loss is not a number."""
+    layout = Layout.parse(layout_text)
+    mesh = Mesh.create(layout, timeout_seconds=60.0)
+    try:
+        mesh.faults.plant(fault)
+        return _run(problem, layout, mesh, poison)
+    finally:
+        mesh.close()
+
+
+def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> RankResult:
+    dtype = getattr(torch, problem.dtype)
+    model = Transformer(problem.config, axes=mesh, dtype=dtype, recompute=layout.recompute)
+    table = parameter_table(problem.config)
+    parallel = DataParallel(model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype)
+    result = RankResult()
+    for step in range(problem.steps):
+        batches = share_of(make_batch(problem, step), mesh.data.rank, mesh.data.size, layout.micro_batches)
+        targets = count_targets((torch.from_numpy(batch.targets) for batch in batches), mesh)
+        parallel.begin_step(len(batches))
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            loss = loss_sum(model, batch, parallel) / targets
+            if step == poison and mesh.rank == mesh.world_size - 1:
+                loss = loss * math.nan
+            parallel.backward(loss, last=index == len(batches) - 1)
+            total += loss.detach()
+        parallel.finish()
+        verdict = torch.stack([total, parallel.squared_norm_share()])
+        all_reduce(verdict, mesh.world, VERDICT_SITE)
+        result.losses.append(float(verdict[0]))
+        result.norms.append(math.sqrt(float(verdict[1])))
+        gradients = [shard.gradient for shard in parallel.shards]
+        result.gradients.append(_slices(parallel.pieces_like("gradient", gradients, owned=False)))
+        if bool(verdict.isfinite().all()):
+            for shard in parallel.shards:
+                shard.master.sub_(shard.gradient, alpha=problem.learning_rate)
+            parallel.publish()
+        if step == 0:
+            result.calls_first_step = mesh.record.table()
+    result.masters = _slices(parallel.master_pieces(owned=False))
+    result.final_loss = _final_loss(problem, layout, mesh, model, parallel)
+    result.calls = mesh.record.table()
+    result.struck = mesh.faults.struck
+    return result
+
+
+def _final_loss(problem: Problem, layout: Layout, mesh: Mesh, model: Transformer, parallel: DataParallel) -> float:
+    """The loss of the batch after the last step, without gradients: it shows the last update as the model sees it."""
+    batches = share_of(make_batch(problem, problem.steps), mesh.data.rank, mesh.data.size, layout.micro_batches)
+    targets = count_targets((torch.from_numpy(batch.targets) for batch in batches), mesh)
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for batch in batches:
+            total += loss_sum(model, batch, parallel) / targets
+    all_reduce(total, mesh.world, VERDICT_SITE)
+    return float(total)
+
+
+def _slices(pieces: list[Piece]) -> Slices:
+    return [(piece.name, piece.start, piece.tensor.clone()) for piece in pieces]

@@ -1,0 +1,98 @@
+"""One device's answer: plain autograd on the same model, weights and batches, without any of `parallel/`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.model.documents import Documents
+from meshwright.model.initialise import initialise
+from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.transformer import Transformer
+from meshwright.verify.problem import IGNORED, Batch, Problem, make_batch
+
+Rows = dict[str, torch.Tensor]  # row name -> its values, 1-D, engine orientation, row-major
+
+
+@dataclass
+class Reference:
+    """Losses, norms and gradients of every step, the weights before each and after the last, and the loss of one more
+    batch under those. A step in `skipped` makes no update (its gradient was not finite somewhere)."""
+
+    problem: Problem
+    skipped: frozenset[int] = frozenset()
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Rows] = field(default_factory=list)
+    weights: list[Rows] = field(default_factory=list)
+    final_loss: float = math.nan
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.table: ParameterTable = parameter_table(problem.config)
+        dtype = getattr(torch, problem.dtype)
+        self._model = Transformer(problem.config, dtype=dtype)
+        initialise(self._model, self.table, problem.seed)
+        for step in range(problem.steps):
+            batch = make_batch(problem, step)
+            self.weights.append(self._rows(gradients=False))
+            loss = self._backward(batch, _targets(batch))
+            gradients = self._rows(gradients=True)
+            self.losses.append(loss)
+            self.gradients.append(gradients)
+            self.norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+            if step not in self.skipped:
+                with torch.no_grad():
+                    for parameter in self._model.parameters():
+                        assert parameter.grad is not None
+                        parameter.sub_(parameter.grad, alpha=problem.learning_rate)
+        self.weights.append(self._rows(gradients=False))
+        batch = make_batch(problem, problem.steps)
+        with torch.no_grad():
+            self.final_loss = float(loss_sum(self._model, batch)) / _targets(batch)
+
+    def parts(self, step: int, count: int) -> list[Rows]:
+        """The gradient of a step split by ranks: what each of `count` equal shares of the batch contributes."""
+        self._set(self.weights[step])
+        batch = make_batch(self.problem, step)
+        rows = self.problem.batch // count
+        parts = []
+        for rank in range(count):
+            self._backward(batch.rows(rank * rows, (rank + 1) * rows), _targets(batch))
+            parts.append(self._rows(gradients=True))
+        return parts
+
+    def _backward(self, batch: Batch, targets: int) -> float:
+        self._model.zero_grad(set_to_none=True)
+        loss = loss_sum(self._model, batch) / targets
+        loss.backward()
+        return float(loss.detach())
+
+    def _rows(self, gradients: bool) -> Rows:
+        rows = {}
+        for tensor in self.table.tensors:
+            parameter = self._model.get_parameter(tensor.name)
+            values = parameter.grad if gradients else parameter.detach()
+            assert values is not None
+            for row in tensor.rows:
+                rows[row.name] = values[row.offset : row.offset + row.engine_shape[0]].reshape(-1).clone()
+        return rows
+
+    def _set(self, rows: Rows) -> None:
+        with torch.no_grad():
+            for tensor in self.table.tensors:
+                parameter = self._model.get_parameter(tensor.name)
+                parameter.copy_(torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape))
+
+
+def loss_sum(model: Transformer, batch: Batch, units: object = None) -> torch.Tensor:
+    """The summed loss of a batch."""
+    documents = Documents.from_ids(batch.document_ids)
+    extra = {} if units is None else {"units": units}
+    return model(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents, **extra)
+
+
+def _targets(batch: Batch) -> int:
+    return max(1, int((batch.targets != IGNORED).sum()))
