@@ -16,7 +16,7 @@ from meshwright.train.checkpoint.files import sync_directory
 from meshwright.train.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
 
 STATE = "training/state.json"
-LAST_SAVE = ".last-save.json"  # how the last save ended: what rank 0 tells the other ranks
+LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells the other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +151,5 @@ def remove_leftovers(directory: Path) -> None:
     for pattern in (".step-*.replaced", ".step-*.deleted", ".step-*.partial"):
         for path in directory.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-    for path in (directory / LAST_SAVE, *directory.glob(".last-save.json.new-*")):
+    for path in (directory / LAST_SAVE, *directory.glob(f"{LAST_SAVE}.new-*")):
         path.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ class Manifest:
                 for name, record in sorted(self.files.items())
             },
         }
-        return (json.dumps(content | {"manifest_sha256": _own_hash(content)}, indent=1) + "\n").encode()
+        return json.dumps(content | {"manifest_sha256": _own_hash(content)}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from meshwright.train.checkpoint.model_files import (
 from meshwright.train.checkpoint.slices import Slice, slice_file, tensor_name
 from meshwright.train.checkpoint.snapshot import Snapshot
 
+_TOLD_SAVES = 8
 _CAST_ELEMENTS = 4 * 2**20
 
 
@@ -78,6 +79,7 @@ class Target:
     keep_best: bool
     timeout_seconds: float
     log: Callable[[str], None]
+    outcomes: dict[str, str] = field(default_factory=dict)  # rank 0: how each save so far ended
 
 
 class Save:
@@ -313,17 +315,19 @@ class Save:
         return self._unexplained(0)
 
     def _tell(self, outcome: str) -> None:
-        """Rank 0: how this save ended, for the others."""
+        """Rank 0: how this save ended, for the others; beside the saves before, for those who have not looked yet."""
+        outcomes = self.target.outcomes
+        outcomes[self.attempt] = outcome
         if self.target.ranks > 1:
-            content = {"attempt": self.attempt, "step": self.step, "outcome": outcome}
-            replace_file(self.target.directory / catalogue.LAST_SAVE, json_bytes(content), sync=False)
+            last = {attempt: outcomes[attempt] for attempt in [*outcomes][-_TOLD_SAVES:]}
+            replace_file(self.target.directory / catalogue.LAST_SAVE, json_bytes(last), sync=False)
 
     def _outcome(self) -> str | None:
         try:
-            said = json.loads((self.target.directory / catalogue.LAST_SAVE).read_bytes())
+            outcomes: dict[str, str] = json.loads((self.target.directory / catalogue.LAST_SAVE).read_bytes())
         except (OSError, ValueError):
             return None
-        return str(said["outcome"]) if said["attempt"] == self.attempt else None
+        return outcomes.get(self.attempt)
 
     # --- when it cannot be done
 
@@ -342,8 +346,11 @@ class Save:
             if not self.partial.exists():
                 break
             time.sleep(0.02)  # another rank was just making a file in it
-        with suppress(OSError):
-            self._tell(line)
+        for _ in range(100):
+            with suppress(OSError):
+                self._tell(line)
+                return
+            self.cancelled.wait(0.05)  # a full disk has room again when the others have closed their files
 
     def _check_space(self) -> None:
         """Refuse before the first byte what the disk cannot take: `SaveFailed`."""
