@@ -1,0 +1,386 @@
+"""Starts the ranks of a run on this machine and stays until they end: passes signals on, says who died, starts again.
+Free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright import errors
+from meshwright.errors import MeshwrightError, RankLost, Terminated
+from meshwright.recipe import Recipe
+from meshwright.train.checkpoint import newest
+from meshwright.train.run_directory import RunDirectory
+
+SETTLE_SECONDS = 0.5  # after the first bad news: others may know the cause better
+TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing them
+
+
+class RankFault(Exception):
+    """A fault of ours in a rank; the text holds that rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
+
+    `threads`: per rank; this machine's processors shared out unless given. `method`: where the ranks meet; a fresh file
+    unless given, since a port that is free now may be taken when rank 0 binds it. `command`: runs one rank.
+    """
+
+    description: Mapping[str, Any]
+    ranks: int
+    directory: Path
+    restarts: int = 0
+    threads: int | None = None
+    method: str | None = None
+    recipe_text: str | None = None
+    command: Sequence[str] = (
+        sys.executable,
+        "-P",
+        "-m",
+        "meshwright.train.worker",
+    )  # -P: not from the current directory
+    log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[str, Any]:
+    """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
+
+    A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
+    `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
+    `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
+    `KeyboardInterrupt` after an interrupt, likewise.
+    """
+    text = recipe.to_toml()
+    description = {"recipe": text, "source": str(recipe.source_path or "recipe"), "options": options}
+    return launch(
+        LaunchSpec(
+            description,
+            recipe.parsed_layout.world_size,
+            recipe.run_directory,
+            restarts,
+            recipe.run.threads,
+            recipe.run.rendezvous,
+            text,
+        )
+    )
+
+
+def launch(spec: LaunchSpec) -> dict[str, Any]:
+    """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
+    with RunDirectory(spec.directory) as directory, _Signals() as signals:
+        if spec.recipe_text is not None:
+            directory.write_recipe(spec.recipe_text)
+        for attempt in range(spec.restarts + 1):
+            try:
+                return _Attempt(spec, directory, signals).run()
+            except (RankLost, RankFault) as failure:
+                if attempt == spec.restarts or signals.stop:
+                    raise
+                spec.log(f"{failure}; starting again ({attempt + 1} of {spec.restarts})")
+    raise AssertionError("the last attempt returns or raises")
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A started rank. `pipe`: where it reports, -1 when closed. `ended`: when, on the monotonic clock."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    said: bytearray = field(default_factory=bytearray)
+    report: dict[str, Any] | None = None
+    ended: float | None = None
+    told_to_end: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended with a result."""
+        return self.report is not None and "result" in self.report
+
+    @property
+    def error(self) -> str | None:
+        """The name of the error it reported."""
+        return None if self.report is None else self.report.get("error", self.report.get("fault"))
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that killed it, None if it exited."""
+        code = self.process.returncode
+        return -code if code is not None and code < 0 else None
+
+
+class _Attempt:
+    """One start of all ranks."""
+
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: _Signals) -> None:
+        self.spec, self.directory, self.signals = spec, directory, signals
+        self.ranks: list[_Rank] = []
+        self.told = 0  # stop signals passed on so far
+
+    def run(self) -> dict[str, Any]:
+        meeting = Path(tempfile.mkdtemp(prefix="meshwright-"))
+        try:
+            for number in range(self.spec.ranks):
+                self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
+            self.directory.write_ranks([rank.process.pid for rank in self.ranks])
+            self._watch()
+            return self._result()
+        finally:
+            self._end_all()
+            shutil.rmtree(meeting, ignore_errors=True)
+
+    def _start(self, number: int, method: str) -> _Rank:
+        spec = self.spec
+        threads = spec.threads or max(1, available_cores() // spec.ranks)
+        ours, theirs = os.pipe()
+        keep = [self.directory.lock_descriptor]
+        description = {
+            **spec.description, "rank": number, "ranks": spec.ranks, "method": method, "threads": threads,
+            "directory": str(spec.directory), "launcher": os.getpid(), "report": theirs, "keep": keep,
+        }  # fmt: skip
+        # Libraries read these before any code of ours could tell them; what the user has set stands.
+        environment = {"OMP_NUM_THREADS": str(threads), **_loopback(), **os.environ}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
+        try:
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard output is for the result alone
+                pass_fds=(theirs, *keep),
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(theirs)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(description).encode() + b"\n")
+            process.stdin.flush()  # and stays open: its end tells the rank that we have died
+        return _Rank(number, process, ours)
+
+    # --- while they run
+
+    def _watch(self) -> None:
+        """Return when every rank has ended, or some moments after one ended as it should not."""
+        deadline: float | None = None
+        with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
+            selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
+            for rank in self.ranks:
+                selector.register(rank.pipe, selectors.EVENT_READ, partial(self._read, rank, selector))
+                if hasattr(os, "pidfd_open"):  # a process that the rank forked may keep the pipe open
+                    watched = os.pidfd_open(rank.process.pid)
+                    descriptors.callback(os.close, watched)
+                    selector.register(watched, selectors.EVENT_READ, partial(self._end, rank, selector, watched))
+            while any(rank.ended is None for rank in self.ranks):
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                for key, _ in selector.select(timeout):
+                    key.data()
+                self._pass_signals_on()
+                if deadline is None and any(map(self._bad, self.ranks)):
+                    deadline = time.monotonic() + SETTLE_SECONDS
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+
+    def _read(self, rank: _Rank, selector: selectors.BaseSelector) -> None:
+        """Take in what a rank reports."""
+        if rank.pipe < 0:
+            return
+        data = os.read(rank.pipe, 65536)
+        rank.said += data
+        if not data:
+            selector.unregister(rank.pipe)
+            os.close(rank.pipe)
+            rank.pipe = -1
+            if not hasattr(os, "pidfd_open"):
+                self._note_end(rank)
+
+    def _end(self, rank: _Rank, selector: selectors.BaseSelector, watched: int) -> None:
+        """A rank has ended: take in the rest of its report."""
+        selector.unregister(watched)
+        if rank.pipe >= 0:
+            os.set_blocking(rank.pipe, False)
+            with suppress(BlockingIOError):
+                while rank.pipe >= 0:
+                    self._read(rank, selector)
+        if rank.pipe >= 0:
+            selector.unregister(rank.pipe)
+        self._note_end(rank)
+
+    def _note_end(self, rank: _Rank) -> None:
+        rank.process.wait()
+        rank.ended = time.monotonic()
+        with suppress(ValueError):  # nothing, or killed while it was writing
+            rank.report = json.loads(rank.said)
+            rank.ended = (rank.report or {}).get("at", rank.ended)
+
+    def _bad(self, rank: _Rank) -> bool:
+        """Whether a rank's end means that the others cannot go on. When all were told to stop, they end one by one."""
+        return rank.ended is not None and not rank.finished and rank.error != "Terminated"
+
+    def _pass_signals_on(self) -> None:
+        while self.told < self.signals.count:
+            self.told += 1
+            for rank in self.ranks:
+                if rank.ended is None:
+                    # Whoever asks twice does not want to wait for a checkpoint.
+                    self._send(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+
+    def _send(self, rank: _Rank, number: signal.Signals) -> None:
+        rank.told_to_end = True
+        with suppress(ProcessLookupError):
+            rank.process.send_signal(number)
+
+    def _end_all(self) -> None:
+        """Nobody is left over."""
+        for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
+            left = [rank for rank in self.ranks if rank.process.poll() is None]
+            for rank in left:
+                self._send(rank, number)
+            deadline = time.monotonic() + seconds
+            for rank in left:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, deadline - time.monotonic()))
+        for rank in self.ranks:
+            if rank.pipe >= 0:
+                os.close(rank.pipe)
+                rank.pipe = -1
+            if rank.process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    rank.process.stdin.close()
+
+    # --- how it ended
+
+    def _result(self) -> dict[str, Any]:
+        """Rank 0's result, or the error that was the cause of the others."""
+        if all(rank.finished for rank in self.ranks):
+            report = self.ranks[0].report
+            assert report is not None
+            result: dict[str, Any] = report["result"]
+            return result
+        ended = sorted((rank for rank in self.ranks if rank.ended is not None), key=lambda rank: rank.ended or 0.0)
+        died = [rank for rank in ended if rank.report is None]
+        reported = [rank for rank in ended if rank.report is not None and not rank.finished]
+        if self.signals.stop and all(rank.told_to_end for rank in died):
+            self._raise_stopped(died, reported)
+        # A process that was killed is a cause; one that aborted may be NCCL's answer to a lost neighbour.
+        killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
+        own_errors = [rank for rank in reported if rank.error != "RankLost"]
+        for rank in (*killed, *own_errors, *died, *reported):
+            self._raise(rank)
+        raise AssertionError("a rank that has not finished has died or reported")
+
+    def _raise_stopped(self, died: list[_Rank], reported: list[_Rank]) -> None:
+        """After a stop signal: that we stopped, unless a rank has something else to say."""
+        for rank in reported:
+            if not died and rank.error not in ("Terminated", "RankLost"):
+                self._raise(rank)
+        saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
+        line = saved[0] if saved else f"stopped by SIGTERM before a checkpoint was due; {self._resumes()}"
+        if self.signals.interrupted:
+            self.spec.log(line.replace("SIGTERM", "interrupt"))
+            raise KeyboardInterrupt
+        raise Terminated(line)
+
+    def _raise(self, rank: _Rank) -> None:
+        report = rank.report
+        if report is None:
+            raise RankLost(self._death(rank))
+        if "fault" in report:
+            text = report["traceback"].rstrip()
+            raise RankFault(f"rank {rank.number} (process {rank.process.pid}) failed {self._when()}:\n{text}")
+        error = getattr(errors, report["error"], MeshwrightError)(report["message"])
+        error.exit_code = report["exit_code"]
+        raise error
+
+    def _death(self, rank: _Rank) -> str:
+        number = rank.signal
+        if number is None:
+            how = f"ended with exit code {rank.process.returncode} and no report"
+        else:
+            known = number in {item.value for item in signal.Signals}
+            how = f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
+        return f"rank {rank.number} (process {rank.process.pid}) {how} {self._when()}; {self._resumes()}"
+
+    def _when(self) -> str:
+        step = self.directory.last_step()
+        return "before the first step" if step is None else f"after step {step}"
+
+    def _resumes(self) -> str:
+        checkpoint = newest(self.directory.checkpoints)
+        if checkpoint is None:
+            return "there is no checkpoint yet: the same command begins again"
+        return f"the same command goes on from {checkpoint.name}"
+
+
+class _Signals:
+    """SIGTERM and SIGINT while ranks run: counted, to be passed on. Outside the main thread there is nothing to do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.interrupted = False
+        self.wakeup, self._write = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._write.setblocking(False)
+        self._before: dict[int, Any] = {}
+
+    @property
+    def stop(self) -> bool:
+        return self.count > 0
+
+    def __enter__(self) -> _Signals:
+        with suppress(ValueError):  # not the main thread
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.wakeup.close()
+        self._write.close()
+
+    def _caught(self, number: int, frame: object) -> None:
+        self.count += 1
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        with suppress(OSError):
+            self._write.send(b"!")
+
+    def drain(self) -> None:
+        with suppress(BlockingIOError):
+            while self.wakeup.recv(64):
+                pass
+
+
+def available_cores() -> int:
+    """Processors that this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _loopback() -> dict[str, str]:
+    """Ranks of one machine talk over the loopback interface: a host name may lead to a network that is down."""
+    with suppress(OSError):
+        for _, name in socket.if_nameindex():
+            if name in ("lo", "lo0"):
+                return {"GLOO_SOCKET_IFNAME": name}
+    return {}

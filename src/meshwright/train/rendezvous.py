@@ -1,0 +1,162 @@
+"""How the ranks of a job find each other: torchrun's or Kubernetes' environment, SLURM's, tcp:// and file://.
+
+Free of torch until `initialise` is called.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the ranks. `local_rank`: among those on the same machine. `method`: env://, tcp:// or
+    file://, where all meet. `started_by`: for error lines."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    method: str
+    started_by: str
+
+
+def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun, Kubernetes or SLURM started this process as one of several, so that it joins in instead of
+    starting ranks itself. A SLURM job of one task starts its ranks itself, as on any machine."""
+    environment = os.environ if environment is None else environment
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return True
+    return "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1"
+
+
+def place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
+    """This process's place, from the environment that `join_if_started_by_others` saw; `rendezvous` is the recipe's
+    (tcp://HOST:PORT or file:///PATH), which says where to meet in place of the environment. `UserError` names the
+    variable that is missing or wrong."""
+    environment = os.environ if environment is None else environment
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        local = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0
+        started_by = f"RANK={rank} WORLD_SIZE={ranks}"
+        method = rendezvous or "env://"
+        if method == "env://":
+            for name in ("MASTER_ADDR", "MASTER_PORT"):
+                if name not in environment:
+                    raise UserError(f"{started_by} but no {name}: start with torchrun, set it, or set run.rendezvous")
+    else:
+        rank, ranks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+        local = _number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else 0
+        started_by = f"SLURM_PROCID={rank} SLURM_NTASKS={ranks}"
+        method = rendezvous or _slurm_method(environment)
+    if not 0 <= rank < ranks:
+        raise UserError(f"{started_by}: ranks count from 0 to {ranks - 1}")
+    return Place(rank, ranks, local, method, started_by)
+
+
+def check_world_size(place: Place, layout: Layout) -> None:
+    """`UserError` when the layout needs another number of ranks than were started."""
+    if place.ranks != layout.world_size:
+        raise UserError(
+            f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
+            f"{place.ranks} {'were' if place.ranks > 1 else 'was'} started ({place.started_by}); change one of the two"
+        )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: `gpu[007-010,12],login1` -> `gpu007`."""
+    match = re.match(r"(?:[^,\[\]]|\[[0-9][^\]]*\])+", nodes.strip())
+    if match is None:
+        raise UserError(f'SLURM_JOB_NODELIST "{nodes}" names no host; set run.rendezvous = "tcp://HOST:PORT"')
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
+
+
+def _slurm_method(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+    if host is None:
+        raise UserError('SLURM_PROCID but no SLURM_JOB_NODELIST; set run.rendezvous = "tcp://HOST:PORT"')
+    # Every task of a job must come to the same port without asking; jobs on the same node to different ones.
+    job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
+    step = re.sub(r"\D", "", environment.get("SLURM_STEP_ID", "")) or "0"
+    port = environment.get("MASTER_PORT") or str(20000 + (int(job) * 7 + int(step)) % 12000)
+    return f"tcp://{host}:{port}"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except KeyError:
+        raise UserError(f"the environment variable {name} is missing") from None
+    except ValueError:
+        raise UserError(f'{name} should be a whole number, not "{environment[name]}"') from None
+
+
+def initialise(place: Place, device: str, timeout_seconds: float) -> Store:
+    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu". Returns the store that
+    the ranks met at. `UserError` when they do not come together within the time-out."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    options: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        import torch
+
+        options["device_id"] = torch.device(device)
+    try:
+        store = _store(place, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout, **options
+        )
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
+            f"{timeout_seconds:g} s ({reason}); were all ranks started, and can they reach it?"
+        ) from error
+    return store
+
+
+def _store(place: Place, timeout: timedelta) -> Store:
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
+    if place.method == "env://":
+        store, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))
+        return store
+    if place.method.startswith("file://"):
+        path = place.method.removeprefix("file://")
+        _clear_stale(path)
+        store = FileStore(path, place.ranks)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = place.method.removeprefix("tcp://").rpartition(":")
+    return TCPStore(host, int(port), place.ranks, is_master=place.rank == 0, timeout=timeout)
+
+
+_held: list[int] = []  # descriptors that stay open as long as the process
+
+
+def _clear_stale(path: str) -> None:
+    """Remove the meeting file that killed ranks left: it would answer for them. Everybody who uses it holds a shared
+    lock beside it, so whoever gets the lock alone knows that nobody does."""
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    _held.append(descriptor)

@@ -1,0 +1,167 @@
+"""A run's directory: one run at a time, what it writes there, and who its ranks are. Free of torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshwright.errors import UserError
+
+LOCK = ".lock"
+RANKS = "ranks.json"
+METRICS = "metrics.jsonl"
+RECIPE = "recipe.resolved.toml"
+CHECKPOINTS = "checkpoints"
+
+
+class RunDirectory:
+    """The directory of one run. Files of others in it are left alone.
+
+    Made by every process that works in it; `lock` is for one of them (the launcher, or rank 0 where ranks were started
+    by somebody else).
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / METRICS
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory each."""
+        return self.path / CHECKPOINTS
+
+    def create(self) -> None:
+        """Make the directory. `UserError` when something else has its name or it cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            blocker = next(path for path in (self.path, *self.path.parents) if path.exists())
+            raise UserError(f"run directory {self.path}: {blocker} is a file; give another run.directory") from None
+        except OSError as error:
+            raise UserError(f"run directory {self.path} cannot be made: {_reason(error)}") from None
+        for part in (CHECKPOINTS,):
+            if (self.path / part).exists() and not (self.path / part).is_dir():
+                raise UserError(f"run directory {self.path}: {part} in it is a file; give another run.directory")
+
+    def lock(self) -> int:
+        """Take the directory for this process, until it ends or `unlock`. `UserError` when another run has it.
+
+        The kernel holds the lock, not the file: a killed run leaves nothing that must be cleaned up. Returns the
+        descriptor; a child that inherits it holds the lock as well, so that no run begins beside a rank still alive.
+        """
+        self.create()
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UserError(f"run directory {self.path} cannot be written: {_reason(error)}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            raise UserError(
+                f"run directory {self.path} is in use by {holder}; wait until that run has ended, end it, "
+                "or give another run.directory"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(f"run directory {self.path} cannot be locked: {_reason(error)}") from None
+        we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(we).encode(), 0)
+        self._lock = descriptor
+        return descriptor
+
+    @property
+    def lock_descriptor(self) -> int:
+        """The descriptor that holds the lock."""
+        assert self._lock is not None, "the run directory is not locked"
+        return self._lock
+
+    def unlock(self) -> None:
+        """Let another run have the directory."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        self.lock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unlock()
+
+    def write_ranks(self, processes: Sequence[int]) -> None:
+        """`ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}."""
+        self._replace(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
+
+    def read_ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the last run started here; empty when there was none."""
+        try:
+            return {int(rank): int(process) for rank, process in json.loads((self.path / RANKS).read_text()).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def write_recipe(self, text: str) -> None:
+        """Keep the recipe as it is run: file, overrides and defaults together."""
+        self._replace(RECIPE, text)
+
+    def read_recipe(self) -> str:
+        """The recipe that `write_recipe` kept. `UserError` when there is none."""
+        try:
+            return (self.path / RECIPE).read_text()
+        except OSError as error:
+            raise UserError(f"{self.path} is no run directory: {RECIPE}: {_reason(error)}") from None
+
+    def last_step(self) -> int | None:
+        """The last step in `metrics.jsonl`, None before the first."""
+        try:
+            with self.metrics.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+                lines = file.read().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            try:
+                step = json.loads(line).get("step")
+            except (ValueError, AttributeError):
+                continue  # cut by a kill, or by where we began to read
+            if isinstance(step, int):
+                return step
+        return None
+
+    def _replace(self, name: str, text: str) -> None:
+        fresh = self.path / f".{name}.new"
+        try:
+            fresh.write_text(text)
+            os.replace(fresh, self.path / name)
+        except OSError as error:
+            raise UserError(f"run directory {self.path}: {name} cannot be written: {_reason(error)}") from None
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        holder: Any = json.loads(os.pread(descriptor, 4096, 0))
+        where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"
+        return f"process {holder['process']}{where} since {holder['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,178 @@
+"""One rank: started by the launcher (`python -m meshwright.train.worker`) or by torchrun, Kubernetes or SLURM."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import MeshwrightError, UserError
+from meshwright.recipe import Recipe, load_recipe_text
+from meshwright.train import rendezvous
+from meshwright.train.rendezvous import Place, check_world_size
+from meshwright.train.run_directory import RunDirectory
+
+# --- started by the launcher
+
+
+def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) -> None:
+    """Read the launcher's description from standard input, do `work` (training, unless given), report how it ended.
+
+    Standard input stays open as long as the launcher lives; this process ends with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    description = json.loads(sys.stdin.readline() or "{}")
+    _end_with_launcher(description.get("launcher"))
+    faulthandler.enable()
+    report = os.fdopen(description["report"], "w")
+    os.set_inheritable(report.fileno(), False)
+    for descriptor in description["keep"]:
+        os.set_inheritable(descriptor, False)
+    try:
+        start = Place(
+            description["rank"], description["ranks"], description["rank"], description["method"], "the launcher"
+        )
+        text, code = json.dumps({"result": (work or _train_as_told)(description, start)}), 0
+    except MeshwrightError as error:
+        said = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+        text, code = json.dumps(said | {"at": time.monotonic()}), 1
+    except BaseException as error:
+        said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
+        text, code = json.dumps(said | {"at": time.monotonic()}), 1
+    try:
+        report.write(text)
+        report.close()
+    except BrokenPipeError:
+        pass  # nobody is left to tell
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of process groups whose peers have died may never come to an end.
+    os._exit(code)
+
+
+def _end_with_launcher(launcher: int | None) -> None:
+    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != launcher:
+        os._exit(1)  # it died before the request above
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    recipe = load_recipe_text(description["recipe"], description["source"])
+    return _train(recipe, start, RunDirectory(description["directory"]), description["threads"], description["options"])
+
+
+# --- started by others
+
+
+def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
+    """Be the rank that torchrun, Kubernetes or SLURM started this process as, and return the run's result.
+
+    `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
+    """
+    start = rendezvous.place(recipe.run.rendezvous)
+    check_world_size(start, recipe.parsed_layout)
+    return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
+
+
+def _train(
+    recipe: Recipe,
+    start: Place,
+    directory: RunDirectory,
+    threads: int | None,
+    options: dict[str, Any],
+    lock: bool = False,
+) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.comm.mesh import Mesh
+    from meshwright.train.loop import train
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = choose_device(recipe.run.device, start.local_rank)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    store = None
+    if start.ranks > 1:
+        store = rendezvous.initialise(start, device, recipe.run.collective_timeout)
+    try:
+        if lock:
+            _lock_for_all(directory, start, store)
+            _write_ranks(directory, start, store)
+            if start.rank == 0:
+                directory.write_recipe(recipe.to_toml())
+        mesh = Mesh.create(recipe.parsed_layout, device, recipe.run.collective_timeout)
+        return train(recipe, mesh, directory, **options)
+    finally:
+        if start.rank == 0:
+            directory.unlock()
+        if start.ranks > 1 and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: str, local_rank: int) -> str:
+    """ "cpu" or "cuda:N" for the recipe's run.device. `UserError` when there is no such device."""
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" and count == 0:
+        return "cpu"
+    if local_rank >= count:
+        there = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
+        raise UserError(
+            f'run.device = "{wanted}": this machine has {there}, and rank {local_rank} on it needs one of its own; '
+            'start fewer ranks here or set run.device = "cpu"'
+        )
+    return f"cuda:{local_rank}"
+
+
+def _lock_for_all(directory: RunDirectory, start: Place, store: Any) -> None:
+    """Rank 0 takes the run directory; when it cannot, every rank raises rank 0's `UserError`."""
+    problem = ""
+    if start.rank == 0:
+        try:
+            directory.lock()
+        except UserError as error:
+            problem = str(error)
+    if store is not None:
+        if start.rank == 0:
+            store.set("meshwright/directory", problem or "locked")
+        problem = store.get("meshwright/directory").decode()
+    if problem not in ("", "locked"):
+        raise UserError(problem)
+
+
+def _write_ranks(directory: RunDirectory, start: Place, store: Any) -> None:
+    processes = [os.getpid()]
+    if store is not None:
+        store.set(f"meshwright/process/{start.rank}", str(os.getpid()))
+        if start.rank == 0:
+            processes = [int(store.get(f"meshwright/process/{rank}")) for rank in range(start.ranks)]
+    if start.rank == 0:
+        directory.write_ranks(processes)
+
+
+if __name__ == "__main__":
+    main()
