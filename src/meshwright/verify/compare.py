@@ -56,8 +56,8 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
             pattern = _pattern(reference, [r.gradients[step] for r in results], layout, step, first)
             failure = f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern})"
         if failure is None and step_loss_error > tolerance:
-            ratio = results[0].losses[step] / reference.losses[step]
-            failure = f"step {step + 1}: the loss is off by {step_loss_error:.1e} ({ratio:.4g} times as large as it should be)"
+            times = f"{results[0].losses[step] / reference.losses[step]:.4g} times as large as it should be"
+            failure = f"step {step + 1}: the loss is off by {step_loss_error:.1e} ({times})"
         if failure is None and step_norm_error > tolerance:
             failure = (
                 f"step {step + 1}: the gradient norm is off by {step_norm_error:.1e} though every gradient is right"
@@ -67,7 +67,10 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
         {name: after - reference.weights[0][name] for name, after in copy.items()}
         for copy in _copies(layout, [result.masters for result in results], reference)
     ]
-    errors = _errors(made, updates)
+    # Adding an update to a weight rounds it, on both sides; what that alone can make of it says nothing of the update.
+    rounding = reference.problem.steps * torch.finfo(getattr(torch, reference.problem.dtype)).eps
+    grains = {name: rounding * float(weights.double().norm()) for name, weights in reference.weights[0].items()}
+    errors = _errors(made, updates, grains)
     name, error = max(errors.items(), key=lambda item: item[1])
     if error > worst:
         worst_name, worst = name, error
@@ -79,14 +82,17 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
     return Comparison(worst_name, worst, loss_error, norm_error, failure)
 
 
-def relative_errors(values: Rows, truth: Rows) -> dict[str, float]:
+def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
     """The relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of `truth`), for
-    some true gradients are zero (a key bias). Infinite where a value is missing or not finite."""
+    some true gradients are zero (a key bias). Infinite where a value is missing or not finite. `grains`: norms of
+    differences, by name, that are not counted."""
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
     errors = {}
     for name, b in truth.items():
         difference = float((values[name].double() - b.double()).norm())
+        if grains is not None and math.isfinite(difference):
+            difference = max(0.0, difference - grains[name])
         scale = max(float(b.double().norm()), 1e-3 * math.sqrt(b.numel() * mean_square))
         error = difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
         errors[name] = error if math.isfinite(error) else math.inf
@@ -112,11 +118,11 @@ def _copies(layout: Layout, slices: Sequence[Slices], reference: Reference) -> l
     return copies
 
 
-def _errors(copies: Iterable[Rows], truth: Rows) -> dict[str, float]:
+def _errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
     """The largest error of each row over all copies."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
-        for name, error in relative_errors(copy, truth).items():
+        for name, error in relative_errors(copy, truth, grains).items():
             errors[name] = max(errors[name], error)
     return errors
 

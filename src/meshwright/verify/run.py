@@ -26,7 +26,7 @@ from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
 
 DEFAULT_MODELS = ("llama-tiny", "qwen3-tiny", "gpt2-tiny")
-"""Verified when no model is named: an untied head; a tied one with query/key norms; biases and learned positions."""
+"""Verified when no model is named: an untied head; query and key norms; a tied head, biases and learned positions."""
 
 
 def verify(
@@ -53,8 +53,9 @@ def verify(
     layouts, models = _what(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
     with _Bench(dtype, log) as bench:
-        for wanted in sorted(layouts, key=lambda each: each.world_size):
-            for name, config in models:
+        for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
+            # Over a grid the models take turns, so that each meets every size and stage.
+            for name, config in models if len(layouts) == 1 else models[number % len(models) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
                     for key, found in bench.mutate(wanted, config).items():
@@ -160,8 +161,7 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
         each.refuse_unbuilt()
-    names = DEFAULT_MODELS if layout is None else DEFAULT_MODELS[:1]
-    models = [(name, preset(name)) for name in names] if model is None else [_model(model)]
+    models = [(name, preset(name)) for name in DEFAULT_MODELS] if model is None else [_model(model)]
     return layouts, [(name, scaled_down(config)) for name, config in models]
 
 
