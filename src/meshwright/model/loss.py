@@ -33,7 +33,7 @@ def linear_cross_entropy(
     The sum, and that of the weight's gradient over chunks, are formed in float32 at least. `compiled` fuses what is
     done to each logit with torch.compile.
     """
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, axes, compiled)
+    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, axes, compiled, torch.is_grad_enabled())
 
 
 def token_losses(
@@ -54,8 +54,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: torch.Tensor,
         axes: Axes,
         compiled: bool,
+        differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
     ) -> torch.Tensor:
-        wants_hidden, wants_weight = context.needs_input_grad[:2]
+        wants_hidden, wants_weight = (differentiable and needed for needed in context.needs_input_grad[:2])
         wide = at_least_float32(hidden_TH.dtype)
         total = torch.zeros((), dtype=wide, device=hidden_TH.device)
         d_hidden_TH = torch.empty_like(hidden_TH) if wants_hidden else None
@@ -81,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden_TH = d_hidden_TH * d_total.to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
-        return d_hidden_TH, d_weight_VH, None, None, None
+        return d_hidden_TH, d_weight_VH, None, None, None, None
 
 
 class _Chunk:

@@ -1,0 +1,138 @@
+"""Attention against a softmax over an explicit mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from meshwright.model import tiled_attention as tiles
+from meshwright.model.attention import attend, visibility
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.presets import preset
+from meshwright.model.tiled_attention import tiled_attention
+
+CPU = torch.device("cpu")
+# rows, tokens, query heads, key-value heads, head size: the tile's 64 queries divide none of the lengths but one
+SHAPES = [(2, 70, 6, 3, 16), (3, 200, 4, 4, 8), (1, 131, 8, 1, 8), (2, 64, 2, 2, 4), (4, 1, 3, 1, 4)]
+
+
+def heads(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    rows, tokens, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    return tuple(
+        torch.randn(rows, count, tokens, size, dtype=dtype, generator=generator).requires_grad_()
+        for count in (queries, keys, keys)
+    )
+
+
+def allowed(ids_BS: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Who may look where, from the definition, [B, S, S]."""
+    places = torch.arange(ids_BS.shape[1])
+    distance = places[:, None] - places
+    same = ids_BS[:, :, None] == ids_BS[:, None, :]
+    return same & (distance >= 0) & (distance < (window or len(places)))
+
+
+def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed_BSS: torch.Tensor) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed_BSS[:, None], float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def packed(rows: int, tokens: int) -> torch.Tensor:
+    """Document numbers with other boundaries in every row; the last row is one document."""
+    ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
+    ids[-1] = 0
+    return ids
+
+
+@pytest.mark.parametrize("window", [None, 1, 17, 500], ids="window {}".format)
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_those_of_the_definition(shape: tuple[int, ...], documents: bool, window: int | None):
+    q, k, v = heads(shape)
+    ids = packed(*shape[:2]) if documents else torch.zeros(shape[:2])
+    visible = visibility(Documents.from_ids(ids), shape[1], window, CPU)
+    want = by_definition(q, k, v, allowed(ids, window))
+    out = attend(q, k, v, visible)
+    direction = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    for mine, theirs in zip(*(torch.autograd.grad(x, (q, k, v), direction) for x in (out, want)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores", [1, 1 << 12, 1 << 15, 1 << 30])
+def test_the_size_of_a_tile_changes_nothing(scores: int, monkeypatch: pytest.MonkeyPatch):
+    q, k, v = heads((5, 100, 6, 3, 8))
+    first = Documents.from_ids(packed(5, 100)).starts_BS
+    want = by_definition(q, k, v, allowed(packed(5, 100), None))
+    monkeypatch.setattr(tiles, "TILE_SCORES", scores)
+    out = tiled_attention(q, k, v, first)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, want)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_keys_that_nobody_sees_are_not_touched():
+    tiles_of_a_row = tiles._tiles(256, torch.zeros(64, 64), torch.arange(256)[None] // 64 * 64)
+    assert [(tile.keys.start, tile.keys.stop) for tile in tiles_of_a_row] == [
+        (0, 64),
+        (64, 128),
+        (128, 192),
+        (192, 256),
+    ]
+
+
+def test_bfloat16_keeps_scores_in_float32():
+    q, k, v = (x.detach() for x in heads((2, 300, 4, 2, 64), torch.bfloat16))
+    q = 8 * q  # scores of about 8, whose rounding to bfloat16 would change probabilities by percents
+    want = by_definition(q.double(), k.double(), v.double(), allowed(torch.zeros(2, 300), None))
+    error = (tiled_attention(q, k, v, None) - want).norm() / want.norm()
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert error < 1.5 * (theirs - want).norm() / want.norm()
+    assert error < 3e-3
+
+
+def test_the_operators_hold_what_they_declare():
+    q, k, v = heads((2, 70, 4, 2, 8))
+    first = Documents.from_ids(packed(2, 70)).starts_BS
+    for arguments in ((q, k, v, None), (q, k, v, first)):
+        torch.library.opcheck(torch.ops.meshwright.tiled_attention.default, arguments)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    torch.library.opcheck(torch.ops.meshwright.tiled_attention_backward.default, (q, q, k, v, first))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [False, True])
+def test_on_an_accelerator_the_mask_says_the_same(window: int | None, documents: bool):
+    ids = packed(3, 20) if documents else torch.zeros(3, 20)
+    mask = visibility(Documents.from_ids(ids).to("meta"), 20, window, torch.device("meta"))
+    if not documents and window is None:
+        assert mask is None  # the fused causal kernel
+        return
+    assert mask is not None and mask.shape == (3 if documents else 1, 1, 20, 20)
+    on_cpu = visibility(Documents.from_ids(ids), 20, window, CPU)
+    assert on_cpu is not None
+    places = torch.arange(20)
+    first_visible = (places >= on_cpu[..., None]) & (places <= places[:, None])
+    assert torch.equal(first_visible.expand(3, 20, 20), allowed(ids, window))
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("pieces", [[1] * 9, [4, 1, 4], [9], [2, 7]], ids=str)
+def test_reading_in_pieces_through_a_cache_is_reading_at_once(pieces: list[int], window: int | None):
+    config = preset("mistral-tiny")
+    cache = KeyValueCache(config, rows=2, capacity=3)
+    cache._windows = [window] * config.layers
+    q, k, v = (x.detach() for x in heads((2, 9, 4, 2, 8)))
+    want = by_definition(q, k, v, allowed(torch.zeros(2, 9), window))
+    for size in pieces:
+        new = slice(cache.length, cache.length + size)
+        visible = visibility(ONE_DOCUMENT, size, window, CPU, cached=cache.length)
+        keys, values = cache.append(1, k[:, :, new], v[:, :, new])
+        torch.testing.assert_close(attend(q[:, :, new], keys, values, visible), want[:, :, new], rtol=0, atol=1e-13)
+        cache.length += size

@@ -1,0 +1,123 @@
+"""The chunked loss against torch's own cross-entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.comm.mesh import Axes
+from meshwright.model import loss as losses
+from meshwright.model.loss import linear_cross_entropy, token_losses
+
+AXES = Axes.single()
+TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
+
+
+@pytest.fixture(params=[1 << 23, 16 * VOCABULARY, VOCABULARY], ids=["one chunk", "four chunks", "a token a chunk"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(losses, "SLICE_LOGITS", 5 * VOCABULARY)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", request.param)
+
+
+def problem(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (scale * torch.randn(TOKENS, HIDDEN, dtype=dtype, generator=generator)).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    targets[3:9] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0], ids=["usual", "huge logits"])
+def test_loss_and_gradients_equal_cross_entropy(scale: float, chunk: None):
+    hidden, weight, targets = problem(scale=scale)
+    ours = linear_cross_entropy(hidden, weight, targets, AXES) / 44
+    want = F.cross_entropy(hidden @ weight.T, targets, reduction="sum") / 44
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (ours, want)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12 * scale)
+
+
+def test_each_tokens_loss_equals_cross_entropy(chunk: None):
+    hidden, weight, targets = problem()
+    want = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    ours = token_losses(hidden, weight, targets, AXES)
+    torch.testing.assert_close(ours, want.detach(), rtol=1e-12, atol=1e-12)
+    assert not ours.requires_grad
+    assert ours[3:9].tolist() == [0.0] * 6
+
+
+def test_only_the_gradients_that_are_wanted_are_made(chunk: None):
+    hidden, weight, targets = problem()
+    want = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets, reduction="sum"), (hidden, weight))
+    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, targets, AXES), (weight,))
+    torch.testing.assert_close(mine, want[1], rtol=1e-12, atol=1e-12)
+    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), targets, AXES), (hidden,))
+    torch.testing.assert_close(mine, want[0], rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients_no_gradient_work_is_done(monkeypatch: pytest.MonkeyPatch):
+    hidden, weight, targets = problem()
+    monkeypatch.setattr(losses._Chunk, "differentiate", lambda self: pytest.fail("gradient work"))
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets, AXES)
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, targets, reduction="sum").detach())
+
+
+def test_all_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(losses, "SMALLEST_CHUNK", 1)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
+    hidden, weight, targets = problem()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = operator(*arguments, **(options or {}))
+            if isinstance(result, torch.Tensor) and result.shape[1:] == (VOCABULARY,) and len(result) != HIDDEN:
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        linear_cross_entropy(hidden, weight, targets, AXES).backward()
+    assert 0 < largest <= 8 * VOCABULARY
+
+
+def test_bfloat16_sums_in_float32(chunk: None):
+    hidden, weight, targets = problem(torch.bfloat16)
+    ours = linear_cross_entropy(hidden, weight, targets, AXES)
+    assert ours.dtype == torch.float32
+    exact = F.cross_entropy(hidden.double() @ weight.double().T, targets, reduction="sum")
+    torch.testing.assert_close(ours.double(), exact, rtol=3e-3, atol=0)
+    gradients = torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(exact, (hidden, weight))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - theirs.double()).norm() < 0.01 * theirs.double().norm()
+
+
+def test_nothing_to_predict_is_a_loss_of_zero_without_gradient(chunk: None):
+    hidden, weight, targets = problem()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), AXES)
+    assert loss.item() == 0
+    for gradient in torch.autograd.grad(loss, (hidden, weight)):
+        assert not gradient.any()
+
+
+def test_a_loss_can_be_differentiated_twice_over(chunk: None):
+    hidden, weight, targets = problem()
+    loss = linear_cross_entropy(hidden, weight, targets, AXES)
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(3 * loss, (hidden, weight))
+    for a, b in zip(once, again, strict=True):
+        torch.testing.assert_close(3 * a, b)
+
+
+def test_the_fused_loss_is_the_same():
+    hidden, weight, targets = problem()
+    fused = linear_cross_entropy(hidden, weight, targets, AXES, compiled=True)
+    plain = linear_cross_entropy(hidden, weight, targets, AXES)
+    torch.testing.assert_close(fused, plain, rtol=1e-13, atol=0)
+    for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (fused, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
