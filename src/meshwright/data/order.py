@@ -21,8 +21,8 @@ class SampleOrder:
     def __init__(self, seed: int, sequences: int) -> None:
         assert sequences >= 1, sequences
         self.seed, self.sequences = seed, sequences
-        # At least 64 numbers: with fewer the halves are too narrow for the rounds to reach every permutation.
-        self._half_bits = max(3, ((sequences - 1).bit_length() + 1) // 2)
+        # At least 16 numbers: with fewer the halves are too narrow for the rounds to reach every permutation.
+        self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
         """The sample, in [0, sequences), at each global sample number >= 0; the result has the shape of `numbers`."""

@@ -125,8 +125,9 @@ class PackedTokens:
                 yield np.array(self._shard(number)[begin : begin + size])
 
     def texts(self) -> Iterator[str]:
-        """The text of each document, in order; only of a split that keeps it (validation)."""
+        """The text of each document, in order; only of a split whose text is kept (see `prepare`)."""
         for shard in self.shards:
+            assert shard_file(shard.number, TEXT) in shard.files, f"the text of {self.directory} was not kept"
             sizes = self._index(shard)[:, 1].tolist()
             with (self.directory / shard_file(shard.number, TEXT)).open("rb") as file:
                 for size in sizes:

@@ -33,7 +33,7 @@ class Shard:
     - NNNNN.tokens.bin: documents one after another, each as start token, text, end token; little-endian uint16 or
       uint32
     - NNNNN.documents.npy: uint64 [documents, 2], where each begins (in tokens) and the UTF-8 bytes of its text
-    - NNNNN.text.txt: the texts one after another (validation only: what a model is compared on byte by byte)
+    - NNNNN.text.txt: the texts one after another (where kept: what a model is compared on byte by byte)
     """
 
     number: int

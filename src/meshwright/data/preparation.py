@@ -40,16 +40,24 @@ TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a BPE tokenizer is trained on, at 
 Log = Callable[[str], None]
 
 
-def prepare(recipe: DataRecipe, seed: int = 0, log: Log = lambda line: None, *, check: bool = False) -> PreparedData:
+def prepare(
+    recipe: DataRecipe,
+    seed: int = 0,
+    log: Log = lambda line: None,
+    *,
+    check: bool = False,
+    keep_text: bool = False,
+) -> PreparedData:
     """The prepared data of a recipe's `[data]`, from the cache or made now.
 
     The cache directory is named by the SHA-256 of all that decides the result: contents of the sources, cleaning,
     tokenizer, packing. One process prepares while others wait; what a killed one finished stays. Sizes of files are
     always checked, their contents with `check`; what is damaged is made again. `log` hears lines of progress. `seed` is
-    that of the training split's sample order. `UserError`: sources that cannot be read, nothing left after cleaning, a
-    split that cannot fill one sample of `sequence` tokens, a cache that cannot be written.
+    that of the training split's sample order. The text of the validation split is kept, with `keep_text` that of both.
+    `UserError`: sources that cannot be read, nothing left after cleaning, a split that cannot fill one sample of
+    `sequence` tokens, a cache that cannot be written.
     """
-    job = _Job(recipe, log)
+    job = _Job(recipe, log, keep_text)
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
         manifest = job.finished(contents=check, log=None)
@@ -69,11 +77,11 @@ def prepare(recipe: DataRecipe, seed: int = 0, log: Log = lambda line: None, *, 
 class _Job:
     """One recipe's preparation: what goes in, its place in the cache, and the steps that make it."""
 
-    def __init__(self, recipe: DataRecipe, log: Log) -> None:
-        self.recipe, self.log = recipe, log
+    def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
+        self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(recipe.sources, recipe.format, leave_out=cache)
+        self.files = find_files(recipe.sources, recipe.format, cache=cache)
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
@@ -94,6 +102,7 @@ class _Job:
             "validation_fraction": recipe.validation_fraction,
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
+            "keep_text": self.keep_text,
         }
 
     def finished(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
@@ -212,7 +221,7 @@ class _Job:
             tokenizer,
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
-            keep_text=split == "validation",
+            keep_text=self.keep_text or split == "validation",
         )
         shards = packer.pack(
             every_few_seconds(

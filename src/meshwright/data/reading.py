@@ -71,10 +71,10 @@ class Reader:
                 raise UserError(f"{file.path} {problem}")
             yield Document(file.name, None)
             return
-        text = io.TextIOWrapper(stream, self.encoding, errors="surrogateescape", newline=None)
         try:
-            for number, piece in enumerate(_pieces(iter(lambda: text.read(_CHUNK), ""), self.longest), 1):
-                yield Document(file.name if number == 1 else f"{file.name}#{number}", piece)
+            with io.TextIOWrapper(stream, self.encoding, errors="surrogateescape", newline=None) as text:
+                for number, piece in enumerate(_pieces(iter(lambda: text.read(_CHUNK), ""), self.longest), 1):
+                    yield Document(file.name if number == 1 else f"{file.name}#{number}", piece)
         except UnicodeError:  # an encoding whose broken bytes have no place as surrogates, as UTF-16
             yield Document(file.name, None)
 
@@ -85,7 +85,7 @@ class Reader:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
-            text = self._json_text(line, f"{file.path}:{number}")
+            text = self._json_text(line.rstrip(b"\r\n"), f"{file.path}:{number}")
             text = text.replace("\r\n", "\n").replace("\r", "\n")
             for count, piece in enumerate(_pieces(iter([text]), self.longest), 1):
                 yield Document(f"{file.name}:{number}" + (f"#{count}" if count > 1 else ""), piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,20 +32,20 @@ class SourceFile:
     named: bool
 
 
-def find_files(sources: Sequence[str], format: str = "auto", leave_out: Path | None = None) -> list[SourceFile]:
+def find_files(sources: Sequence[str], format: str = "auto", cache: Path | None = None) -> list[SourceFile]:
     """All files of `sources`, source after source, inside one sorted by name.
 
     A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path to a
     file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format` "auto" takes
-    `.jsonl`, `.ndjson` and their `.gz` as JSON Lines, all else as text. Files below `leave_out`
-    (the cache) are none. `UserError` when a source names nothing.
+    `.jsonl`, `.ndjson` and their `.gz` as JSON Lines, all else as text. What was prepared into
+    `cache` is no source. `UserError` when a source names nothing.
     """
     files: list[SourceFile] = []
     for source in sources:
         found = [
             SourceFile(name, path, _format_of(path, format), named)
             for name, path, named in sorted(_expand(source))
-            if leave_out is None or not path.absolute().is_relative_to(leave_out.absolute())
+            if cache is None or not _is_cached(path, cache)
         ]
         if not found:
             raise UserError(f'data.source: there is no file in "{source}"')
@@ -56,6 +57,15 @@ def _format_of(path: Path, format: str) -> str:
     if format != "auto":
         return format
     return "jsonl" if path.name.lower().endswith(JSONL_SUFFIXES) else "text"
+
+
+def _is_cached(path: Path, cache: Path) -> bool:
+    """Whether `path` is something that `prepare` wrote into `cache`, and not a corpus that lies there too."""
+    try:
+        parts = path.absolute().relative_to(cache.absolute()).parts
+    except ValueError:
+        return False
+    return len(parts) > 1 and re.fullmatch(r"[0-9a-f]{32}|contents", parts[0]) is not None
 
 
 def _expand(source: str) -> Iterator[tuple[str, Path, bool]]:

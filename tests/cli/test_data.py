@@ -1,0 +1,116 @@
+"""`meshwright data`: counts and a picture for people, one document for programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.data import _printable
+from meshwright.data.cleaning import RULES
+
+
+@pytest.fixture
+def recipe(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose corpus are 50 short documents, one of them twice."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(50):
+        (texts / f"{number:02d}.txt").write_text(f"document \x1b[1m{number}\n" * 3 + "and more words\n" * 2)
+    (texts / "copy.txt").write_text((texts / "07.txt").read_text())
+    tiny_recipe.write_text(
+        tiny_recipe.read_text().replace(
+            '"stdlib"', f'"{texts}"\nvalidation_fraction = 0.3\nclean.maximum_control_fraction = 0.1'
+        )
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tiny_recipe
+
+
+def test_prepare_answers_with_one_document_and_tells_its_progress_aside(command_line, recipe: Path):
+    outcome = command_line("data", "prepare", recipe, "data.sequence=16", "--json")
+    assert outcome.code == 0, outcome.errors
+    answer = json.loads(outcome.output)
+    assert answer["schema"] == 1
+    assert answer["documents"] == 50 and len(answer["sha256"]) == 64
+    assert answer["tokens"] == answer["bytes"] + 2 * 50
+    assert answer["dropped"] == {rule: int(rule == "exact_duplicates") for rule in RULES}
+    assert "kept 50 of 51 documents; dropped: exact_duplicates 1" in outcome.errors
+    again = command_line("data", "prepare", recipe, "data.sequence=16", "--json")
+    assert json.loads(again.output) == answer and again.errors == ""
+
+
+def test_prepare_mends_what_is_damaged(command_line, recipe: Path):
+    answer = json.loads(command_line("data", "prepare", recipe, "--json").output)
+    shard = Path(answer["directory"]) / "train" / "00000.tokens.bin"
+    contents = bytearray(shard.read_bytes())
+    contents[100] ^= 1
+    shard.write_bytes(contents)
+    outcome = command_line("data", "prepare", recipe, "--json")
+    assert f"{shard} is damaged (its sha256 differs): it is made again" in outcome.errors
+    assert json.loads(outcome.output) == answer
+
+
+def test_show_draws_rows_with_their_documents_and_masked_targets(command_line, recipe: Path):
+    outcome = command_line("data", "show", recipe, "--rows", "3", "data.sequence=100")
+    assert outcome.code == 0, outcome.errors
+    assert outcome.output.count("\nsample ") == 3
+    assert "no target: what follows is another document" in outcome.output
+    assert "dropped by exact_duplicates    1  (first: copy.txt)" in outcome.output
+    assert "\x1b" not in outcome.output and "document \\x1b[1m" in outcome.output
+
+
+def test_what_show_draws_is_what_training_reads(command_line, recipe: Path):
+    answer = json.loads(command_line("data", "show", recipe, "--rows", "4", "data.sequence=100", "--json").output)
+    assert len(answer["rows"]) == 4
+    for row in answer["rows"]:
+        documents = row["documents"]
+        assert documents[0]["start"] == 0 and documents[-1]["stop"] == 100
+        assert [one["stop"] for one in documents[:-1]] == [two["start"] for two in documents[1:]]
+        # A target is masked exactly where a document of the row ends, the last one's end perhaps being that of the row.
+        ends = [one["stop"] - 1 for one in documents[:-1]]
+        assert [place for place in row["masked_targets"] if place != 99] == ends
+        assert row["target_tokens"] == 100 - len(row["masked_targets"])
+        for document in documents[1:]:
+            assert document["text"].startswith("<|endoftext|>")
+
+
+def test_without_a_document_mask_every_row_is_one_document(command_line, recipe: Path):
+    outcome = command_line("data", "show", recipe, "data.document_mask=false", "data.sequence=100", "--json")
+    assert all(len(row["documents"]) == 1 and not row["masked_targets"] for row in json.loads(outcome.output)["rows"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.source=missing.txt", 'data.source: "missing.txt" does not exist'),
+        ("data.tokenizer=bpee", 'did you mean "bpe"?'),
+        ("data.clean.encoding=utf9", 'unknown encoding "utf9"; did you mean "utf-8"?'),
+        ("data.sequence=1000000", "add text"),
+        ("data.clean.minimum_characters=10000", "no document is left after cleaning; dropped by rule: length 51"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(command_line, recipe: Path, override: str, said: str):
+    outcome = command_line("data", "prepare", recipe, override, "--json")
+    assert (outcome.code, outcome.output) == (2, "")
+    line = outcome.errors.strip().splitlines()[-1]
+    assert line.startswith("meshwright: error: ") and said in line
+
+
+def test_help_shows_an_example_and_loads_nothing_heavy():
+    program = """
+import sys
+from meshwright.cli.main import main
+assert main(["data", "show", "--help"]) == 0
+print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
+"""
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "meshwright data show recipe.toml --rows 4" in outcome.stdout
+    assert outcome.stdout.endswith("set()\n")
+
+
+def test_text_cannot_steer_the_terminal():
+    assert _printable("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"

@@ -1,0 +1,179 @@
+"""Prepared data survive: a kill at any moment, damage, several processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.data import prepare
+from meshwright.recipe import DataRecipe
+from tests.data.corpus import files, recipe, undisturbed
+
+PROGRAM = """
+import sys
+from meshwright.data import prepare
+from meshwright.recipe import DataRecipe
+recipe = DataRecipe.model_validate_json(sys.stdin.read())
+print("ready", flush=True)
+prepare(recipe)
+"""
+
+
+def start(data: DataRecipe) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write(data.model_dump_json())
+    process.stdin.close()
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    return process
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Path):
+    expected = undisturbed("bpe")
+    data = recipe(corpus, tmp_path, tokenizer="bpe")
+    begun = time.perf_counter()
+    prepare(recipe(corpus, tmp_path / "timed", tokenizer="bpe"))
+    usual = time.perf_counter() - begun
+    moments, kills = random.Random(1), 0
+    for _ in range(8):
+        process = start(data)
+        time.sleep(moments.uniform(0, usual))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait(timeout=60) == -signal.SIGKILL
+    assert kills >= 2
+    prepare(data)
+    assert {name: digest for name, digest in files(tmp_path).items() if not name.startswith("timed")} == expected
+
+
+def prepare_and_die(data: DataRecipe, steps: int) -> None:
+    """Prepare, but end without any clean-up just before durable step number `steps` (a sync, rename, removal)."""
+    count = 0
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > steps:
+                os._exit(42)
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    for name in ("fsync", "replace", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, dying(getattr(os, name)))
+    prepare(data)
+
+
+def test_ended_before_each_of_its_steps_on_disk_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Path):
+    expected = undisturbed("bytes")
+    # Children of a server without threads: a fork of this process could hold locks that nobody frees.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["meshwright.data"])
+    step, code, wounded = 0, 42, recipe(corpus, tmp_path / "wounded")
+    while code == 42:
+        # Each from a fresh start, and one cache that is hit again and again.
+        for data in (recipe(corpus, tmp_path / f"step {step}"), wounded):
+            process = context.Process(target=prepare_and_die, args=(data, step))
+            process.start()
+            process.join(60)
+            code = process.exitcode or 0
+            if data is not wounded and step % 3 == 0:
+                prepare(data)
+                assert files(Path(data.cache or "")) == expected, f"killed before step {step}"
+        step += 7 if step > 6 else 1
+    prepare(wounded)
+    assert files(tmp_path / "wounded") == expected
+    assert step > 20
+
+
+def test_a_shard_that_was_finished_is_not_made_again(corpus: Path, tmp_path: Path):
+    data = recipe(corpus, tmp_path)
+    directory = prepare(data).directory
+    (directory / "manifest.json").unlink()
+    (directory / "train" / "00002.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+    prepare(data)
+    changed = {path.name for path, when in before.items() if path.stat().st_mtime_ns != when}
+    assert changed - {"lock"} == {"00002.tokens.bin", "00002.documents.npy"}
+
+
+def damaged(path: Path, how: str) -> None:
+    contents = bytearray(path.read_bytes())
+    if how == "flipped":
+        contents[len(contents) // 2] ^= 1
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(contents[: -1 if how == "cut" else None])
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "flipped"])
+@pytest.mark.parametrize(
+    "name",
+    ["train/00001.tokens.bin", "validation/00000.text.txt", "train/00000.documents.npy", "tokenizer/tokenizer.json"],
+)
+def test_damage_is_said_in_a_line_and_mended(corpus: Path, tmp_path: Path, name: str, how: str):
+    data = recipe(corpus, tmp_path)
+    path = prepare(data).directory / name
+    damaged(path, how)
+    log: list[str] = []
+    prepare(data, log=log.append, check=how == "flipped")
+    problem = {"cut": "holds", "missing": "is missing", "flipped": "is damaged"}[how]
+    assert any(line.startswith(f"{path} {problem}") and line.endswith("it is made again") for line in log)
+    assert files(tmp_path) == undisturbed("bytes")
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "survey.json", "survey.npy", "tokenizer.record.json", "train/00000.json"]
+)
+@pytest.mark.parametrize("how", ["cut", "missing"])
+def test_notes_that_are_damaged_are_written_again(corpus: Path, tmp_path: Path, name: str, how: str):
+    data = recipe(corpus, tmp_path)
+    directory = prepare(data).directory
+    damaged(directory / name, how)
+    (directory / "manifest.json").unlink(missing_ok=True)
+    prepare(data)
+    assert files(tmp_path) == undisturbed("bytes")
+
+
+def test_only_one_process_prepares_and_the_others_say_that_they_wait(corpus: Path, tmp_path: Path):
+    data = recipe(corpus, tmp_path, tokenizer="bpe")
+    directory = prepare(recipe(corpus, tmp_path / "elsewhere", tokenizer="bpe")).directory
+    lock = tmp_path / directory.name / "lock"
+    lock.parent.mkdir()
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); f.write('1234'); f.flush()"
+    )
+    program = f"{hold}; print(flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE)
+    assert holder.stdout
+    holder.stdout.readline()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        holder.kill()  # a lock dies with its owner
+
+    lines: list[str] = []
+    prepare(data, log=log)
+    holder.wait()
+    holder.stdout.close()
+    assert lines[0] == f"waiting for process 1234, which is preparing the same data in {lock.parent}"
+    assert any(line.startswith("packed train") for line in lines)
+
+
+def test_four_processes_at_once_make_it_once(corpus: Path, tmp_path: Path):
+    processes = [start(recipe(corpus, tmp_path)) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert files(tmp_path) == undisturbed("bytes")
