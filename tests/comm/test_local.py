@@ -68,7 +68,7 @@ def test_an_exception_comes_back_with_the_ranks_traceback(ranks):
 
 
 def test_a_rank_that_dies_is_named(ranks):
-    with pytest.raises(RankLost, match="local rank 1 died in .*die_on_one"):
+    with pytest.raises(RankLost, match=r"local rank 1 died in .*die_on_one"):
         ranks.run(die_on_one)
     assert ranks.run(add, 1, 2) == [3, 4]
 

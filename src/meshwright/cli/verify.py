@@ -30,12 +30,15 @@ def command(recipe: str | None, layout: str | None, model: str | None, dtype: st
     ragged documents. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
     of many ranks is made small first. Exit code 1 when something does not agree.
     """
-    from meshwright.verify import verify
-
     if recipe is not None and not recipe.endswith(".toml"):
         raise UserError(f'{recipe}: a recipe is a .toml file; a layout goes into --layout "{recipe}"')
     if recipe is not None and layout is not None:
         model = recipe if model is None else model
+    from meshwright.comm.local import start_server
+
+    start_server()  # it loads torch while we do
+    from meshwright.verify import verify
+
     with answering(as_json) as answer:
         document = verify(
             layout if layout is not None else recipe,

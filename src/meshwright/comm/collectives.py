@@ -7,6 +7,7 @@ Sums are the same on every rank and depend on neither timing nor load.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,18 +16,23 @@ import torch
 
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
-from meshwright.comm.mesh import Axis
+from meshwright.comm.mesh import Axis, Communicator
 from meshwright.errors import RankLost
 
 
 class Handle:
     """A call under way. `wait` may be called again; the result is there after the first."""
 
-    __slots__ = ("_finishers", "_timeout", "_what", "_works")
+    __slots__ = ("_communicator", "_finishers", "_timeout", "_what", "_works")
 
     def __init__(
-        self, works: Sequence[Any] = (), what: Callable[[], str] | None = None, timeout: timedelta | None = None
+        self,
+        works: Sequence[Any] = (),
+        what: Callable[[], str] | None = None,
+        timeout: timedelta | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
+        self._communicator = communicator
         self._works = works
         self._finishers: list[Callable[[], Any]] = []
         self._what = what
@@ -42,6 +48,7 @@ class Handle:
         """Return when the result may be used (on CUDA: by later work on the current stream). Raises RankLost."""
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
+        begun = time.perf_counter()
         try:
             for work in works:
                 if self._timeout is None:
@@ -50,6 +57,8 @@ class Handle:
                     work.wait(self._timeout)
         except RuntimeError as error:
             raise _lost(self._what, error) from error
+        if self._communicator is not None:
+            self._communicator.waited_seconds += time.perf_counter() - begun
         for finish in finishers:
             finish()
 
@@ -203,7 +212,7 @@ def _run(
         raise _lost(what, error) from error
     # NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block the host.
     timeout = None if output.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
-    handle = Handle(works, what, timeout).then(finish).then(then)
+    handle = Handle(works, what, timeout, axis.communicator).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if not async_op:

@@ -35,8 +35,8 @@ _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
 )
 
-PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint")
-"""Imported once by the server, so that the ranks need not."""
+PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
+"""Imported once by the server, so that the ranks need not (the last: by the first custom operator that runs)."""
 
 
 class RemoteTraceback(Exception):
@@ -156,6 +156,11 @@ class LocalRanks:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+
+def start_server() -> None:
+    """Have the server load torch from now on, while the caller does something else. `LocalRanks` does so itself."""
+    _Server.running()
 
 
 class _Server:

@@ -25,6 +25,7 @@ class Communicator:
         self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
+        self.waited_seconds = 0.0  # of this process's host, in calls, since it started
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -347,8 +348,7 @@ class DataParallel:
         """The same from the table alone, between steps: shapes, dtypes and the ZeRO stage."""
         shards = self.mesh.shard.size if self.zero else 1
         padded = [padded_numel(self.table.unit_numel(name), shards) for name in self.table.units]
-        shared = {size: padded.count(size) for size in padded if padded.count(size) > 1}
-        kept = sum(size * min(count, REDUCTIONS_IN_FLIGHT + 1) for size, count in shared.items())
+        kept = sum(size * count for size, count in _kept_buffers(padded).items())
         parameter, master = self.parameter_dtype.itemsize, self.master_dtype.itemsize
         whole = sum(padded)
         exact = whole if self.zero else sum(self.table.unit_numel(name) for name in self.table.units)
@@ -370,21 +370,34 @@ class _Reduction:
     last: bool = True
 
 
+def _kept_buffers(sizes: Sequence[int]) -> dict[int, int]:
+    """How many whole gradient buffers of which size are kept: where neighbouring units have the same size, one for the
+    unit that the backward pass is in and one for each reduction under way."""
+    kept: dict[int, int] = {}
+    for size, run in groupby(sizes):
+        length = len(list(run))
+        if length > 1:
+            kept[size] = max(kept.get(size, 0), min(length, REDUCTIONS_IN_FLIGHT + 1))
+    return kept
+
+
 class _TransientBuffers:
-    """Whole gradient buffers for ZeRO-2 and 3. Sizes that several units share are kept for the next unit, others (an
-    embedding) are given back at once."""
+    """Whole gradient buffers for ZeRO-2 and 3. Those of layers are kept for the next layer, others (an embedding's) are
+    given back at once."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         self._device, self._dtype = device, dtype
-        self._free: dict[int, list[torch.Tensor]] = {size: [] for size in set(sizes) if sizes.count(size) > 1}
+        self._kept = _kept_buffers(sizes)
+        self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
 
     def take(self, size: int) -> torch.Tensor:
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        if buffer.numel() in self._free:
-            self._free[buffer.numel()].append(buffer)
+        free = self._free.get(buffer.numel())
+        if free is not None and len(free) < self._kept[buffer.numel()]:
+            free.append(buffer)
 
     def kept(self) -> list[torch.Tensor]:
         return [buffer for free in self._free.values() for buffer in free]

@@ -1,0 +1,340 @@
+"""Data parallelism against plain autograd, torch's DDP and fully_shard, and the closed forms of bytes and memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.initialise import initial_value, initialise
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import preset
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.pieces import padded_numel
+from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
+
+LLAMA, GPT2 = scaled_down(preset("llama-3-8b")), scaled_down(preset("gpt2"))
+TABLE = parameter_table(LLAMA)
+PROBLEM = Problem(LLAMA, batch=8)
+
+
+def loss_of(model: Any, batch: Any, **units: Any) -> torch.Tensor:
+    documents = Documents.from_ids(batch.document_ids)
+    return model(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents, **units)
+
+
+def whole_gradient(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """One device's gradient of the whole batch, by engine tensor."""
+    model = Transformer(LLAMA, dtype=dtype)
+    initialise(model, TABLE, PROBLEM.seed)
+    batch = make_batch(PROBLEM, 0)
+    (loss_of(model, batch) / int((batch.targets != -100).sum())).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assembled(pieces: list, table: Any = TABLE) -> dict[str, torch.Tensor]:
+    """Rows that the pieces cover entirely."""
+    rows: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        row = table.row(piece.name)
+        rows.setdefault(piece.name, torch.full((row.numel,), float("nan"), dtype=torch.float64))
+        rows[piece.name][piece.start : piece.stop] = piece.tensor.double()
+    return rows
+
+
+def one_step(
+    layout_text: str, parameter_dtype: torch.dtype, master_dtype: torch.dtype, backend: str | None = None
+) -> list:
+    """Pieces of this rank's reduced gradient of the whole batch."""
+    layout = Layout.parse(layout_text)
+    mesh = Mesh.create(layout)
+    model = Transformer(LLAMA, axes=mesh, dtype=parameter_dtype, recompute=layout.recompute)
+    parallel = DataParallel(
+        model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=parameter_dtype, master_dtype=master_dtype
+    )
+    if backend is not None:
+        model.compile_blocks(backend=backend)
+    batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
+    for _ in range(2):  # the second step overwrites the first
+        targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
+        parallel.begin_step(len(batches))
+        for index, batch in enumerate(batches):
+            parallel.backward(loss_of(model, batch, units=parallel) / targets, last=index == len(batches) - 1)
+        parallel.finish()
+    assert all(parameter.grad is None for parameter in model.parameters()), "no second copy of a gradient"
+    mesh.close()
+    return parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)
+
+
+class Watch:
+    """Stands between model and engine; notes which units' parameters have memory whenever the model comes by."""
+
+    def __init__(self, parallel: DataParallel) -> None:
+        self.parallel = parallel
+        self.seen: list[set[str]] = []
+
+    def note(self) -> set[str]:
+        there = {name for name, unit in self.parallel._units.items() if unit.parameters.untyped_storage().nbytes() > 0}
+        self.seen.append(there)
+        return there
+
+    def enter(self, unit: str, x: Any) -> Any:
+        result = self.parallel.enter(unit, x)
+        assert unit in self.note()
+        return result
+
+    def leave(self, unit: str, x: Any) -> Any:
+        result = self.parallel.leave(unit, x)
+        self.note()
+        return result
+
+
+def memory_of_zero3(tied: bool) -> None:
+    config = GPT2 if tied else LLAMA
+    table = parameter_table(config)
+    mesh = Mesh.create(Layout(dp=2, zero=3))
+    model = Transformer(config, axes=mesh)
+    parallel = DataParallel(model, table, mesh, seed=1, parameter_dtype=torch.float32)
+    watch = Watch(parallel)
+    assert watch.note() == set(), "nothing is gathered before it is needed"
+    batch = make_batch(Problem(config, batch=4), 0)
+    parallel.begin_step(1)
+    loss = loss_of(model, batch, units=watch)
+    held = {"head", "embedding"} if tied else {"head"}
+    assert watch.note() == held, "only what the backward pass begins with stays"
+    parallel.backward(loss, last=True)
+    assert watch.note() == set()
+    parallel.finish()
+    assert max(len(there - held) for there in watch.seen) <= 2, "a unit and the next one"
+    with torch.no_grad():
+        loss_of(model, batch, units=watch)
+    assert watch.note() == set(), "nor does evaluation leave anything"
+    with parallel.whole_model():
+        for tensor in table.tensors:
+            for row in tensor.rows:
+                value = model.get_parameter(tensor.name)[row.offset : row.offset + row.engine_shape[0]]
+                expected = initial_value(row, 1)
+                assert torch.equal(value, expected.T if row.transposed else expected)
+    assert watch.note() == set()
+    mesh.close()
+
+
+def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes sent of one whole step, by site and operation."""
+    layout = Layout.parse(layout_text)
+    mesh = Mesh.create(layout)
+    model = Transformer(LLAMA, axes=mesh, dtype=torch.bfloat16)
+    parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.bfloat16)
+    batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
+    mesh.record.clear()
+    parallel.begin_step(len(batches))
+    for index, batch in enumerate(batches):
+        parallel.backward(loss_of(model, batch, units=parallel), last=index == len(batches) - 1)
+    parallel.finish()
+    parallel.publish()
+    mesh.close()
+    assert parallel.memory() == parallel.predicted_bytes()
+    return {(e["site"], e["operation"]): (e["calls"], e["sent_bytes"]) for e in mesh.record.table()}
+
+
+def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
+    mesh = Mesh.create(Layout.parse(layout_text))
+    model = Transformer(LLAMA, axes=mesh)
+    parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
+    for piece in parallel.master_pieces(owned=False):
+        row = TABLE.row(piece.name)
+        expected = initial_value(row, 1)
+        flat = (expected.T if row.transposed else expected).reshape(-1)
+        assert torch.equal(piece.tensor, flat[piece.start : piece.stop])
+    for shard in parallel.shards:
+        assert shard.master.shape == shard.gradient.shape == (shard.stop - shard.start,)
+    mesh.close()
+    return [(piece.name, piece.start, piece.stop) for piece in parallel.master_pieces(owned=True)]
+
+
+def torch_gradients(engine: str) -> dict[str, torch.Tensor]:
+    """torch's DistributedDataParallel or fully_shard on the same model and batch; both average, so times the ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = Transformer(LLAMA, dtype=torch.float64)
+    initialise(model, TABLE, PROBLEM.seed)
+    batch = make_batch(PROBLEM, 0)
+    targets = int((batch.targets != -100).sum())
+    (mine,) = share_of(batch, rank, size, 1)
+    if engine == "ddp":
+        wrapped: Any = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.layers:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    (loss_of(wrapped, mine) / targets).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        gradients[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach() * size
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return whole_gradient()
+
+
+def check(results: list, truth: dict[str, torch.Tensor], tolerance: float, copies: int) -> None:
+    """Every copy of every gradient is the true one, to `tolerance` of its norm."""
+    per_copy = len(results) // copies
+    for first in range(0, len(results), per_copy):
+        rows = assembled([piece for pieces in results[first : first + per_copy] for piece in pieces])
+        for tensor in TABLE.tensors:
+            got = torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape)
+            error = (got - truth[tensor.name]).norm() / truth[tensor.name].norm()
+            assert error < tolerance, (tensor.name, float(error))
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    [
+        ("dp4", 4), ("dp4 mb2", 4), ("dp4 zero1", 1), ("dp4 zero1 mb2", 1), ("dp4 zero2", 1), ("dp4 zero2 mb2", 1),
+        ("dp4 zero3", 1), ("dp4 zero3 mb2", 1), ("dp4 zero3 mb2 ac:full", 1), ("dp4 zero3 ac:selective", 1),
+        ("dp4 zero1 hs2", 2), ("dp4 zero2 hs2 mb2", 2), ("dp4 zero3 hs2 mb2", 2),
+    ],
+)  # fmt: skip
+def test_every_stage_sums_the_gradient_of_the_whole_batch(ranks, truth, layout, copies):
+    check(ranks.run(one_step, layout, torch.float64, torch.float64), truth, 1e-12, copies)
+
+
+@pytest.mark.parametrize("layout", ["dp4 mb2", "dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2"])
+def test_bf16_parameters_keep_float32_gradients(ranks, truth, layout):
+    results = ranks.run(one_step, layout, torch.bfloat16, torch.float32)
+    assert all(piece.tensor.dtype == torch.float32 for piece in results[0])
+    check(results, truth, 0.06, 4 if layout == "dp4 mb2" else 1)
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp4 zero3", "dp4 zero3 ac:full"])
+def test_compiled_blocks_find_gathered_parameters(ranks, truth, layout):
+    results = ranks.run(one_step, layout, torch.float64, torch.float64, "aot_eager", timeout=240)
+    check(results, truth, 1e-12, 4 if layout == "dp4" else 1)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fully_shard"])
+def test_gradients_are_those_of_torchs_own(ranks, truth, engine):
+    for gradients in ranks.run(torch_gradients, engine):
+        for name, gradient in gradients.items():
+            assert (gradient - truth[name]).norm() <= 1e-12 * truth[name].norm(), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero3_holds_two_units_at_a_time(tied):
+    with LocalRanks(2) as pair:
+        pair.run(memory_of_zero3, tied)
+
+
+def test_bytes_on_the_wire_are_the_closed_forms(ranks):
+    sizes = [padded_numel(TABLE.unit_numel(name), 4) for name in TABLE.units]
+    exact = sum(padded_numel(TABLE.unit_numel(name), 1) for name in TABLE.units)
+    whole, layers = sum(sizes), sum(sizes[1:-1])
+    units = len(sizes)
+    reduce = ("data.gradients", "reduce_scatter")
+    gather = ("data.parameters", "all_gather")
+
+    (calls, *_) = ranks.run(bytes_of_a_step, "dp4 mb2")
+    assert calls == {("data.gradients", "all_reduce"): (units, 2 * 3 * exact * 4 // 4)}
+    (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero1 mb2")
+    assert calls == {reduce: (units, whole * 4 * 3 // 4), gather: (units, whole * 2 * 3 // 4)}
+    (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero2 mb2")
+    assert calls == {reduce: (2 * units, 2 * whole * 4 * 3 // 4), gather: (units, whole * 2 * 3 // 4)}
+    (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero3")
+    # Layers are gathered for the forward and again for the backward pass, embedding and head once.
+    assert calls == {
+        reduce: (units, whole * 4 * 3 // 4),
+        gather: (2 * units - 2, (whole + layers) * 2 * 3 // 4),
+    }
+    (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero2 hs2 mb2")
+    halves = sum(padded_numel(TABLE.unit_numel(name), 2) for name in TABLE.units)
+    assert calls[reduce] == (2 * units, 2 * halves * 4 // 2)
+    assert calls[("data.gradients.replicas", "all_reduce")] == (units, halves // 2 * 4)
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp4 zero3 hs2"])
+def test_ranks_write_every_element_once_and_start_from_the_seed(ranks, layout):
+    seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in TABLE.rows}
+    for pieces in ranks.run(owned_by_rank, layout):
+        assert pieces, "every rank writes something"
+        for name, start, stop in pieces:
+            seen[name][start:stop] += 1
+    assert all(bool((count == 1).all()) for count in seen.values())
+
+
+def test_one_device_calls_nothing_and_copies_no_parameter(truth):
+    mesh = Mesh.single()
+    model = Transformer(LLAMA, axes=mesh, dtype=torch.float64)
+    parallel = DataParallel(
+        model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=torch.float64, master_dtype=torch.float64
+    )
+    batch = make_batch(PROBLEM, 0)
+    parallel.begin_step(1)
+    parallel.backward(loss_of(model, batch, units=parallel) / int((batch.targets != -100).sum()), last=True)
+    parallel.finish()
+    assert mesh.record.table() == []
+    rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    for tensor in TABLE.tensors:
+        got = torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape)
+        assert torch.equal(got, truth[tensor.name])
+    for shard in parallel.shards:
+        shard.master.fill_(0.5)  # the master is the parameters' own memory
+    assert all(bool((parameter == 0.5).all()) for parameter in model.parameters())
+    assert parallel.memory() == parallel.predicted_bytes()
+    assert parallel.memory()["masters"] == 0
+    norm = torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in truth.values()]))
+    assert parallel.squared_norm_share().sqrt().item() == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_without_a_seed_the_models_values_stay():
+    model = Transformer(LLAMA)
+    initialise(model, TABLE, 3)
+    before = copy.deepcopy(model.state_dict())
+    DataParallel(model, TABLE, Mesh.single(), seed=None, parameter_dtype=torch.float32)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_parameter_without_part_in_the_loss_gets_zero():
+    model = Transformer(LLAMA)
+    parallel = DataParallel(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
+    for shard in parallel.shards:
+        shard.gradient.fill_(7.0)
+    parallel.begin_step(1)
+    parallel.backward(model.layers[0].mlp.down.weight.sum(), last=True)
+    parallel.finish()
+    rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}
+
+
+def test_the_norm_of_millions_keeps_its_digits():
+    from meshwright.parallel.data import _squared_norm
+
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    truth = values.double().square().sum()
+    assert abs(_squared_norm(values) - truth) < 1e-7 * truth
+    values[1234] = float("nan")
+    assert not torch.isfinite(_squared_norm(values))
+
+
+def test_targets_are_counted_over_micro_batches():
+    targets = [torch.tensor([[1, -100, 3]]), torch.tensor([[-100, -100, 5]])]
+    assert count_targets(targets, Mesh.single()) == 3
+    assert count_targets([torch.full((2, 2), -100)], Mesh.single()) == 1, "never divide by none"
