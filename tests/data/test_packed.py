@@ -50,7 +50,7 @@ cases = st.tuples(
 
 
 @given(case=cases, document_mask=st.booleans(), rows=st.integers(1, 5))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_all_rows_together_hold_every_token_once_and_mask_what_belongs_to_another_document(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, document_mask: bool, rows: int
 ):
@@ -83,7 +83,7 @@ def test_all_rows_together_hold_every_token_once_and_mask_what_belongs_to_anothe
 
 
 @given(case=cases, data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_a_batch_is_its_rows_whatever_their_order(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, data: st.DataObject
 ):

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,16 @@ from meshwright.data import prepare
 from meshwright.recipe import DataRecipe
 recipe = DataRecipe.model_validate_json(sys.stdin.read())
 print("ready", flush=True)
-prepare(recipe)
+prepare(recipe, log=lambda line: print(line, file=sys.stderr, flush=True))
 """
 
 
-def start(data: DataRecipe) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def start(data: DataRecipe, log: Path) -> subprocess.Popen[str]:
+    """A process that prepares `data` and has just begun to; its lines go to the file `log`."""
+    with log.open("w") as lines:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lines, text=True
+        )
     assert process.stdin and process.stdout
     process.stdin.write(data.model_dump_json())
     process.stdin.close()
@@ -48,8 +51,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus: Path, tmp_
     prepare(recipe(corpus, tmp_path / "timed", tokenizer="bpe"))
     usual = time.perf_counter() - begun
     moments, kills = random.Random(1), 0
-    for _ in range(8):
-        process = start(data)
+    for _ in range(6):
+        process = start(data, Path(os.devnull))
         time.sleep(moments.uniform(0, usual))
         process.send_signal(signal.SIGKILL)
         kills += process.wait(timeout=60) == -signal.SIGKILL
@@ -161,19 +164,23 @@ def test_only_one_process_prepares_and_the_others_say_that_they_wait(corpus: Pat
     assert holder.stdout
     holder.stdout.readline()
 
-    def log(line: str) -> None:
-        lines.append(line)
-        holder.kill()  # a lock dies with its owner
+    alive: dict[str, bool] = {}
 
-    lines: list[str] = []
+    def log(line: str) -> None:
+        alive[line] = holder.poll() is None
+        threading.Timer(0.5, holder.kill).start()  # a lock dies with its owner
+
     prepare(data, log=log)
     holder.wait()
     holder.stdout.close()
-    assert lines[0] == f"waiting for process 1234, which is preparing the same data in {lock.parent}"
-    assert any(line.startswith("packed train") for line in lines)
+    waiting, *others = alive
+    assert waiting == f"waiting for process 1234, which is preparing the same data in {lock.parent}"
+    assert alive[waiting] and others and not any(alive[line] for line in others)
 
 
 def test_four_processes_at_once_make_it_once(corpus: Path, tmp_path: Path):
-    processes = [start(recipe(corpus, tmp_path)) for _ in range(4)]
+    logs = [tmp_path / f"{number}.log" for number in range(4)]
+    processes = [start(recipe(corpus, tmp_path / "cache"), log) for log in logs]
     assert [process.wait(timeout=60) for process in processes] == [0] * 4
-    assert files(tmp_path) == undisturbed("bytes")
+    assert files(tmp_path / "cache") == undisturbed("bytes")
+    assert "".join(log.read_text() for log in logs).count("packed train") == 1

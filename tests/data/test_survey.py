@@ -69,11 +69,13 @@ def test_equal_contents_never_stand_on_both_sides(corpus: Path):
 
 
 def test_two_documents_are_enough_for_two_splits(tmp_path: Path):
-    for number in range(2):
-        (tmp_path / f"{number}.txt").write_text(text(number))
+    for name, number in (("a", 0), ("b", 1)):
+        (tmp_path / name).write_text(text(number))
     for fraction in (1e-9, 0.999999):
         _, splits = surveyed(tmp_path, validation_fraction=fraction)
         assert [len(split) for split in splits.values()] == [1, 1]
+        by_hash = sorted((hashlib.sha256(text(number).strip().encode()).digest(), text(number)) for number in range(2))
+        assert splits["validation"] == [by_hash[0][1]]
 
 
 def test_without_a_validation_fraction_everything_trains(tmp_path: Path):
