@@ -97,6 +97,12 @@ def case_save_when_told(description: dict[str, Any], start: Place) -> dict[str, 
     raise Terminated("stopped by SIGTERM after saving step 40")
 
 
+def case_still_loading(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    (Path(description["directory"]) / f"ready-{start.rank}").touch()
+    time.sleep(60)
+    return {}
+
+
 def case_never_end(description: dict[str, Any], start: Place) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: None)
     (Path(description["directory"]) / f"ready-{start.rank}").touch()

@@ -17,8 +17,10 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
 from meshwright.train.checkpoint import Checkpointer, best, newest, read_manifest, verify_checkpoint
 from meshwright.train.checkpoint.manifest import Damaged
+from meshwright.train.checkpoint.snapshot import SnapshotBuffers
 from tests.train import checkpoint_cases as cases
 
 CONFIG = cases.tiny("llama")
@@ -174,6 +176,28 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path):
     loaded = cases.empty_like(pieces)
     keeper.load(tmp_path / "step-000001", loaded)
     assert cases.equal(loaded, cases.state_pieces(CONFIG, 0, 1))
+
+
+def test_a_save_holds_training_up_no_longer_than_a_copy_of_the_state():
+    """Seconds of this thread's processor, so that neighbours on the machine do not count."""
+    buffers, threads = SnapshotBuffers(), torch.get_num_threads()
+    flat = torch.randn(8_000_000)
+    pieces = [Piece("master", f"row {n}", 0, 40_000, flat[n * 40_000 : (n + 1) * 40_000]) for n in range(200)]
+    copies = [torch.zeros_like(piece.tensor) for piece in pieces]
+    buffers.reserve(pieces)
+    torch.set_num_threads(1)
+    try:
+        ratios = []
+        for _ in range(9):
+            begun = time.thread_time()
+            buffers.take(pieces)
+            taken = time.thread_time()
+            for copy, piece in zip(copies, pieces, strict=True):
+                copy.copy_(piece.tensor)
+            ratios.append((taken - begun) / (time.thread_time() - taken))
+    finally:
+        torch.set_num_threads(threads)
+    assert sorted(ratios)[4] < 1.5, ratios
 
 
 def test_a_hole_in_the_state_is_a_fault_and_not_a_checkpoint(tmp_path):

@@ -160,6 +160,14 @@ def test_sigterm_lets_all_ranks_save_and_ends_with_143(tmp_path, to):
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
+def test_sigterm_before_the_first_step_ends_at_once(tmp_path):
+    with start_apart(tmp_path, "still loading") as launcher:
+        os.kill(launcher.pid, signal.SIGTERM)
+        line = launcher.communicate(timeout=20)[0]
+        assert line.startswith("stopped by SIGTERM before a checkpoint was due; there is no checkpoint yet: the same")
+    assert launcher.returncode == 143
+
+
 def test_an_interrupt_from_the_terminal_saves_too_and_ends_with_130(tmp_path):
     with start_apart(tmp_path, "save when told") as launcher:
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the whole group

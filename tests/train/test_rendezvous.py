@@ -12,7 +12,9 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.train import worker
 from meshwright.train.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, place
+from meshwright.train.run_directory import RunDirectory
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123"}
@@ -79,6 +81,31 @@ def test_a_layout_for_another_number_of_ranks_is_refused():
     check_world_size(place(None, TORCHRUN), Layout(dp=4))
     with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
         check_world_size(place(None, TORCHRUN), Layout(dp=2))
+
+
+def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
+    from torch.distributed import HashStore
+
+    with RunDirectory(tmp_path) as first:
+        store = HashStore()
+        for rank in range(2):
+            with pytest.raises(UserError, match=f"{tmp_path} is in use by process {os.getpid()}"):
+                worker._lock_for_all(RunDirectory(tmp_path), Place(rank, 2, rank, "env://", ""), store)
+        first.unlock()
+        store, directory = HashStore(), RunDirectory(tmp_path)
+        for rank in range(2):
+            worker._lock_for_all(directory, Place(rank, 2, rank, "env://", ""), store)
+        assert directory.lock_descriptor
+
+
+def test_a_device_that_is_not_there_is_a_line():
+    import torch
+
+    assert worker.choose_device("cpu", 3) == "cpu"
+    count = torch.cuda.device_count()
+    with pytest.raises(UserError, match=rf'run.device = "cuda": this machine has .* and rank {count} on it needs one'):
+        worker.choose_device("cuda", count)
+    assert worker.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
 
 
 RANK = """

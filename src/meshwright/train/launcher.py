@@ -18,13 +18,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright.errors import MeshwrightError, RankLost, Terminated
-from meshwright.recipe import Recipe
 from meshwright.train.checkpoint import newest
 from meshwright.train.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 SETTLE_SECONDS = 0.5  # after the first bad news: others may know the cause better
 TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing them

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,9 @@ LOCK = ".lock"
 RANKS = "ranks.json"
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.resolved.toml"
+RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+PATIENCE_SECONDS = 1.0
 
 
 class RunDirectory:
@@ -67,17 +69,17 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"run directory {self.path} cannot be written: {_reason(error)}") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read_holder(descriptor)
-            os.close(descriptor)
-            raise UserError(
-                f"run directory {self.path} is in use by {holder}; wait until that run has ended, end it, "
-                "or give another run.directory"
-            ) from None
+            if not _flock(descriptor):
+                raise UserError(
+                    f"run directory {self.path} is in use by {_read_holder(descriptor)}; wait until that run has "
+                    "ended, end it, or give another run.directory"
+                )
         except OSError as error:
             os.close(descriptor)
             raise UserError(f"run directory {self.path} cannot be locked: {_reason(error)}") from None
+        except UserError:
+            os.close(descriptor)
+            raise
         we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(we).encode(), 0)
@@ -128,6 +130,10 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.path} is no run directory: {RECIPE}: {_reason(error)}") from None
 
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Keep the result document of a finished run."""
+        self._replace(RESULT, json.dumps(result, indent=1) + "\n")
+
     def last_step(self) -> int | None:
         """The last step in `metrics.jsonl`, None before the first."""
         try:
@@ -152,6 +158,19 @@ class RunDirectory:
             os.replace(fresh, self.path / name)
         except OSError as error:
             raise UserError(f"run directory {self.path}: {name} cannot be written: {_reason(error)}") from None
+
+
+def _flock(descriptor: int) -> bool:
+    """Whether the lock could be had; ranks of a run that was just killed are given a moment to disappear."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
 
 
 def _read_holder(descriptor: int) -> str:

@@ -12,13 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train import rendezvous
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 # --- started by the launcher
 
@@ -76,6 +78,8 @@ def _end_with_launcher(launcher: int | None) -> None:
 
 
 def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    from meshwright.recipe import load_recipe_text
+
     recipe = load_recipe_text(description["recipe"], description["source"])
     return _train(recipe, start, RunDirectory(description["directory"]), description["threads"], description["options"])
 
