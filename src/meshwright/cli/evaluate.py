@@ -22,32 +22,29 @@ from meshwright.cli.plumbing import answering, json_option
 @click.option("--xz/--no-xz", default=True, help="What `xz -9` makes of the same bytes, for comparison.")
 @json_option
 def command(checkpoint: str, data: str, sequence: int | None, xz: bool, as_json: bool) -> None:
-    """Evaluate CHECKPOINT: a Hugging Face directory, or a run directory (its newest whole checkpoint)."""
-    from meshwright.serve.checkpoints import find_checkpoint
+    """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory."""
+    from meshwright.train.checkpoint import find_checkpoint
     from meshwright.train.evaluation import evaluate
 
     with answering(as_json) as answer:
-        terminal = sys.stderr.isatty()
-
-        def progress(done: int, total: int) -> None:
-            if terminal:
-                print(
-                    f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True
-                )
-
         result = evaluate(
-            find_checkpoint(checkpoint),
-            data,
-            sequence=sequence,
-            with_xz=xz,
-            progress=progress,
-            log=lambda line: print(line, file=sys.stderr, flush=True),
+            find_checkpoint(checkpoint, log=_say), data, sequence=sequence, with_xz=xz, progress=_progress, log=_say
         )
         answer(result, _text(result))
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
 def _text(result: dict[str, Any]) -> str:
     lines = [
+        f"checkpoint     {result['checkpoint']}",
         f"loss           {result['loss']:.4f} nats per token ({result['tokens']:,} tokens)",
         f"perplexity     {result['perplexity']:.2f}",
         f"bits per byte  {result['bits_per_byte']:.3f} "

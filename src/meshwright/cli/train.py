@@ -25,7 +25,8 @@ from meshwright.cli.plumbing import answering, json_option
 def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: bool) -> None:
     """Train RECIPE, or go on from its newest whole checkpoint.
 
-    Missing data are prepared first. KEY=VALUE overrides one field of the recipe.
+    Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C end the step under
+    way, save and stop, with exit code 143 or 130; the same command then goes on. A second one does not wait for that.
     """
     with answering(as_json) as answer:
         result = train(recipe, overrides, restarts=restarts)
@@ -35,14 +36,13 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: boo
 
 def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0) -> dict[str, Any] | None:
     """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
-    import os
-
     from meshwright.data import prepare
+    from meshwright.errors import UserError
     from meshwright.model.config import config_from_recipe
     from meshwright.model.refuse import refuse
     from meshwright.recipe import load_recipe
     from meshwright.train.launcher import launch_recipe
-    from meshwright.train.rendezvous import join_if_started_by_others
+    from meshwright.train.rendezvous import join_if_started_by_others, place
     from meshwright.train.run_directory import RunDirectory
 
     recipe = load_recipe(recipe_path, overrides)
@@ -50,24 +50,25 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
         from meshwright.train.worker import join
 
         result = join(recipe)
-        _keep_result(recipe.run_directory, result)
-        return result if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0 else None
-    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-    recipe.parsed_layout.refuse_unbuilt()
-    RunDirectory(recipe.run_directory).create()
-    prepared = prepare(recipe.data, recipe.run.seed, log=lambda line: print(line, file=sys.stderr, flush=True))
-    config = config_from_recipe(recipe.model, recipe.data.sequence, prepared.vocabulary)
-    refuse(recipe.parsed_layout, config, recipe.train.batch, recipe.data.sequence, recipe.parsed_layout.world_size)
-    result = launch_recipe(recipe, restarts=restarts)
-    _keep_result(recipe.run_directory, result)
+        if place(recipe.run.rendezvous).rank != 0:
+            return None
+    else:
+        # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
+        recipe.parsed_layout.refuse_unbuilt()
+        RunDirectory(recipe.run_directory).create()
+        prepared = prepare(recipe.data, recipe.run.seed, log=_say)
+        config = config_from_recipe(recipe.model, recipe.data.sequence, prepared.vocabulary)
+        refuse(recipe.parsed_layout, config, recipe.train.batch, recipe.data.sequence, recipe.parsed_layout.world_size)
+        result = launch_recipe(recipe, restarts=restarts)
+    try:
+        RunDirectory(recipe.run_directory).write_result(result)
+    except UserError as error:  # it is printed all the same
+        _say(str(error))
     return result
 
 
-def _keep_result(directory: Path, result: dict[str, Any]) -> None:
-    """`result.json` in the run directory: what the report and later readers need."""
-    import json
-
-    (directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _text(result: dict[str, Any]) -> str:

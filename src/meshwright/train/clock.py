@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,30 +11,45 @@ import torch
 class StepClock:
     """Marks the end of each part of a step; `seconds()` sums the parts by name.
 
-    On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway.
+    On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway. `waited`:
+    seconds that this process has spent waiting in collective calls so far.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
         self.cuda = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._waited = waited
+        self._marks: list[tuple[str, float | torch.cuda.Event, float]] = []
 
     def start(self) -> None:
         """Begin a step."""
-        self._marks = [("", self._now())]
+        self._marks = []
+        self.mark("")
 
     def mark(self, part: str) -> None:
         """The part that just ended; several marks of one name add up."""
-        self._marks.append((part, self._now()))
+        self._marks.append((part, self._now(), self._waited()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds by part since `start()`, in the order of their first marks."""
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
-        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
-            gap = before.elapsed_time(after) / 1e3 if self.cuda else after - before  # type: ignore[union-attr, operator]
+        for (_, before, _), (part, after, _) in zip(self._marks, self._marks[1:], strict=False):
+            gap = before.elapsed_time(after) / 1e3 if self.cuda else after - before  # type: ignore
             parts[part] = parts.get(part, 0.0) + gap
         return parts
+
+    def working_seconds(self) -> float:
+        """Seconds since `start()` in which this process had work of its own and did not wait for another.
+
+        On CUDA the device waits, not the host: there it is the time of all parts before the gradients are reduced,
+        which under ZeRO-2 and 3 holds some waiting too.
+        """
+        if self.cuda:
+            seconds = self.seconds()
+            return sum(seconds.get(part, 0.0) for part in ("data", "forward", "backward"))
+        (_, begun, waited_before), (_, ended, waited_after) = self._marks[0], self._marks[-1]
+        return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self.cuda:

@@ -27,14 +27,15 @@ def evaluate(
     *,
     sequence: int | None = None,
     with_xz: bool = True,
-    device: str = "cpu",
+    device: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Evaluate the Hugging Face directory `checkpoint` on `data`.
 
     data: a recipe (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the
-    recipe's or the model's unless given. `progress(done, total)` hears of rows. The result has `loss` (nats per token),
+    recipe's or the model's unless given. device: the GPU where there is one, unless given. `progress(done, total)` hears
+    of rows. The result has `loss` (nats per token),
     `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with `with_xz`, `xz_bits_per_byte`.
 
     Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
@@ -42,8 +43,8 @@ def evaluate(
     directory = Path(checkpoint)
     config = ModelConfig.from_path(directory)
     prepared, tokens = held_out(directory, config, data, sequence, log)
-    model, _ = load_huggingface(directory, torch.float32)
-    model.to(device)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, _ = load_huggingface(directory, torch.float32, device)
     rows = max(1, TOKENS_AT_ONCE // tokens.sequence)
     nats, count, done = 0.0, 0, 0
     with torch.no_grad():

@@ -12,21 +12,22 @@ if TYPE_CHECKING:
 def learning_rate(step: int, train: TrainRecipe) -> float:
     """The learning rate of update `step` (the first update is step 0).
 
-    `warmup` steps rise linearly to the peak, reached by the update after them. Then, down to
+    `warmup` steps rise in equal parts towards the peak, which the step after them has. Then, down to
     `minimum_learning_rate` × peak at the last step:
     - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv 1608.03983, equation 5, one period);
     - linear: a straight line;
-    - wsd: constant, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);
-    - constant: stays at the peak.
+    - wsd: the peak, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);
+    - constant: the peak throughout.
     """
     peak = train.learning_rate
     if step < train.warmup:
-        return peak * (step + 1) / train.warmup
+        return peak * (step + 1) / (train.warmup + 1)
     if train.schedule == "constant":
         return peak
+    last = train.steps - 1
+    start = last - train.decay if train.schedule == "wsd" else train.warmup  # the last step at the peak
+    progress = min(1.0, max(0.0, (step - start) / max(1, last - start)))
     floor = peak * train.minimum_learning_rate
-    start = max(train.warmup, train.steps - train.decay) if train.schedule == "wsd" else train.warmup
-    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - 1 - start)))
     if train.schedule == "cosine":
         return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak + (floor - peak) * progress

@@ -15,36 +15,59 @@ import torch
 
 
 class MetricsFile:
-    """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint."""
+    """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint.
+
+    A line is there whole or not at all. One that a full disk does not take waits until there is room again.
+    """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """`resume_step`: the number of steps done in the checkpoint that the run continues from (0: a fresh run)."""
-        self.path = path
-        if path.exists():
-            kept = [line for line in read_metrics(path) if line.get("step", 0) <= resume_step]
-            replacement = path.with_name(path.name + ".new")
-            replacement.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(replacement, path)
-        self._file = path.open("a", buffering=1)
+        """`resume_step`: the number of steps done in the checkpoint that the run continues from (0: a fresh run).
+        Raises OSError when the file cannot be opened."""
+        self._waiting = b""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._size = _bytes_to_keep(path.read_bytes(), resume_step)
+        os.ftruncate(self._descriptor, self._size)  # and nothing is rewritten: that would need room on the disk
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append one line; a float that JSON cannot hold becomes null."""
-        self._file.write(json.dumps(_finite(line)) + "\n")
+    def write(self, line: dict[str, Any]) -> str | None:
+        """Append one line; a float that JSON cannot hold becomes null. The reason why it has to wait, if it has to."""
+        self._waiting += json.dumps(_finite(line)).encode() + b"\n"
+        try:
+            written = os.pwrite(self._descriptor, self._waiting, self._size)
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+        if written < len(self._waiting):  # a part of it fitted on the disk
+            os.ftruncate(self._descriptor, self._size)
+            return "no space left on device"
+        self._size, self._waiting = self._size + written, b""
+        return None
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; a last line that a killed process left half-written is passed over."""
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
+    parsed = (_parsed(line) for line in path.read_bytes().splitlines())
+    return [line for line in parsed if line is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _bytes_to_keep(content: bytes, resume_step: int) -> int:
+    """The length of the lines that are whole and not after the step `resume_step`. Lines are in the order of steps."""
+    kept = 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n") or (_parsed(line) or {}).get("step", 0) > resume_step:
+            break
+        kept += len(line)
+    return kept
 
 
 class SlowRankWatch:

@@ -7,20 +7,13 @@ rest (norms, biases) none, so that each shard is at most two parameters of a `to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from meshwright.parallel.data import Shard
     from meshwright.recipe import TrainRecipe
-
-
-class FlatShard(Protocol):
-    """What the optimizer needs of a shard: `master` and `gradient`, 1-D of equal length and dtype, the decay range."""
-
-    master: torch.Tensor
-    gradient: torch.Tensor
-    decay_numel: int
 
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
@@ -33,7 +26,7 @@ class Optimizer:
     along the same offsets.
     """
 
-    def __init__(self, shards: Sequence[FlatShard], train: TrainRecipe) -> None:
+    def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
         self.shards = list(shards)
         self.name = train.optimizer
         self.step_count = 0
@@ -53,13 +46,13 @@ class Optimizer:
                     group["params"].append(view)
                     self._views.append((view, index, part))
         groups = [group for group in groups if group["params"]]
-        if not groups:  # a rank may own nothing of a small model
-            self._torch = None
-        elif self.name == "adamw":
+        self._torch: torch.optim.Optimizer | None = None
+        if groups and self.name == "adamw":  # a rank may own nothing of a small model
+            first, second = train.betas
             self._torch = torch.optim.AdamW(
-                groups, lr=train.learning_rate, betas=tuple(train.betas), eps=train.epsilon, fused=True
+                groups, lr=train.learning_rate, betas=(first, second), eps=train.epsilon, fused=True
             )
-        else:
+        elif groups:
             # torch's SGD couples the decay to the gradient; that is what "SGD with weight decay" means everywhere.
             self._torch = torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)
         self._bind_state()
@@ -77,15 +70,16 @@ class Optimizer:
             elif state:
                 self._torch.state[view] = {"momentum_buffer": state["momentum"]}
 
-    def step(self, learning_rate: float, gradient_scale: float | torch.Tensor = 1.0) -> None:
+    def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Update the masters in place from the shards' gradients, first multiplied by `gradient_scale` (clipping)."""
         self.step_count += 1
         if self._torch is None:
             return
-        for view, index, part in self._views:
-            view.grad = self.shards[index].gradient[part]
-        if isinstance(gradient_scale, torch.Tensor) or gradient_scale != 1.0:
-            torch._foreach_mul_([view.grad for view, _, _ in self._views], gradient_scale)
+        gradients = [self.shards[index].gradient[part] for _, index, part in self._views]
+        if gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, gradient_scale)
+        for (view, _, _), gradient in zip(self._views, gradients, strict=True):
+            view.grad = gradient
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
         self._torch.step()

@@ -10,13 +10,16 @@ PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
 
 
 class Progress:
-    """Shows the steps of one run; only rank 0 makes one. `line()` prints above the bar."""
+    """Shows the steps of one run; with `show=False` (ranks other than 0) nothing. `line()` prints above the bar."""
 
-    def __init__(self, steps: int, done: int, *, stream: Any = None, show: bool = True) -> None:
+    def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr
         self._steps, self._show, self._last = steps, show, 0.0
         self._bar: Any = None
-        if show and self._stream.isatty():
+
+    def begin(self, done: int) -> None:
+        """The steps begin; `done` of them were done before."""
+        if self._show and self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress
@@ -29,7 +32,7 @@ class Progress:
                 TimeRemainingColumn(),
                 console=Console(file=self._stream),
             )
-            self._task = self._bar.add_task("training", total=steps, completed=done, figures="")
+            self._task = self._bar.add_task("training", total=self._steps, completed=done, figures="")
             self._bar.start()
 
     def line(self, text: str) -> None:
@@ -37,7 +40,7 @@ class Progress:
         if not self._show:
             return
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)
 
@@ -45,7 +48,7 @@ class Progress:
         """`done` steps are done; `figures` is loss and speed in a few words."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=figures)
-        elif self._show and (done == self._steps or done == 1 or time.monotonic() - self._last > PLAIN_SECONDS):
+        elif self._show and (done == self._steps or not self._last or time.monotonic() - self._last > PLAIN_SECONDS):
             self._last = time.monotonic()
             print(f"step {done}/{self._steps}  {figures}", file=self._stream, flush=True)
 

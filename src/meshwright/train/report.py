@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.train.run_directory import METRICS, RECIPE, RESULT
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 280, 64, 40, 16, 16
 
@@ -27,23 +28,28 @@ svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:#57606a}
 def write_report(
     run_directory: Path, *, evaluation: dict[str, Any] | None = None, sample: dict[str, Any] | None = None
 ) -> Path:
-    """Write `report.html` into a run directory from its `metrics.jsonl`, `recipe.toml` and `result.json`.
+    """Write `report.html` into a run directory from the metrics, the recipe and the result that lie there.
 
-    `evaluation` is what `evaluate` returned, `sample` has `prompt` and `text`. Returns the path of the page.
+    `evaluation` is what `evaluate` returned, `sample` what `generate` did (`prompt` and `text`). Returns the path of
+    the page. `UserError` when nothing has been trained there or the page cannot be written.
     """
-    metrics_path = run_directory / "metrics.jsonl"
-    if not metrics_path.exists():
-        raise UserError(f"no metrics.jsonl in {run_directory}: name the directory of a run that has trained")
     from meshwright.train.metrics import read_metrics
 
+    metrics_path = run_directory / METRICS
+    if not metrics_path.exists():
+        raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
     lines = [line for line in read_metrics(metrics_path) if "loss" in line]
     if not lines:
         raise UserError(f"{metrics_path} holds no step yet")
-    result_path, recipe_path = run_directory / "result.json", run_directory / "recipe.toml"
+    result_path, recipe_path = run_directory / RESULT, run_directory / RECIPE
     result = json.loads(result_path.read_text()) if result_path.exists() else {}
     recipe = recipe_path.read_text() if recipe_path.exists() else ""
     page = run_directory / "report.html"
-    page.write_text(_page(run_directory.name, lines, result, recipe, evaluation, sample), encoding="utf-8")
+    name = run_directory.resolve().name
+    try:
+        page.write_text(_page(name, lines, result, recipe, evaluation, sample), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{page} cannot be written: {(error.strerror or str(error)).lower()}") from None
     return page
 
 

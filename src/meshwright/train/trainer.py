@@ -20,6 +20,7 @@ from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
@@ -60,8 +61,10 @@ class Trainer:
         self.tokens: PackedTokens = data.split("train")
         self.validation_tokens: PackedTokens = data.split("validation")
         self.order = SampleOrder(recipe.run.seed, self.tokens.sequences)
-        self.clock = StepClock(self.device)
+        self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.steps_done = 0
+        self.skipped = 0
+        """Steps that changed nothing because a loss or gradient was not finite."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> Verdict:
         """One step: forward and backward of every micro-batch, one agreement of all ranks, one update.
@@ -93,6 +96,8 @@ class Trainer:
             clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
             self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip))
             self.parallel.publish()
+        else:
+            self.skipped += 1
         self.parallel.zero_gradients()
         self.steps_done += 1
         clock.mark("update")
@@ -120,17 +125,29 @@ class Trainer:
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,
             "optimizer_steps": self.optimizer.step_count,
+            "skipped_steps": self.skipped,
             "seed": self.recipe.run.seed,
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),
         }
 
-    def pieces(self, owned: bool) -> list:
+    def pieces(self, owned: bool) -> list[Piece]:
         """Masters and optimizer state as pieces: what this rank writes (`owned`) or everything that it must read."""
         pieces = self.parallel.master_pieces(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             pieces += self.parallel.pieces_like(kind, tensors, owned)
         return pieces
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of state that this rank holds, by kind."""
+        tensors = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
+        return self.parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
+
+    def predicted_bytes(self) -> dict[str, int]:
+        """The same by shapes and dtypes alone, between steps."""
+        elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
+        kinds = len(self.optimizer.state_tensors())
+        return self.parallel.predicted_bytes() | {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
 
     def load_weights(self, directory: Path) -> None:
         """Start from the weights of a Hugging Face directory instead of initial values."""
@@ -146,7 +163,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
-        self.steps_done = state["step"]
+        self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.publish()
 
@@ -165,11 +182,11 @@ class Trainer:
         return parts[0], parts[1], documents.to(self.device)
 
     def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
-        mesh, seconds = self.mesh, self.clock.seconds()
+        mesh = self.mesh
         values = torch.zeros(4 + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = loss_sum
         values[1] = self.parallel.squared_norm_share()
         values[2], values[3] = float(stop), float(save_failed)
-        values[4 + mesh.rank] = seconds["data"] + seconds["forward"] + seconds["backward"]
+        values[4 + mesh.rank] = self.clock.working_seconds()
         collectives.all_reduce(values, mesh.world, "step.verdict")
         return Verdict(values)

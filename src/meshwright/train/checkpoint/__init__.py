@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.train.checkpoint.catalogue import CheckpointPath, best, newest
+    from meshwright.train.checkpoint.catalogue import CheckpointPath, best, find_checkpoint, newest
     from meshwright.train.checkpoint.checkpointer import Checkpointer
     from meshwright.train.checkpoint.manifest import Damaged, Manifest, read_manifest, verify_checkpoint
 
 _ROOMS = {
     "CheckpointPath": "catalogue",
     "best": "catalogue",
+    "find_checkpoint": "catalogue",
     "newest": "catalogue",
     "Checkpointer": "checkpointer",
     "Damaged": "manifest",
@@ -29,6 +30,7 @@ __all__ = [
     "Damaged",
     "Manifest",
     "best",
+    "find_checkpoint",
     "newest",
     "read_manifest",
     "verify_checkpoint",

@@ -13,9 +13,10 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.train.checkpoint.files import sync_directory
-from meshwright.train.checkpoint.manifest import Damaged, Manifest, check_sizes, read_manifest
+from meshwright.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_sizes, read_manifest
 
 STATE = "training/state.json"
+_WANTED = "a run directory, a checkpoint in it, or a Hugging Face model directory is needed"
 LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells the other ranks
 
 
@@ -101,6 +102,28 @@ def newest(directory: Path | str, log: Callable[[str], None] = lambda line: None
         except Damaged as damage:
             log(f"checkpoint {path} is damaged and passed over: {damage}")
     return None
+
+
+def find_checkpoint(path: Path | str, log: Callable[[str], None] = lambda line: None) -> Path:
+    """The Hugging Face directory that somebody means by `path`: a run directory or its checkpoints/ (the newest whole
+    checkpoint, `log` gets a line for each newer one that is passed over), a checkpoint, or any directory with a
+    config.json. `UserError` when there is none, or a checkpoint named by itself is damaged."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; {_WANTED}")
+    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+        try:
+            return open_checkpoint(path)[0].path
+        except Damaged as damage:
+            raise UserError(f"checkpoint {path} is damaged: {damage}") from None
+    if (path / "config.json").is_file():
+        return path
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest(directory, log)
+    if found is None:
+        damaged = f"none of the {len(candidates(directory))} there is whole" if candidates(directory) else ""
+        raise UserError(f"{path}: no checkpoint in it{f', {damaged}' if damaged else ''}; {_WANTED}")
+    return found.path
 
 
 def best(directory: Path | str) -> CheckpointPath | None:

@@ -1,0 +1,191 @@
+"""Tells how a run goes: lines and a bar for who watches, `metrics.jsonl` for who comes later, the result at the end."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.plan.devices import peak_flops
+from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.probe.matmul import matmul_flops_per_second
+from meshwright.recipe import Recipe
+from meshwright.train.checkpoint import Checkpointer
+from meshwright.train.learning_rate import learning_rate
+from meshwright.train.metrics import MetricsFile, SlowRankWatch, peak_memory_bytes, read_metrics
+from meshwright.train.progress import Progress
+from meshwright.train.run_directory import RunDirectory
+from meshwright.train.trainer import PARAMETER_DTYPES, Trainer, Verdict
+
+GIB = 2**30
+
+
+class Journal:
+    """What is told about one run. Every rank has one and calls it alike; only rank 0's is heard and writes."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
+        self.recipe, self.mesh, self.directory = recipe, mesh, directory
+        self.device = torch.device(mesh.device)
+        self.leader = mesh.rank == 0
+        self.progress = Progress(recipe.train.steps, show=show_progress and self.leader)
+        self.metrics: MetricsFile | None = None
+        self._metrics_trouble = ""
+        self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
+        self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
+
+    def say(self, line: str) -> None:
+        """One line for who watches."""
+        self.progress.line(line)
+
+    def begin(self, trainer: Trainer, resumed_from: str | None) -> None:
+        """The steps are about to begin: say what with. Raises OSError when `metrics.jsonl` cannot be opened."""
+        recipe, config, layout = self.recipe, trainer.config, trainer.layout
+        self.flops_per_token = training_flops_per_token(config, recipe.data.sequence)
+        self.peak = device_peak_flops(self.mesh, layout.precision or "fp32")
+        kind, count = self.device.type, self.mesh.world_size
+        threads = f" x {torch.get_num_threads()} threads" if kind == "cpu" else ""
+        self.say(
+            f"model: {config.family}, {trainer.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
+            f"hidden {config.hidden}, vocabulary {config.vocabulary}"
+        )
+        self.say(f"layout: {layout} on {count} {kind} process{'es' if count > 1 else ''}{threads}")
+        self.say(
+            f"data: {trainer.tokens.tokens:,} training tokens, {self._tokens_per_step():,} a step, "
+            f"{recipe.train.steps} steps"
+        )
+        done, steps = trainer.steps_done, recipe.train.steps
+        if resumed_from and done < steps:
+            self.say(f"resumed from {resumed_from}: {done} of {steps} steps are done")
+        elif resumed_from:
+            self.say(
+                f"nothing to do: {resumed_from} has all {steps} steps"
+                + (f" of train.steps, and {done - steps} more" if done > steps else "")
+                + "; raise train.steps to train on"
+            )
+        if self.leader:
+            self.metrics = MetricsFile(self.directory.metrics, done)
+        self.progress.begin(done)
+
+    def close(self) -> None:
+        """Leave the terminal as it was, close the file."""
+        self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+
+    # --- while it runs
+
+    def step(self, trainer: Trainer, verdict: Verdict, seconds: float, validation_loss: float | None) -> None:
+        """A step is done, skipped or not; `seconds` is what it took, without validation."""
+        if not self.leader:
+            return
+        done, rate = trainer.steps_done, self._tokens_per_step() / seconds
+        line: dict[str, Any] = {
+            "step": done,
+            "loss": verdict.loss,
+            "gradient_norm": verdict.gradient_norm,
+            "learning_rate": learning_rate(done - 1, self.recipe.train),
+            "tokens_per_second": rate,
+            "mfu": self.mfu(rate),
+            "memory_gib": peak_memory_bytes(self.device) / GIB,
+            "seconds": seconds,
+            "seconds_by_part": trainer.clock.seconds(),
+        }
+        if not verdict.finite:
+            line |= {"skipped": True, "skipped_steps": trainer.skipped}
+            self.say(f"step {done} skipped on all ranks: loss {verdict.loss}, gradient norm {verdict.gradient_norm}")
+        if validation_loss is not None:
+            line["validation_loss"] = validation_loss
+            self.say(f"step {done}: validation loss {validation_loss:.4f}")
+        if verdict.finite:
+            self._figures["loss"].append(verdict.loss)
+        self._figures["tokens_per_second"].append(rate)
+        self._figures["validation_loss"] += [] if validation_loss is None else [validation_loss]
+        notable = validation_loss is not None or not verdict.finite or done == self.recipe.train.steps
+        if notable or done % self.recipe.train.log_every == 0:
+            self._write(line)
+        self._watch_ranks(done, verdict)
+        self.progress.step(done, f"loss {verdict.loss:.3f}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
+
+    def saving(self, step: int, stall_seconds: float) -> None:
+        """A save has begun and held training up for so long."""
+        self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """A save could not be completed, and training goes on."""
+        self._write({"event": "save_failed", "step": step, "reason": reason})
+        self.say(f"{reason}; training goes on and the next save tries again")
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """Model FLOP utilisation of all devices together, against their dense peak."""
+        return tokens_per_second * self.flops_per_token / (self.peak * self.mesh.world_size)
+
+    def _tokens_per_step(self) -> int:
+        return self.recipe.train.batch * self.recipe.data.sequence
+
+    def _watch_ranks(self, done: int, verdict: Verdict) -> None:
+        slow = self._watch.add(verdict.rank_seconds)
+        if slow is not None:
+            rank, ratio = slow
+            self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
+            self.say(f"rank {rank} works {ratio:.1f} times as long as the others' median (up to step {done})")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is None:
+            return
+        trouble = self.metrics.write(line) or ""
+        if trouble and not self._metrics_trouble:
+            self.say(f"{self.directory.metrics} cannot be written ({trouble}): its lines wait until it can")
+        self._metrics_trouble = trouble
+
+    # --- after
+
+    def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
+        """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`."""
+        figures = self._figures if self._figures["tokens_per_second"] else self._earlier_figures()
+        loss, validation_loss, rates = (figures[key] for key in ("loss", "validation_loss", "tokens_per_second"))
+        rate = statistics.median(rates) if rates else None
+        newest, best = checkpointer.newest(), checkpointer.best()
+        return {
+            "step": trainer.steps_done,
+            "loss": loss[-1] if loss else None,
+            "validation_loss": validation_loss[-1] if validation_loss else None,
+            "skipped_steps": trainer.skipped,
+            "tokens_per_second": rate,
+            "mfu": None if rate is None else self.mfu(rate),
+            "flops_convention": FLOPS_CONVENTION,
+            "peak_flops_per_device": self.peak,
+            "layout": str(trainer.layout),
+            "parameters": trainer.table.numel,
+            "predicted": {"state_bytes": trainer.predicted_bytes(), "flops_per_token": self.flops_per_token},
+            "measured": {"state_bytes": trainer.memory(), "peak_memory_bytes": peak_memory_bytes(self.device)},
+            "checkpoint": str(newest.path) if newest else None,
+            "best_checkpoint": str(best.path) if best else None,
+        }
+
+    def _earlier_figures(self) -> dict[str, list[float]]:
+        figures: dict[str, list[float]] = {key: [] for key in self._figures}
+        if self.leader:
+            for line in read_metrics(self.directory.metrics):
+                for key, values in figures.items():
+                    if line.get(key) is not None:
+                        values.append(line[key])
+        return figures
+
+
+def device_peak_flops(mesh: Mesh, precision: str) -> float:
+    """Dense peak of one device in this precision: published for GPUs, measured (all ranks at once) for CPUs."""
+    device = torch.device(mesh.device)
+    if device.type == "cuda":
+        published = peak_flops(torch.cuda.get_device_name(device), precision)
+        if published is not None:
+            return published
+    collectives.barrier(mesh.world, "start.peak")
+    rate = torch.tensor(
+        matmul_flops_per_second(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device
+    )
+    collectives.all_reduce(rate, mesh.world, "start.peak")
+    return float(rate) / mesh.world_size
