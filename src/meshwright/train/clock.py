@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -34,7 +35,7 @@ class StepClock:
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
-        for (_, before, _), (part, after, _) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before, _), (part, after, _) in pairwise(self._marks):
             gap = before.elapsed_time(after) / 1e3 if self.cuda else after - before  # type: ignore
             parts[part] = parts.get(part, 0.0) + gap
         return parts

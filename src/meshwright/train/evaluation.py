@@ -34,9 +34,9 @@ def evaluate(
     """Evaluate the Hugging Face directory `checkpoint` on `data`.
 
     data: a recipe (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the
-    recipe's or the model's unless given. device: the GPU where there is one, unless given. `progress(done, total)` hears
-    of rows. The result has `loss` (nats per token),
-    `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with `with_xz`, `xz_bits_per_byte`.
+    recipe's or the model's unless given. device: the GPU where there is one, unless given. `progress(done, total)`
+    hears of rows. The result has `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`,
+    `documents`, `sequence`, and, with `with_xz`, `xz_bits_per_byte`.
 
     Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
     """
