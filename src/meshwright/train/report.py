@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.train.run_directory import METRICS, RECIPE, RESULT
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 280, 64, 40, 16, 16
+BUCKETS = 720  # of a curve with more than twice as many points: one for each column of the chart
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:800px;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
@@ -152,6 +153,17 @@ def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tupl
     return smoothed
 
 
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most twice `BUCKETS` points that look the same: the lowest and the highest of every bucket, both ends."""
+    if len(points) <= 2 * BUCKETS:
+        return points
+    kept = {0, len(points) - 1}
+    for bucket in range(BUCKETS - 1):
+        places = range(len(points) * bucket // (BUCKETS - 1), len(points) * (bucket + 1) // (BUCKETS - 1))
+        kept |= {choose(places, key=lambda index: points[index][1]) for choose in (min, max)}
+    return [points[index] for index in sorted(kept)]
+
+
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten apart) covering [low, high]."""
     span = max(high - low, 1e-9)
@@ -164,7 +176,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def line_chart(series: list[tuple[str, str, list[tuple[float, float]]]], unit: str, *, from_zero: bool = False) -> str:
     """An SVG line chart; `series` is (name, colour, points), x is the step."""
-    series = [one for one in series if one[2]]
+    series = [(name, colour, _thinned(some)) for name, colour, some in series if some]
     points = [point for _, _, some in series for point in some]
     if not points:
         return "<p>No finite values.</p>"
