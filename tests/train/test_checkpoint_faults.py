@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
@@ -176,6 +177,7 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path):
     loaded = cases.empty_like(pieces)
     keeper.load(tmp_path / "step-000001", loaded)
     assert cases.equal(loaded, cases.state_pieces(CONFIG, 0, 1))
+    assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
 
 def test_a_save_holds_training_up_no_longer_than_a_copy_of_the_state():
@@ -248,6 +250,7 @@ def test_a_full_disk_is_one_line_and_costs_no_older_checkpoint(small_disk, found
     keeper.wait()
     line = keeper.failed()
     assert "\n" not in line and "checkpoint of step 2 not written" in line and "no space left" in line
+    assert ("rank 0 could not write" in line) == (found == "while writing")
     assert "it needs" in line and "free" in line and line.endswith("the newest whole checkpoint is step-000001")
     keeper.abandon()
     assert keeper.failed() is None
@@ -310,7 +313,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_newest_whole_one(tmp_path):
             time.sleep(delay)
             os.kill(pid, signal.SIGKILL)
             assert int(server.stdout.readline()) == -signal.SIGKILL, "it failed to load what the kill before had left"
-            found = newest(directory)
+            passed_over: list[str] = []
+            found = newest(directory, passed_over.append)
+            assert passed_over == []  # nothing half-written ever has a checkpoint's name
             if found is not None:
                 assert verify_checkpoint(found.path) == []
                 assert found.step >= last
