@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,16 +27,13 @@ from torch import nn
 from meshwright.comm.collectives import Handle, all_reduce, reduce_scatter
 from meshwright.comm.mesh import Mesh
 from meshwright.model.parameters import ParameterTable
+from meshwright.parallel.buffers import REDUCTIONS_IN_FLIGHT, TransientBuffers, kept_buffers
 from meshwright.parallel.pieces import Piece, flat_unit, padded_numel, part_of, pieces_of
 from meshwright.parallel.units import UnitBuffers
 
 GRADIENT_SITE = "data.gradients"
 REPLICA_SITE = "data.gradients.replicas"
 TARGET_SITE = "data.targets"
-
-REDUCTIONS_IN_FLIGHT = 2
-"""Gradient reductions that may be under way before the backward pass waits for the oldest: what bounds the memory of
-whole gradient buffers under ZeRO-2 and 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ class DataParallel:
         # A tied head computes with the embedding's matrix: its unit stays until the head is done with it.
         self._tied = not any(tensor.name == "head.weight" for tensor in table.tensors)
         self.shards = [self._shard(unit) for unit in self._units.values()]
-        self._transient = _TransientBuffers(mesh.device, master_dtype, [u.flat.padded for u in self._units.values()])
+        self._transient = TransientBuffers(mesh.device, master_dtype, [u.flat.padded for u in self._units.values()])
         self._begin()
         self.publish()
 
@@ -348,7 +344,7 @@ class DataParallel:
         """The same from the table alone, between steps: shapes, dtypes and the ZeRO stage."""
         shards = self.mesh.shard.size if self.zero else 1
         padded = [padded_numel(self.table.unit_numel(name), shards) for name in self.table.units]
-        kept = sum(size * count for size, count in _kept_buffers(padded).items())
+        kept = sum(size * count for size, count in kept_buffers(padded).items())
         parameter, master = self.parameter_dtype.itemsize, self.master_dtype.itemsize
         whole = sum(padded)
         exact = whole if self.zero else sum(self.table.unit_numel(name) for name in self.table.units)
@@ -368,39 +364,6 @@ class _Reduction:
     handle: Handle
     output: torch.Tensor | None = None
     last: bool = True
-
-
-def _kept_buffers(sizes: Sequence[int]) -> dict[int, int]:
-    """How many whole gradient buffers of which size are kept: where neighbouring units have the same size, one for the
-    unit that the backward pass is in and one for each reduction under way."""
-    kept: dict[int, int] = {}
-    for size, run in groupby(sizes):
-        length = len(list(run))
-        if length > 1:
-            kept[size] = max(kept.get(size, 0), min(length, REDUCTIONS_IN_FLIGHT + 1))
-    return kept
-
-
-class _TransientBuffers:
-    """Whole gradient buffers for ZeRO-2 and 3. Those of layers are kept for the next layer, others (an embedding's) are
-    given back at once."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        self._device, self._dtype = device, dtype
-        self._kept = _kept_buffers(sizes)
-        self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
-
-    def take(self, size: int) -> torch.Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        free = self._free.get(buffer.numel())
-        if free is not None and len(free) < self._kept[buffer.numel()]:
-            free.append(buffer)
-
-    def kept(self) -> list[torch.Tensor]:
-        return [buffer for free in self._free.values() for buffer in free]
 
 
 class _Hook(torch.autograd.Function):

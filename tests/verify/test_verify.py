@@ -1,0 +1,327 @@
+"""The verifier: it passes what is right, and it fails, by name, whatever is spoilt."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.initialise import initial_value
+from meshwright.model.presets import preset
+from meshwright.verify import verify
+from meshwright.verify.compare import compare, relative_errors
+from meshwright.verify.grid import grid
+from meshwright.verify.mutations import NEUTRAL
+from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, share_of
+from meshwright.verify.ranks import RankResult
+from meshwright.verify.reference import Reference
+
+LLAMA = scaled_down(preset("llama-3-8b"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(Problem(LLAMA, batch=8))
+
+
+def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[RankResult]:
+    """What ranks would report that do everything right; with shards, each row is cut between them."""
+    results = []
+    for rank in range(ranks):
+
+        def cut(rows: dict[str, torch.Tensor], part: int = rank % shards) -> list:
+            slices = []
+            for name, values in rows.items():
+                low, high = values.numel() * part // shards, values.numel() * (part + 1) // shards
+                slices.append((name, low, values[low:high].clone()))
+            return slices
+
+        results.append(
+            RankResult(
+                losses=list(reference.losses),
+                norms=list(reference.norms),
+                gradients=[cut(rows) for rows in reference.gradients],
+                masters=cut(reference.weights[-1]),
+                final_loss=reference.final_loss,
+            )
+        )
+    return results
+
+
+# --- against independent truth
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-0.6b", "mistral-7b-v0.1", "gpt2"])
+def test_one_devices_gradients_are_those_of_transformers(name):
+    """The reference is not its own judge."""
+    import transformers
+
+    config = scaled_down(preset(name))
+    problem = Problem(config, batch=4, steps=1)
+    ours = Reference(problem)
+    huggingface = transformers.AutoConfig.for_model(**dict(config.to_huggingface()))
+    model = transformers.AutoModelForCausalLM.from_config(huggingface, attn_implementation="eager").double()
+    state = {row.name: initial_value(row, problem.seed).double() for row in ours.table.rows}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and all("lm_head" in name or "rotary" in name or ".attn." in name for name in missing)
+    model.tie_weights()
+    batch = make_batch(problem, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(problem.batch):  # documents one by one: transformers sees no other
+        cuts = [0, *(1 + (batch.document_ids[row, 1:] != batch.document_ids[row, :-1]).nonzero()[0]), problem.sequence]
+        for start, stop in itertools.pairwise(cuts):
+            logits = model(torch.from_numpy(batch.tokens[row : row + 1, start:stop])).logits[0]
+            targets = torch.from_numpy(batch.targets[row, start:stop])
+            total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    loss = total / int((batch.targets != -100).sum())
+    loss.backward()
+    assert loss.item() == pytest.approx(ours.losses[0], rel=1e-6)
+    theirs = {}
+    for row in ours.table.rows:
+        gradient = model.get_parameter(row.name).grad
+        theirs[row.name] = (gradient.T if row.transposed else gradient).reshape(-1)
+    # Their rotary frequencies and norms are float32 inside.
+    assert max(relative_errors(ours.gradients[0], theirs).values()) < 1e-5
+
+
+# --- whole runs
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full"])
+def test_a_right_layout_passes_in_float64_and_float32(layout):
+    document = verify(layout, model="qwen3-0.6b")
+    assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
+    assert verify(layout, model="gpt2", dtype="float32")["passed"]
+
+
+@pytest.mark.parametrize("layout", ["dp2 mb2", "dp4 zero3 hs2"])
+def test_every_planted_fault_is_caught_or_declared_neutral(layout):
+    document = verify(layout, model="llama-3-8b", mutate=True)
+    mutations = document["mutations"]
+    assert document["passed"] and mutations["missed"] == []
+    assert mutations["planted"] == mutations["caught"] + mutations["neutral"] >= 16
+    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
+    expected = {"data.targets", "data.gradients", "step.verdict", "a loss that is not a number on one rank"}
+    if "zero" in layout:
+        expected.add("data.parameters")
+    if "hs" in layout:
+        expected.add("data.gradients.replicas")
+    assert sites == expected
+    said = {fault["fault"]: fault["said"] for fault in mutations["faults"]}
+    assert "twice too large" in next(
+        said[fault] for fault in said if fault.startswith("data.gradients (") and "double" in fault
+    )
+    assert all("gradient of" in text for fault, text in said.items() if fault.startswith("data.gradients"))
+
+
+def test_the_list_of_neutral_sites_is_empty():
+    assert NEUTRAL == {}
+
+
+def test_the_grid_meets_every_axis_and_every_pair():
+    layouts = grid()
+    assert len({str(layout) for layout in layouts}) == len(layouts)
+    assert max(layout.world_size for layout in layouts) == 8
+    features = [
+        {
+            f"dp{layout.dp > 1}", f"zero{layout.zero}", f"hs{layout.hybrid is not None}",
+            f"mb{layout.micro_batches > 1}", f"ac:{layout.recompute}",
+        }
+        for layout in layouts
+    ]  # fmt: skip
+    for zero in ("zero0", "zero1", "zero2", "zero3"):
+        for other in ("mbTrue", "mbFalse", "ac:none", "ac:selective", "ac:full"):
+            assert any({zero, other, "dpTrue"} <= each for each in features), (zero, other)
+    for other in ("zero1", "zero2", "zero3", "mbTrue", "mbFalse"):
+        assert any({"hsTrue", other} <= each for each in features), other
+
+
+# --- what a failure says
+
+
+def test_a_doubled_gradient_is_named(reference):
+    results = ideal_results(reference, 2)
+    assert compare(reference, results, Layout(dp=2)).passed
+    name = "model.layers.2.mlp.down_proj.weight"
+    for result in results:
+        next(values for row, _, values in result.gradients[0] if row == name).mul_(2)
+    found = compare(reference, results, Layout(dp=2))
+    assert found.failure == f"step 1: the gradient of {name} is off by 1.0e+00 (twice too large)"
+    assert found.worst_name == name and found.worst_error == pytest.approx(1.0)
+
+
+def test_the_first_in_backward_order_is_named(reference):
+    results = ideal_results(reference, 1)
+    for row in (
+        "model.embed_tokens.weight",
+        "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ):
+        next(values for name, _, values in results[0].gradients[1] if name == row).add_(1)
+    failure = compare(reference, results, Layout()).failure
+    assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
+
+
+def test_a_missing_part_names_its_rank(reference):
+    results = ideal_results(reference, 4)
+    part = reference.parts(0, 4)[3]
+    for result in results:
+        for name, _, values in result.gradients[0]:
+            values.sub_(part[name])
+    failure = compare(reference, results, Layout(dp=4)).failure
+    assert failure is not None and "(the part of rank 3 is missing)" in failure
+
+
+def test_an_unsummed_gradient_says_whose_it_is(reference):
+    results = ideal_results(reference, 2)
+    parts = reference.parts(0, 2)
+    for rank, result in enumerate(results):
+        for name, _, values in result.gradients[0]:
+            values.copy_(parts[rank][name])
+    failure = compare(reference, results, Layout(dp=2)).failure
+    assert failure is not None
+    assert "on rank 0 the part of rank 0 alone, not summed; on rank 1 the part of rank 1 alone" in failure
+
+
+def test_a_difference_on_one_shard_names_its_rank(reference):
+    results = ideal_results(reference, 4, shards=4)
+    layout = Layout(dp=4, zero=2)
+    assert compare(reference, results, layout).passed
+    name = "model.layers.0.mlp.up_proj.weight"
+    values = next(values for row, _, values in results[2].gradients[2] if row == name)
+    values.mul_(3)
+    failure = compare(reference, results, layout).failure
+    assert failure is not None and name in failure and "3 times as large as it should be, on rank 2 alone" in failure
+
+
+def test_a_stale_gradient_is_recognised(reference):
+    results = ideal_results(reference, 1)
+    results[0].gradients[1] = [(name, start, values.clone()) for name, start, values in results[0].gradients[0]]
+    failure = compare(reference, results, Layout()).failure
+    assert failure is not None and "step 2" in failure and "the gradient of the step before" in failure
+
+
+def test_missing_and_infinite_values_fail(reference):
+    results = ideal_results(reference, 1)
+    del results[0].gradients[0][5]
+    assert compare(reference, results, Layout()).worst_error == math.inf
+    results = ideal_results(reference, 1)
+    results[0].final_loss = math.nan
+    assert compare(reference, results, Layout()).failure == "the loss after the last update is off by inf"
+    results = ideal_results(reference, 1)
+    results[0].norms[1] *= 1 + 1e-9
+    assert "gradient norm is off by 1.0e-09" in str(compare(reference, results, Layout()).failure)
+    results = ideal_results(reference, 1)
+    results[0].masters[0][2].add_(1e-6)
+    assert "update of model.embed_tokens.weight" in str(compare(reference, results, Layout()).failure)
+
+
+def test_the_error_measure_has_a_floor_for_gradients_that_are_zero():
+    truth = {"zero": torch.zeros(4, dtype=torch.float64), "other": torch.full((12,), 2.0, dtype=torch.float64)}
+    values = {"zero": torch.full((4,), 1e-9, dtype=torch.float64), "other": truth["other"] * (1 + 1e-6)}
+    errors = relative_errors(values, truth)
+    assert errors["other"] == pytest.approx(1e-6)
+    root_mean_square = math.sqrt(12 * 4.0 / 16)
+    assert errors["zero"] == pytest.approx(2e-9 / (1e-3 * math.sqrt(4) * root_mean_square))
+
+
+# --- the problem
+
+
+def test_batches_are_ragged_and_counts_differ_everywhere():
+    problem = Problem(LLAMA, batch=8)
+    counts = []
+    for step in range(3):
+        batch = make_batch(problem, step)
+        shares = [share_of(batch, rank, 4, 2) for rank in range(4)]
+        per_micro_batch = [int((part.targets != -100).sum()) for share in shares for part in share]
+        assert len(set(per_micro_batch)) > 4 and 0 in per_micro_batch
+        counts.append(sum(per_micro_batch))
+        documents = {len(set(row)) for row in batch.document_ids.tolist()}
+        assert 1 in documents and max(documents) > 3
+    assert len(set(counts)) == 3, "another number of targets each step, or a stale count would pass"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-32b", "gpt2-xl"])
+def test_a_scaled_down_model_keeps_its_kind(name):
+    large = preset(name)
+    small = scaled_down(large)
+    kept = ("family", "norm", "activation", "gated", "positions", "qkv_bias", "query_key_norm", "tied", "rope_theta")
+    assert all(getattr(small, field) == getattr(large, field) for field in kept)
+    assert (small.kv_heads < small.heads) == (large.kv_heads < large.heads)
+    assert (small.sliding_window is None) == (large.sliding_window is None)
+    assert (small.rope_scaling is None) == (large.rope_scaling is None)
+    assert small.layers == 5 and small.vocabulary == 499
+
+
+def test_large_layouts_are_made_small_in_kind():
+    assert str(scaled_layout(Layout.parse("dp64 zero3 hs8 mb32 bf16"))) == "dp8 zero3 hs4 mb4"
+    assert str(scaled_layout(Layout.parse("dp64 zero1"))) == "dp8 zero1"
+    assert str(scaled_layout(Layout.parse("dp4 zero2 hs2 mb2"))) == "dp4 zero2 hs2 mb2"
+
+
+def test_mistakes_are_one_line():
+    with pytest.raises(UserError, match='unknown dtype "float46"; did you mean "float64"'):
+        verify("dp2", dtype="float46")
+    with pytest.raises(UserError, match="tp2"):
+        verify("dp2 tp2")
+    with pytest.raises(UserError, match="preset"):
+        verify("dp2", model="lama-3-8b")
+    with pytest.raises(UserError, match="planned but not run"):
+        verify("dp2", model="gemma-2-2b")
+
+
+# --- the command
+
+
+def test_the_command_answers_with_the_documents_keys(command_line):
+    outcome = command_line("verify", "--layout", "dp2 zero1", "--model", "llama-tiny", "--json")
+    assert outcome.code == 0
+    document = json.loads(outcome.output)
+    assert document["schema"] == 1 and document["passed"] is True
+    assert {"worst", "loss_error", "gradient_norm_error", "layouts", "mutations"} <= set(document)
+    assert set(document["worst"]) >= {"name", "relative_error"}
+    assert document["layouts"][0]["layout"] == "dp2 zero1"
+
+
+def test_a_recipe_gives_its_layout_and_model(tiny_recipe):
+    tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
+    document = verify(tiny_recipe)
+    assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
+
+
+def test_what_does_not_hold_ends_with_1(command_line, monkeypatch):
+    import meshwright.verify.run as run
+
+    right = Reference
+
+    def wrong(problem: Problem, skipped: frozenset[int] = frozenset()) -> Reference:
+        reference = right(problem, skipped)
+        reference.gradients[0]["model.norm.weight"] *= 0.5  # as if the ranks had counted everything twice
+        return reference
+
+    monkeypatch.setattr(run, "Reference", wrong)
+    outcome = command_line("verify", "--layout", "dp2", "--model", "llama-tiny")
+    assert outcome.code == 1
+    assert (
+        "meshwright: error: dp2: step 1: the gradient of model.norm.weight is off by 1.0e+00 (twice" in outcome.errors
+    )
+
+
+def test_a_layout_given_as_recipe_is_explained(command_line):
+    outcome = command_line("verify", "dp2")
+    assert outcome.code == 2 and '--layout "dp2"' in outcome.errors and len(outcome.errors.strip().splitlines()) == 1
+
+
+def test_windows_and_scalings_survive_scaling_down():
+    mixed = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, layers=8, sliding_window=4096)
+    mixed = dataclasses.replace(mixed, windowed_layers=(False,) * 4 + (True,) * 4)
+    small: ModelConfig = scaled_down(mixed)
+    assert small.windowed_layers is not None and any(small.windowed_layers) and not all(small.windowed_layers)
