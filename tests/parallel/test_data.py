@@ -62,6 +62,7 @@ def one_step(
     )
     if backend is not None:
         model.compile_blocks(backend=backend)
+        model._compiled = False  # the loss alone would still go through inductor, for a minute
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     for _ in range(2):  # the second step overwrites the first
         targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
@@ -225,10 +226,11 @@ def test_bf16_parameters_keep_float32_gradients(ranks, truth, layout):
     check(results, truth, 0.06, 4 if layout == "dp4 mb2" else 1)
 
 
-@pytest.mark.parametrize("layout", ["dp4", "dp4 zero3", "dp4 zero3 ac:full"])
-def test_compiled_blocks_find_gathered_parameters(ranks, truth, layout):
-    results = ranks.run(one_step, layout, torch.float64, torch.float64, "aot_eager", timeout=240)
-    check(results, truth, 1e-12, 4 if layout == "dp4" else 1)
+def test_compiled_blocks_find_gathered_parameters(truth):
+    """Parameters that come and go under compiled blocks, recomputed too."""
+    with LocalRanks(2) as pair:
+        check(pair.run(one_step, "dp2 zero3", torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
+        check(pair.run(one_step, "dp2 zero3 ac:full", torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fully_shard"])
