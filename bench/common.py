@@ -94,6 +94,7 @@ def serve_turns(step: Any, report: Any, warm: int) -> None:
 
     for _ in range(warm):
         step()
+    forget_peak()
     print(json.dumps({"ready": True, **report()}), flush=True)
     for line in sys.stdin:
         seconds = []
@@ -104,8 +105,13 @@ def serve_turns(step: Any, report: Any, warm: int) -> None:
         print(json.dumps({"seconds": seconds, **report()}), flush=True)
 
 
+def forget_peak() -> None:
+    """Begin the highest resident set anew: compiling took memory that training does not need (Linux, proc(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_resident_bytes() -> int:
-    """Highest resident set of this process."""
+    """Highest resident set of this process since `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 

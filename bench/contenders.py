@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import peak_resident_bytes, serve_turns
+from common import forget_peak, peak_resident_bytes, serve_turns
 from peers import SHAPE, PlainModel, hugging_face_config, random_batches
 
 WARM_STEPS = 4
@@ -83,7 +83,7 @@ def trainer(shape: dict[str, int], compiled: bool) -> None:
         """Waits for its turn before a step and answers after the last of the turn."""
 
         def __init__(self) -> None:
-            self.left, self.seconds, self.begun = WARM_STEPS, [], 0.0
+            self.left, self.seconds, self.begun, self.warm = WARM_STEPS, [], 0.0, False
 
         def on_step_begin(self, *arguments: Any, **named: Any) -> None:
             if self.left == 0:
@@ -97,6 +97,9 @@ def trainer(shape: dict[str, int], compiled: bool) -> None:
             self.seconds.append(time.perf_counter() - self.begun)
             self.left -= 1
             if self.left == 0:
+                if not self.warm:
+                    self.warm = True
+                    forget_peak()
                 print(json.dumps({"seconds": self.seconds, "peak_bytes": peak_resident_bytes()}), flush=True)
 
     with tempfile.TemporaryDirectory() as directory:

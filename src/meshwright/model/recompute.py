@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MATRIX_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default})
+import meshwright.model.tiled_attention  # noqa: F401  (defines the operator that is named below)
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.default})
+ATTENTION = frozenset(
+    {
+        torch.ops.meshwright.tiled_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
 
 Function = Callable[..., torch.Tensor]
 
@@ -17,16 +29,29 @@ Function = Callable[..., torch.Tensor]
 def recomputed(function: Function, kind: str, compile_options: dict[str, Any] | None = None) -> Function:
     """`function`, compiled if there are options for torch.compile, that keeps of its activations:
 
-    "none": what its backward pass needs; "selective": the results of matrix products, from which norms, activations and
-    attention are computed again (after Korthikanti et al. 2022, arXiv:2205.05198, section 5); "full": its inputs alone.
+    "none": what its backward pass needs; compiled, the results of matrix products and attention, because everything
+    else is elementwise, and fused into the kernels of the backward pass it costs less again than it costs to keep;
+    "selective": the results of matrix products, from which norms, activations and attention are computed again (after
+    Korthikanti et al. 2022, arXiv:2205.05198, section 5); "full": its inputs alone.
     """
     assert kind in ("none", "selective", "full"), kind
     if kind == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-        function = _checkpointed(function, context_fn=contexts)
+        function = _keeping(function, MATRIX_PRODUCTS)
+    elif kind == "none" and compile_options is not None:
+        function = _keeping(function, MATRIX_PRODUCTS | ATTENTION)
     if compile_options is not None:
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
         function = torch.compile(function, **compile_options)
     return _checkpointed(function) if kind == "full" else function
+
+
+def _keeping(function: Function, operators: frozenset[Any]) -> Function:
+    """`function` of which the backward pass keeps the results of `operators`."""
+
+    def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return _checkpointed(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
 
 
 def _checkpointed(function: Function, **options: Any) -> Function:
@@ -39,6 +64,6 @@ def _checkpointed(function: Function, **options: Any) -> Function:
     return run
 
 
-def _keep_products(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = operator in MATRIX_PRODUCTS
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _not_about_in_place(record: logging.LogRecord) -> bool:
+    """Drops the warning that a checkpointed region must not work in place: blocks do not."""
+    return "Detected that context_fn is passed" not in record.getMessage()
