@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +119,19 @@ def left_alone(world_size: int) -> str:
     with pytest.raises(RankLost) as error:
         collectives.all_reduce(torch.ones(4), mesh.data, "test.lonely")
     return str(error.value)
+
+
+def survive(path: str) -> None:
+    """Rank 1 dies; rank 0 writes down what a collective call tells it."""
+    mesh = Mesh.create(Layout(dp=2), timeout_seconds=30)
+    collectives.barrier(mesh.world, "test.start")
+    if mesh.rank == 1:
+        os._exit(1)
+    try:
+        for _ in range(100):
+            collectives.all_gather(torch.empty(2_000_000), torch.ones(1_000_000), mesh.shard, "test.orphan")
+    except RankLost as error:
+        Path(path).write_text(str(error))
 
 
 def groups_of(layout: str) -> dict[str, tuple[int, ...]]:
@@ -241,6 +257,13 @@ def test_a_rank_left_alone_says_where_it_waits():
     with LocalRanks(2) as pair:
         alone, _ = pair.run(left_alone, 2)
     assert "rank 0 had no answer from rank 1 in test.lonely (all_reduce over axis data, its call 1)" in alone
+
+
+def test_a_rank_whose_peer_died_says_so_at_once(tmp_path):
+    with LocalRanks(2) as pair, pytest.raises(RankLost, match="local rank 1 died"):
+        pair.run(survive, str(tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("rank 0 had no answer from rank 1 in test.orphan (all_gather over axis shard, its call ")
 
 
 def test_on_one_device_calls_copy_nothing():
