@@ -1,0 +1,230 @@
+"""Small training runs, in this process or on local ranks, and what they leave."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.parallel.data import DataParallel
+from meshwright.recipe import Recipe, load_recipe_text
+from meshwright.train import journal, loop
+from meshwright.train.run_directory import RunDirectory
+from meshwright.train.trainer import Trainer
+
+Values = dict[tuple[str, str], torch.Tensor]  # (kind of state, row) -> all its elements, flat in engine orientation
+
+SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.py", "ast.py", "inspect.py")]
+
+
+def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
+    """A small Llama on the text of three modules, in directory `place`/run, its data in `place`/cache or beside it.
+    `changes`: train_steps=3, model_tied=True ..."""
+    tables: dict[str, Any] = {
+        "layout": layout,
+        "run": {"directory": str(place / "run"), "seed": 5, "device": "cpu"},
+        "model": {
+            "family": "llama", "layers": 3, "hidden": 40, "heads": 4, "kv_heads": 2, "intermediate": 72, "tied": True,
+        },
+        "data": {"source": SOURCES, "tokenizer": "bytes", "sequence": 48, "cache": str(place.parent / "cache")},
+        "train": {"steps": 6, "batch": 8, "learning_rate": 3e-3, "warmup": 2, "validation_sequences": 13},
+    }  # fmt: skip
+    for key, value in changes.items():
+        table, _, field = key.partition("_")
+        if isinstance(value, dict):
+            tables[key] = value
+        else:
+            tables.setdefault(table, {})[field] = value
+    return Recipe.from_tables(tables)
+
+
+def metrics(place: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return journal.read_metrics(place / "run" / "metrics.jsonl")
+
+
+def trace(place: Path) -> list[tuple[Any, ...]]:
+    """What must be equal bit for bit in two runs: of each step its number, loss, gradient norm, rate, validation."""
+    keys = ("step", "loss", "gradient_norm", "learning_rate", "validation_loss")
+    return [tuple(line.get(key) for key in keys) for line in metrics(place) if "loss" in line]
+
+
+class Crash(Exception):
+    """What a run in a test is ended by."""
+
+
+def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
+    """Train on this rank: the result, this rank's part of the state. `crash_after`: a step after which it ends at
+    once. `fault`: a function of this module, called with the run before it begins."""
+    wanted = load_recipe_text(text, "recipe")
+    torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
+    journal.device_peak_flops = lambda mesh, precision: 1e9
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    directory = RunDirectory(wanted.run_directory)
+    directory.create()
+    run = loop.Run(wanted, mesh, directory, show_progress=False)
+    said: list[str] = []
+    run.journal.say = said.append  # type: ignore[method-assign]
+    if fault:
+        globals()[fault](run)
+    before_step = run._step
+
+    def step() -> None:
+        before_step()
+        if run.trainer.steps_done == crash_after:
+            run.checkpointer.wait()
+            raise Crash
+
+    run._step = step  # type: ignore[method-assign]
+    result: dict[str, Any] = {}
+    error = ""
+    try:
+        with loop.deterministic(wanted.train.deterministic):
+            result = run.run()
+    except Crash:
+        pass
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    state = [
+        (piece.kind, piece.name, piece.start, piece.tensor.clone().numpy()) for piece in run.trainer.pieces(owned=True)
+    ]
+    mesh.close()
+    return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
+
+
+def whole_state(outcomes: list[dict[str, Any]]) -> Values:
+    """The state of a run, put together from what its ranks own: every element is some rank's, and one's alone."""
+    parts: dict[tuple[str, str], list[tuple[int, np.ndarray]]] = {}
+    for outcome in outcomes:
+        for kind, name, start, values in outcome["state"]:
+            parts.setdefault((kind, name), []).append((start, values))
+    whole = {}
+    for key, found in parts.items():
+        found.sort(key=lambda part: part[0])
+        starts = np.cumsum([0, *(len(values) for _, values in found)])
+        assert [start for start, _ in found] == starts[:-1].tolist(), key
+        whole[key] = torch.from_numpy(np.concatenate([values for _, values in found]))
+    return whole
+
+
+def same(a: Values, b: Values) -> bool:
+    """Whether two states are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# --- faults
+
+
+def on_rank(run: loop.Run, rank: int) -> bool:
+    return run.mesh.rank == rank
+
+
+def _at_finish(run: loop.Run, spoil: Callable[[DataParallel, int], None]) -> None:
+    parallel, finish = run.trainer.parallel, run.trainer.parallel.finish
+
+    def spoilt() -> None:
+        finish()
+        spoil(parallel, run.trainer.steps_done + 1)
+
+    parallel.finish = spoilt  # type: ignore[method-assign]
+
+
+def nan_gradient_in_step_2(run: loop.Run) -> None:
+    """Rank 1 finds one NaN in its gradients in step 2, and infinity in step 4."""
+
+    def spoil(parallel: DataParallel, step: int) -> None:
+        if step in (2, 4) and on_rank(run, 1):
+            parallel.shards[2].gradient[7] = torch.nan if step == 2 else torch.inf
+
+    _at_finish(run, spoil)
+
+
+def nan_parameter_from_step_3(run: loop.Run) -> None:
+    """One number in rank 1's memory goes bad before step 3, and stays so."""
+    step = run.trainer.step
+
+    def spoilt(**options: Any) -> Any:
+        if run.trainer.steps_done == 2 and on_rank(run, 1):
+            run.trainer.parallel.shards[1].master[5] = torch.nan
+            run.trainer.parallel.publish()
+        return step(**options)
+
+    run.trainer.step = spoilt  # type: ignore[method-assign]
+
+
+def rank_1_sleeps(run: loop.Run) -> None:
+    """Rank 1 needs longer for its own work, in reading data."""
+    read = run.trainer._micro_batches
+
+    def slow() -> Any:
+        time.sleep(0.15 if on_rank(run, 1) else 0.0)
+        return read()
+
+    run.trainer._micro_batches = slow  # type: ignore[method-assign]
+
+
+def keep_states(run: loop.Run) -> None:
+    """Note in the journal's lines whether each step changed this rank's masters."""
+    step = run.trainer.step
+
+    def watched(**options: Any) -> Any:
+        before = [shard.master.clone() for shard in run.trainer.parallel.shards]
+        verdict = step(**options)
+        after = [shard.master for shard in run.trainer.parallel.shards]
+        moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        run.journal.say(f"moved {run.trainer.steps_done}: {moved}")
+        return verdict
+
+    run.trainer.step = watched  # type: ignore[method-assign]
+
+
+def skip_and_watch(run: loop.Run) -> None:
+    nan_gradient_in_step_2(run)
+    keep_states(run)
+
+
+def stop_in_step_4(run: loop.Run) -> None:
+    """Rank 1 alone is asked to stop, while the others train on."""
+    step = run.trainer.step
+
+    def asked(**options: Any) -> Any:
+        if run.trainer.steps_done == 3 and on_rank(run, run.mesh.world_size - 1):
+            options["stop"] = True
+        return step(**options)
+
+    run.trainer.step = asked  # type: ignore[method-assign]
+
+
+def planned_validation(run: loop.Run) -> None:
+    """The validation loss goes down and up again."""
+    losses = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}
+    run.trainer.validate = lambda: losses[run.trainer.steps_done]  # type: ignore[method-assign]
+
+
+def first_norms(text: str) -> dict[str, Any]:
+    """One step without and with clipping on this rank: gradients as torch sees them, and how far SGD went."""
+    wanted = load_recipe_text(text, "recipe")
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    from meshwright.data import prepare
+
+    data = prepare(wanted.data, wanted.run.seed)
+    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    gradients: list[torch.Tensor] = []
+    finish = trainer.parallel.finish
+
+    def keep() -> None:
+        finish()
+        gradients.extend(shard.gradient.clone() for shard in trainer.parallel.shards)
+
+    trainer.parallel.finish = keep  # type: ignore[method-assign]
+    before = [shard.master.clone() for shard in trainer.parallel.shards]
+    verdict = trainer.step()
+    moved = [b - shard.master for b, shard in zip(before, trainer.parallel.shards, strict=True)]
+    return {"gradients": gradients, "moved": moved, "norm": verdict.gradient_norm, "loss": verdict.loss}
