@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -140,15 +142,20 @@ except KeyboardInterrupt:
 """
 
 
-def start_apart(directory: Path, case: str) -> subprocess.Popen:
+@contextmanager
+def start_apart(directory: Path, case: str) -> Iterator[subprocess.Popen]:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(directory), case],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    wait_for(lambda: all((directory / f"ready-{rank}").exists() for rank in range(2)))
-    return launcher
+    try:
+        wait_for(lambda: all((directory / f"ready-{rank}").exists() for rank in range(2)))
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.communicate()
 
 
 @pytest.mark.parametrize("to", ["launcher", "group"])

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,19 +40,25 @@ every = 1
 """
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("training")
     words = random.Random(0).choices(["alpha", "beta", "gamma", "delta", "epsilon"], k=30_000)
     lines = [" ".join(words[at : at + 10]) for at in range(0, len(words), 10)]
     (place / "corpus.txt").write_text("\n\n".join(lines) + "\n")
-    return place
+    yield place
+    for running in STARTED:  # of a test that failed half-way
+        running.kill()
+        running.wait()
 
 
 def begin(directory: Path, *arguments: str) -> subprocess.Popen:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True, parents=True)
     (directory / "tiny.toml").write_text(RECIPE)
-    return subprocess.Popen(
+    running = subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", "tiny.toml", *arguments],
         cwd=directory,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -60,6 +66,8 @@ def begin(directory: Path, *arguments: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(running)
+    return running
 
 
 @pytest.fixture(scope="module")

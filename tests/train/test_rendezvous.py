@@ -152,5 +152,9 @@ def test_ranks_meet_by_every_method(tmp_path):
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [json.loads(output) for output in outputs] == [{name: 3.0 for name, *_ in methods}] * 2
