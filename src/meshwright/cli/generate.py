@@ -1,0 +1,70 @@
+"""`meshwright generate`: continue a prompt with a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+
+
+@plumbing.command(
+    "generate",
+    "meshwright generate runs/quickstart --prompt 'def main(' --max-tokens 100",
+    "meshwright generate runs/quickstart --prompt 'import ' --temperature 0.8 --top-p 0.95 --seed 7",
+)
+@click.argument("checkpoint")
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens, at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the k most likely; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw among the most likely that reach p.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@json_option
+def command(
+    checkpoint: str,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
+    directory. The text is written as it comes."""
+    from meshwright.serve.generate import Generator
+    from meshwright.serve.sampling import Sampling
+    from meshwright.train.checkpoint import find_checkpoint
+
+    with answering(as_json) as answer:
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        directory = find_checkpoint(checkpoint, log=lambda line: print(line, file=sys.stderr, flush=True))
+        stream = Generator.from_directory(directory).stream(prompt, max_tokens, sampling)
+        first, generation = next(stream)
+        if not as_json:
+            print(prompt + first, end="", flush=True)
+        for piece, generation in stream:  # noqa: B007 (the last one counts)
+            if not as_json:
+                print(piece, end="", flush=True)
+        if not as_json:
+            print(flush=True)
+            rate = f", {generation.tokens_per_second:,.0f} tokens/s" if generation.tokens_per_second else ""
+            print(
+                f"{len(generation.tokens)} tokens, the first after {generation.seconds_to_first_token:.3f} s{rate}",
+                file=sys.stderr,
+            )
+        document: dict[str, Any] = {
+            "prompt": prompt,
+            "text": generation.text,
+            "tokens": len(generation.tokens),
+            "prompt_tokens": generation.prompt_tokens,
+            "stopped": generation.stopped,
+            "seconds_to_first_token": generation.seconds_to_first_token,
+            "tokens_per_second": generation.tokens_per_second,
+            "checkpoint": directory,
+        }
+        answer(document)

@@ -1,0 +1,147 @@
+"""Text from a checkpoint: one prompt, a key-value cache, pieces as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from meshwright.errors import UserError
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.huggingface import load_huggingface
+from meshwright.model.transformer import Transformer
+from meshwright.serve.sampling import Sampler, Sampling
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no whole character yet
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came of a prompt. `tokens`: the new ones' numbers. `stopped`: "end" (the model ended the text), "length"
+    (max_tokens), or "context" (the model has no more positions)."""
+
+    prompt: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    stopped: str = "length"
+    prompt_tokens: int = 0
+    seconds_to_first_token: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+class Generator:
+    """A model and its tokenizer, ready to continue prompts."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, *, start: int | None = None, ends: Sequence[int] = ()
+    ) -> None:
+        """`start`: the token put before a prompt, as before each document in training; `ends`: tokens that end it."""
+        self.model, self.tokenizer, self.start, self.ends = model.eval(), tokenizer, start, frozenset(ends)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+
+    @classmethod
+    def from_directory(
+        cls, directory: Path | str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> Generator:
+        """From a Hugging Face directory with model and tokenizer."""
+        directory = Path(directory)
+        model, config = load_huggingface(directory, dtype)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"{path} is not a tokenizer: {error}") from None
+        start = config.bos_token if config.bos_token is not None else config.eos_token
+        return cls(model.to(device), tokenizer, start=start, ends=config.eos_tokens)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's tokens, behind the start token."""
+        tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        size = self.model.config.vocabulary
+        if tokens and max(tokens) >= size:
+            raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")
+        tokens = ([] if self.start is None else [self.start]) + tokens
+        if not tokens:
+            raise UserError("an empty prompt needs a model with a begin or end token; give a prompt")
+        return tokens
+
+    def stream(
+        self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, cached: bool = True
+    ) -> Iterator[tuple[str, Generation]]:
+        """Continue `prompt`: yields each new piece of text (whole characters) with the generation so far.
+
+        The last pair holds the final figures. `cached=False` reads the whole text again for every token. `UserError`
+        when the prompt leaves no position for a new token.
+        """
+        if max_tokens < 1:
+            raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
+        tokens = self.encode(prompt)
+        positions = self.model.config.max_positions
+        if len(tokens) >= positions:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens with its start, and the model {positions} positions: "
+                "none is left for a new token; shorten the prompt"
+            )
+        generation = Generation(prompt, prompt_tokens=len(tokens))
+        emitted = 0
+        for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
+            generation.tokens.append(token)
+            text = self._text(tokens, generation.tokens)
+            if text.endswith(UNFINISHED) or len(text) <= emitted:
+                continue
+            piece, emitted = text[emitted:], len(text)
+            generation.text = text
+            yield piece, generation
+        text = self._text(tokens, generation.tokens)
+        generation.text = text
+        yield text[emitted:], generation
+
+    def generate(
+        self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, cached: bool = True
+    ) -> Generation:
+        """Continue `prompt` and return when it is done; see `stream`."""
+        *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached)
+        return generation
+
+    def _tokens(
+        self, tokens: list[int], max_tokens: int, sampler: Sampler, generation: Generation, cached: bool
+    ) -> Iterator[int]:
+        """New tokens one by one; fills in the figures of `generation`."""
+        device = self.model.embedding.weight.device
+        positions = self.model.config.max_positions
+        cache = KeyValueCache(self.model.config, capacity=min(positions, len(tokens) + max_tokens)) if cached else None
+        known, unread = list(tokens), list(tokens)
+        begun = first = time.perf_counter()
+        for number in range(max_tokens):
+            if len(known) >= positions:
+                generation.stopped = "context"
+                break
+            with torch.inference_mode():
+                batch_BS = torch.tensor([unread if cached else known], device=device)
+                hidden_BSH = self.model.hidden(batch_BS, cache=cache)
+                logits_V = torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight)
+                token = sampler.choose(logits_V)
+            now = time.perf_counter()
+            if number == 0:
+                first, generation.seconds_to_first_token = now, now - begun
+            else:
+                generation.tokens_per_second = number / (now - first)
+            if token in self.ends:
+                generation.stopped = "end"
+                break
+            known.append(token)
+            unread = [token]
+            yield token
+
+    def _text(self, prompt: list[int], tokens: list[int]) -> str:
+        """The text of the new tokens. Decoded behind the prompt's last tokens where that shows how they join."""
+        before = prompt[-4:]
+        whole = self.tokenizer.decode(before + tokens, skip_special_tokens=True)
+        return whole[len(self.tokenizer.decode(before, skip_special_tokens=True)) :]
