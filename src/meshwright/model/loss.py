@@ -99,11 +99,12 @@ class _Chunk:
         self._counted_C = (targets_C != IGNORED).to(wide)
         places_C = targets_C.clamp(min=0) - axes.tp.rank * logits_CV.shape[1]
         self._here_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
-        self._places_C1 = torch.where(self._here_C, places_C, 0)[:, None]
+        # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
+        self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
 
         parts = [self._statistics(logits_CV[part]) for part in self._slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
-        target_C = logits_CV.gather(1, self._places_C1)[:, 0].to(wide) * self._here_C
+        target_C = logits_CV[self._targets].to(wide) * self._here_C
         collectives.all_reduce(target_C, axes.tp, "loss.target_logit")
         highest_C = maximum_C.clone()
         collectives.all_reduce(highest_C, axes.tp, "loss.maximum", op="max")
@@ -117,9 +118,9 @@ class _Chunk:
         for part in self._slices():
             self._to_gradient_(self._logits_CV[part], self._log_sum_C[part], self._counted_C[part])
         at_target_C = ((self._target_C - self._log_sum_C).exp() - 1) * self._counted_C
-        elsewhere_C = self._logits_CV.gather(1, self._places_C1)[:, 0]
-        value_C = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
-        return self._logits_CV.scatter_(1, self._places_C1, value_C[:, None])
+        elsewhere_C = self._logits_CV[self._targets]
+        self._logits_CV[self._targets] = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
+        return self._logits_CV
 
     def _slices(self) -> Iterator[slice]:
         """Tokens that are worked on together: few enough for the caches of a CPU, all where the work is fused."""

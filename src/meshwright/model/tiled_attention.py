@@ -76,14 +76,15 @@ def _backward(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = _pairs(part), _pairs(d_out[rows, heads, :, tile.queries])
-            wide_p_PXL = _probabilities(q_PXD, wide_k_PSD, tile, part.shape)
-            dv_PSD[:, tile.keys] += torch.bmm(wide_p_PXL.to(q.dtype).mT, d_out_PXD)
-            dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT).to(wide)
-            ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, wide_p_PXL, -1, wide).mul_(scale).to(q.dtype)
-            dq_BKGSD[rows, heads, :, tile.queries] = torch.bmm(ds_PXL, k_PSD[:, tile.keys]).view(part.shape)
+            p_PXL = _probabilities(q_PXD, wide_k_PSD, tile, part.shape).to(q.dtype)
+            dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
+            dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
+            ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
+            dq_PXD = torch.bmm(ds_PXL, k_PSD[:, tile.keys])
+            torch.mul(dq_PXD.view(part.shape), scale, out=dq_BKGSD[rows, heads, :, tile.queries])
             dk_PSD[:, tile.keys] += torch.bmm(ds_PXL.mT, q_PXD)
-        dk[rows, heads] = dk_PSD.view(dk[rows, heads].shape).to(dk.dtype)
-        dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape).to(dv.dtype)
+        torch.mul(dk_PSD.view(dk[rows, heads].shape), scale, out=dk[rows, heads])
+        dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape)
     return dq, dk, dv
 
 
