@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import time
 from collections.abc import Callable
@@ -200,6 +201,34 @@ def stop_in_step_4(run: loop.Run) -> None:
         return step(**options)
 
     run.trainer.step = asked  # type: ignore[method-assign]
+
+
+def disk_fills_and_empties(run: loop.Run) -> None:
+    """Something else fills the disk before step 3, gives it back before step 5, and fills it again before step 7."""
+    step = run.trainer.step
+    ballast = run.journal.directory.path / "ballast"
+
+    def disturbed(**options: Any) -> Any:
+        if run.trainer.steps_done in (2, 6) and on_rank(run, 0):
+            run.checkpointer.wait()
+            fill(ballast)
+        if run.trainer.steps_done == 4 and on_rank(run, 0):
+            run.checkpointer.wait()
+            ballast.unlink()
+        return step(**options)
+
+    run.trainer.step = disturbed  # type: ignore[method-assign]
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more fits."""
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
 
 
 def planned_validation(run: loop.Run) -> None:

@@ -26,11 +26,15 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
     from meshwright.train.report import write_report
 
     with answering(as_json) as answer:
-        page = write_report(run_directory, evaluation=_read(evaluation), sample=_read(sample))
+        page = write_report(
+            run_directory,
+            evaluation=_read(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
+            sample=_read(sample, "generate", ("prompt", "text")),
+        )
         answer({"report": page}, f"report: {page}")
 
 
-def _read(path: Path | None) -> dict[str, Any] | None:
+def _read(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
     from meshwright.errors import UserError
 
     if path is None:
@@ -43,4 +47,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
         raise UserError(f"{path} is not the JSON document that --json printed: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} is not the JSON document that --json printed: it holds no object")
+    for key in keys:
+        if key not in document:
+            raise UserError(f'{path} holds no "{key}": it is not what `{command} --json` printed')
     return document

@@ -22,6 +22,7 @@ from meshwright.model.refuse import refuse
 from meshwright.probe.matmul import bf16_is_faster
 from meshwright.recipe import Recipe, load_recipe_text, resume_differences
 from meshwright.train.checkpoint import Checkpointer
+from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.stopping import StopRequest
@@ -44,6 +45,7 @@ class Run:
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
+        self.agreement = Agreement(mesh)
         self.stop = StopRequest()
         data = prepare(recipe.data, recipe.run.seed, log=self.journal.say)
         config = model_config(recipe, data)
@@ -88,7 +90,7 @@ class Run:
             validation_loss = trainer.validate()
         self.journal.step(trainer, verdict, seconds, validation_loss)  # before the save: no step may be without a line
         if verdict.save_failed:
-            self._give_up_save(done)
+            self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)
         if due or verdict.stop:
             self._save(validation_loss)
@@ -99,13 +101,13 @@ class Run:
     # --- before the first step
 
     def _begin(self) -> None:
-        problem = ""
+        problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
         except OSError as error:
             problem = f"{error.filename} cannot be written: {(error.strerror or str(error)).lower()}"
-        if not self._all_agree(not problem):
-            raise UserError(problem or "rank 0 cannot write into the run directory")
+        if (said := self.agreement.first_text(problem)) is not None:
+            raise UserError(said[1])
 
     def _previous_layout(self) -> Layout | None:
         """The layout of the newest checkpoint. `UserError` when the recipe has changed in what may not change."""
@@ -128,7 +130,7 @@ class Run:
 
     def _resume(self) -> str | None:
         """Load the newest whole checkpoint; its name, or None for a fresh run."""
-        loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False), self._all_agree)
+        loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
         if loaded is None:
             if self.recipe.model.load_weights:
                 self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
@@ -137,12 +139,6 @@ class Run:
         self.trainer.restore(state)
         return checkpoint.name
 
-    def _all_agree(self, mine: bool) -> bool:
-        """Whether every rank says yes."""
-        no = torch.tensor(float(not mine), device=self.mesh.device)
-        collectives.all_reduce(no, self.mesh.world, "run.agreement")
-        return not no > 0
-
     # --- saving and stopping
 
     def _count_skipped(self, verdict: Verdict) -> None:
@@ -150,7 +146,7 @@ class Run:
         self.skipped_in_a_row = 0 if verdict.finite else self.skipped_in_a_row + 1
         limit = self.recipe.train.maximum_skipped
         if self.skipped_in_a_row > limit:
-            self.checkpointer.wait()  # an earlier step's save may still be under way
+            self._settle()  # an earlier step's save may still be under way
             newest = self.checkpointer.newest()
             count = f"{self.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
@@ -160,28 +156,38 @@ class Run:
             )
 
     def _save(self, validation_loss: float | None) -> None:
-        self.checkpointer.wait()
         step = self.trainer.steps_done
-        if (reason := self.checkpointer.failed()) is not None:  # since this step began
+        if (reason := self._settle()) is not None:
             self.journal.save_failed(step, reason)
         self.checkpointer.save(
             step, self.trainer.pieces(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
         self.journal.saving(step, self.checkpointer.stall_seconds)
 
-    def _give_up_save(self, step: int) -> None:
-        """Some rank could not write: all ranks drop that save and train on; the next save tries again."""
-        reason = self.checkpointer.failed()
+    def _settle(self) -> str | None:
+        """Return when no rank is saving any more: why the save could not be completed, None when it was.
+
+        Ranks ask each other meanwhile: one whose disk is full may have no room even for a word to the others, which
+        wait for its part.
+        """
+        while True:
+            busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed
+            if not self.agreement.everyone(self.checkpointer.failed() is None):
+                return self._give_up_save()
+            if self.agreement.everyone(not busy):
+                return None
+            time.sleep(0.02)
+
+    def _give_up_save(self) -> str:
+        """All ranks drop a save that failed on one of them, whose reason this is; older checkpoints stay."""
+        said = self.agreement.first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
-        self.journal.save_failed(step, reason or "a save failed on another rank")
+        return said[1] if said else "the checkpoint could not be written"
 
     def _finish_saving(self) -> None:
         """Wait for the last save; all ranks fail together when any of them could not write."""
-        self.checkpointer.wait()
-        reason = self.checkpointer.failed()
-        if not self._all_agree(reason is None):
-            self.checkpointer.abandon()
-            raise UserError(reason or "the last checkpoint could not be written on another rank")
+        if (reason := self._settle()) is not None:
+            raise UserError(reason)
 
     def _end_early(self) -> None:
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"

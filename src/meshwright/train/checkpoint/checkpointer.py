@@ -132,6 +132,11 @@ class Checkpointer:
             raise fault
         return self._failure
 
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing its part of a save, or waiting for another rank's."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Return when no save is being written any more, whether it worked or not."""
         if self._thread is not None:

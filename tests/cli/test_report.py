@@ -1,0 +1,50 @@
+"""`meshwright report`: makes the page, with what other commands printed, and says what it cannot read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def run(tmp_path):
+    step = {"step": 1, "loss": 2.5, "tokens_per_second": 100.0, "memory_gib": 0.5, "seconds_by_part": {"forward": 1.0}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    return tmp_path
+
+
+def test_it_writes_the_page_with_what_evaluate_and_generate_printed(command_line, run):
+    figures = {"schema": 1, "loss": 1.5, "perplexity": 4.48, "bits_per_byte": 1.234, "tokens": 10}
+    (run / "evaluation.json").write_text(json.dumps(figures))
+    (run / "sample.json").write_text(json.dumps({"schema": 1, "prompt": "def ", "text": "f(x):"}))
+    parts = ("--evaluation", run / "evaluation.json", "--sample", run / "sample.json")
+    outcome = command_line("report", run, *parts, "--json")
+    assert (outcome.code, outcome.errors) == (0, "")
+    assert json.loads(outcome.output) == {"schema": 1, "report": str(run / "report.html")}
+    page = (run / "report.html").read_text()
+    assert "1.234" in page and "<b>def </b>f(x):" in page
+    assert command_line("report", run).output == f"report: {run / 'report.html'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file: {file}"),
+        ("{not json", "{file} is not the JSON document that --json printed"),
+        ("[1, 2]", "{file} is not the JSON document that --json printed: it holds no object"),
+        ('{"schema": 1}', '{file} holds no "prompt": it is not what `generate --json` printed'),
+    ],
+)
+def test_a_sample_that_is_none_is_one_line(command_line, run, text, said):
+    file = run / "sample.json"
+    if text is not None:
+        file.write_text(text)
+    outcome = command_line("report", run, "--sample", file)
+    assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1)
+    assert said.format(file=file) in outcome.errors
+
+
+def test_a_directory_without_a_run_is_one_line(command_line, tmp_path):
+    outcome = command_line("report", tmp_path / "none")
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1) and "no metrics.jsonl in" in outcome.errors

@@ -1,0 +1,185 @@
+"""`meshwright train`: mistakes are one line before anything starts, a run leaves one document, whoever starts it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.train import launcher
+
+TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can go on.\n\n" for n in range(600))
+
+
+@pytest.fixture
+def recipe(tiny_recipe: Path, tmp_path: Path) -> Path:
+    """A recipe of four steps on a short text, everything below one directory."""
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    text = tiny_recipe.read_text().replace('"stdlib"', f'"{tmp_path}/corpus.txt"\ncache = "{tmp_path}/cache"')
+    tiny_recipe.write_text(text.replace("seed = 7", f'seed = 7\ndirectory = "{tmp_path}/run"'))
+    return tiny_recipe
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """No rank may be started."""
+
+    def started(*_: object) -> None:
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr(launcher, "launch", started)
+
+
+MISTAKES = {
+    "a typo": (["train.lerning_rate=1e-3"], 'override "train.lerning_rate=1e-3"', "train.learning_rate"),
+    "a value of the wrong type": (["train.steps=many"], "train.steps", "whole number"),
+    "a layout that does not divide the batch": (["layout=dp3"], "batch 4 is not a multiple of dp x mb = 3", "3 or 6"),
+    "micro-batches that do not": (["layout=dp2 mb4"], "batch 4 is not a multiple of dp x mb = 8", "8 would be"),
+    "a layout that does not divide the ranks": (["layout=dp4 zero3 hs3"], "hs3", "dp"),
+    "an axis that is not built": (["layout=tp2"], "tp2", ""),
+    "a layout that is none": (["layout=dp2 zero7"], "zero7", "zero"),
+    "no such data": (["data.source={tmp}/none.txt"], "data.source", "none.txt"),
+    "an empty file": (["data.source={tmp}/empty.txt"], "{tmp}/empty.txt is empty", ""),
+    "a binary file": (["data.source={tmp}/binary.txt"], "{tmp}/binary.txt", "text"),
+    "a truncated file": (["data.source={tmp}/cut.jsonl.gz"], "{tmp}/cut.jsonl.gz", "cut short"),
+    "too little text": (["data.source={tmp}/short.txt"], "data.source: all that is left", "add text"),
+    "samples longer than the text": (["data.sequence=90000"], "data.sequence = 90000", "or shorten data.sequence"),
+    "a tokenizer that is too large": (["model.vocabulary=100"], "model.vocabulary 100 is smaller than", "257"),
+    "a tokenizer that is not there": (["data.tokenizer={tmp}/none"], "data.tokenizer", "none"),
+    "heads that do not divide": (["model.hidden=18"], "model.hidden 18 must be a multiple of model.heads 4", ""),
+    "a model that is not there": (["model.family=lama"], 'unknown family "lama"', 'did you mean "llama"'),
+    "a run directory that is a file": (["run.directory={tmp}/corpus.txt/run"], "{tmp}/corpus.txt is a file", ""),
+    "a cache that cannot be written": (["data.cache={tmp}/corpus.txt/cache"], "data.cache", ""),
+    "a rendezvous that is none": (["run.rendezvous=localhost"], "run.rendezvous", "tcp://HOST:PORT"),
+    "validation without data for it": (["train.validate_every=2", "data.validation_fraction=0"], "validate_every", ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, command_line, nothing_starts):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("Too short.")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a line"}\n' * 500)[:-20])
+    overrides, where, right = MISTAKES[name]
+    outcome = command_line("train", recipe, *(override.format(tmp=tmp_path) for override in overrides))
+    assert outcome.code == 2 and outcome.output == ""
+    line = outcome.errors.splitlines()[-1]
+    assert line.startswith("meshwright: error: ")
+    assert where.format(tmp=tmp_path) in line and right in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_recipe_that_is_not_there_or_mistyped_is_a_line(recipe, tmp_path, command_line, nothing_starts):
+    outcome = command_line("train", tmp_path / "none.toml")
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1) and "none.toml" in outcome.errors
+    recipe.write_text(recipe.read_text().replace("learning_rate", "learning_rat"))
+    outcome = command_line("train", recipe)
+    assert outcome.code == 2
+    line = f"meshwright: error: {recipe}: train.learning_rat: unknown key; did you mean train.learning_rate?"
+    assert outcome.errors.startswith(line) and outcome.errors.count("\n") == 1
+
+
+def test_help_says_what_stops_a_run_and_how_it_goes_on(command_line):
+    text = " ".join(command_line("train", "--help").output.split())
+    assert "SIGTERM and Ctrl-C end the step under way, save and stop, with exit code 143 or 130" in text
+    assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
+
+
+def start(recipe: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """The command in a process of its own, in the recipe's directory."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", str(recipe), *arguments],
+        cwd=recipe.parent, env=environment, capture_output=True, text=True, timeout=200, **options,
+    )  # fmt: skip
+
+
+def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, command_line, monkeypatch):
+    arguments = ("layout=dp2 zero1 fp32", "run.directory=new/parent/run")
+    ended = start(recipe, *arguments, "--json")
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    assert ended.stdout.count("\n") == 1 and answer["schema"] == 1
+    assert {"step", "loss", "tokens_per_second", "mfu", "predicted", "measured", "checkpoint"} <= answer.keys()
+    assert (answer["step"], answer["checkpoint"]) == (4, "new/parent/run/checkpoints/step-000004")
+    assert answer["tokens_per_second"] > 0 and 0 < answer["mfu"] < 1 and 4 < answer["loss"] < 7
+    directory = tmp_path / "new/parent/run"
+    for said in ("layout: dp2 zero1 fp32 on 2 cpu processes x 1 threads\n", "step 4/4  loss "):
+        assert ended.stderr.count(said) == 1
+    assert json.loads((directory / "result.json").read_text()) == {k: v for k, v in answer.items() if k != "schema"}
+    assert "[train]\nsteps = 4\n" in (directory / "recipe.resolved.toml").read_text()
+    assert len(json.loads((directory / "ranks.json").read_text())) == 2
+
+    monkeypatch.chdir(tmp_path)
+    outcome = command_line("train", recipe, *arguments)  # again: there is nothing to do, and it says what there is
+    assert outcome.code == 0
+    assert outcome.output.startswith(f"done: step 4, loss {answer['loss']:.4f}\n")
+    assert "checkpoint: new/parent/run/checkpoints/step-000004" in outcome.output
+
+
+def test_a_device_that_is_not_there_is_a_line(recipe, command_line, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    outcome = command_line("train", recipe, "run.device=cuda")
+    assert outcome.code == 2
+    assert 'run.device = "cuda": this machine has no CUDA device' in outcome.errors.splitlines()[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_path):
+    """torchrun, two processes by hand that meet at an address, the launcher with a file: one run goes on through it."""
+    arguments = ["-m", "meshwright", "train", str(recipe), "layout=dp2 zero1 fp32", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    ended = subprocess.run(
+        [*torchrun, str(free_port()), *arguments, "train.steps=2"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["step"] == 2  # one document, not two
+    assert ended.stderr.count("layout: dp2 zero1 fp32 on 2 cpu processes") == 1
+    assert len(json.loads((tmp_path / "run/ranks.json").read_text())) == 2
+
+    place = f"run.rendezvous=tcp://127.0.0.1:{free_port()}"
+    by_hand = [
+        subprocess.Popen(
+            [sys.executable, *arguments, "train.steps=4", place],
+            cwd=tmp_path,
+            env=environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in by_hand]
+    assert [process.returncode for process in by_hand] == [0, 0]
+    assert json.loads(outputs[0])["step"] == 4 and outputs[1] == ""
+
+    ended = start(recipe, *arguments[4:], "train.steps=5", f"run.rendezvous=file://{tmp_path}/meeting")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["step"] == 5 and "resumed from step-000004" in ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+
+
+def test_another_number_of_ranks_than_the_layout_needs_is_a_line(recipe, command_line, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    outcome = command_line("train", recipe, "layout=dp2")
+    assert (outcome.code, outcome.output) == (2, "")
+    assert 'layout "dp2" needs 2 ranks, but 3 were started (RANK=0 WORLD_SIZE=3)' in outcome.errors
