@@ -172,8 +172,8 @@ def _model(model: Any) -> tuple[str, ModelConfig]:
         model = load_recipe(model)
     if isinstance(model, Recipe):
         name = model.model.preset or model.model.family or str(model.model.from_path)
-        # The vocabulary is made small anyway; the tokenizer need not be trained to verify a layout.
-        return name, config_from_recipe(model.model, model.data.sequence, model.model.vocabulary or 499)
+        # The vocabulary is replaced anyway: no tokenizer need be trained to verify a layout.
+        return name, config_from_recipe(model.model, model.data.sequence, tokenizer_vocabulary=1)
     if Path(model).exists():
         return str(model), ModelConfig.from_path(model)
     return str(model), preset(str(model))
