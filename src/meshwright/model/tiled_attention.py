@@ -19,8 +19,8 @@ import torch
 
 from meshwright.model.precision import at_least_float32
 
-TILE_QUERIES = 64
-TILE_SCORES = 1 << 19  # 2 MiB in float32: what stays in the caches near a core
+TILE_QUERIES = 128
+TILE_SCORES = 1 << 20  # 4 MiB in float32: what stays in the caches near a core
 
 
 class Tile(NamedTuple):
