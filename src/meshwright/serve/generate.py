@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from tokenizers import Tokenizer
 
 from meshwright.errors import UserError
 from meshwright.model.cache import KeyValueCache
+from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.serve.sampling import Sampler, Sampling
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no whole character yet
+from meshwright.serve.text import TextStream
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Generator:
     """A model and its tokenizer, ready to continue prompts."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, *, start: int | None = None, ends: Sequence[int] = ()
+        self, model: Transformer, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = ()
     ) -> None:
         """`start`: the token put before a prompt, as before each document in training; `ends`: tokens that end it."""
         self.model, self.tokenizer, self.start, self.ends = model.eval(), tokenizer, start, frozenset(ends)
@@ -50,7 +51,7 @@ class Generator:
     ) -> Generator:
         """From a Hugging Face directory with model and tokenizer."""
         directory = Path(directory)
-        model, config = load_huggingface(directory, dtype)
+        model, config = load_huggingface(directory, dtype, device)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
@@ -59,7 +60,7 @@ class Generator:
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         start = config.bos_token if config.bos_token is not None else config.eos_token
-        return cls(model.to(device), tokenizer, start=start, ends=config.eos_tokens)
+        return cls(model, tokenizer, start=start, ends=_ends(directory, config))
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind the start token."""
@@ -90,18 +91,16 @@ class Generator:
                 "none is left for a new token; shorten the prompt"
             )
         generation = Generation(prompt, prompt_tokens=len(tokens))
-        emitted = 0
+        text = TextStream(self.tokenizer, tokens)
         for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
             generation.tokens.append(token)
-            text = self._text(tokens, generation.tokens)
-            if text.endswith(UNFINISHED) or len(text) <= emitted:
-                continue
-            piece, emitted = text[emitted:], len(text)
-            generation.text = text
-            yield piece, generation
-        text = self._text(tokens, generation.tokens)
-        generation.text = text
-        yield text[emitted:], generation
+            piece = text.push(token)
+            generation.text += piece
+            if piece:
+                yield piece, generation
+        piece = text.rest()
+        generation.text += piece
+        yield piece, generation
 
     def generate(
         self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, cached: bool = True
@@ -140,8 +139,15 @@ class Generator:
             unread = [token]
             yield token
 
-    def _text(self, prompt: list[int], tokens: list[int]) -> str:
-        """The text of the new tokens. Decoded behind the prompt's last tokens where that shows how they join."""
-        before = prompt[-4:]
-        whole = self.tokenizer.decode(before + tokens, skip_special_tokens=True)
-        return whole[len(self.tokenizer.decode(before, skip_special_tokens=True)) :]
+
+def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """Tokens that end a text: those of the configuration and those that are said for generation alone."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return frozenset(config.eos_tokens)
+    try:
+        said = json.loads(path.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}") from None
+    ends = said if isinstance(said, list) else [said]
+    return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}

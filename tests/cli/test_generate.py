@@ -1,0 +1,76 @@
+"""`meshwright generate` on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROMPT = "Once upon a time, there was a little girl"
+KEYS = {"schema", "text", "tokens", "seconds_to_first_token", "tokens_per_second"}
+
+
+@pytest.fixture
+def stories(shared_data: Path) -> Path:
+    return shared_data / "stories260k"
+
+
+def test_the_prompt_is_continued_on_standard_output(command_line: Callable[..., Any], stories: Path):
+    outcome = command_line("generate", stories, "--prompt", PROMPT, "--max-tokens", 12)
+    story = (stories / "greedy_200_tokens.txt").read_text()
+    assert outcome.code == 0
+    assert story.startswith(outcome.output.rstrip("\n"))
+    assert len(outcome.output) > len(PROMPT) + 20
+    assert "12 tokens, the first after" in outcome.errors
+
+
+def test_json_is_one_document_with_the_promised_keys(command_line: Callable[..., Any], stories: Path):
+    outcome = command_line("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--json")
+    document = json.loads(outcome.output)
+    assert document.keys() >= KEYS
+    assert document["tokens"] == 12
+    assert document["tokens_per_second"] > 0
+    assert (stories / "greedy_200_tokens.txt").read_text().startswith(PROMPT + document["text"])
+
+
+def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
+    draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
+    texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--temperature", "-1"), "temperature -1"),
+        (("--top-p", "2"), "top-p 2"),
+        (("--max-tokens", "0"), "max-tokens 0"),
+        (("--top-q", "2"), "did you mean --top-"),
+    ],
+)
+def test_a_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, arguments: tuple[str, ...], word: str):
+    outcome = command_line("generate", stories, "--prompt", "x", *arguments)
+    assert outcome.code == 2
+    assert outcome.output == ""
+    assert outcome.errors.startswith("meshwright: error: ")
+    assert outcome.errors.count("\n") == 1
+    assert word in outcome.errors
+
+
+def test_what_is_no_checkpoint_is_one_line(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+    for path, word in ((tmp_path / "none", "no such directory"), (tmp_path, "no checkpoint in it")):
+        outcome = command_line("generate", path, "--prompt", "x")
+        assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+        assert word in outcome.errors
+    shutil.copytree(stories, tmp_path / "cut")
+    for file in (tmp_path / "cut").iterdir():
+        file.chmod(0o600)
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    outcome = command_line("generate", tmp_path / "cut", "--prompt", "x")
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+    assert "model.safetensors" in outcome.errors
