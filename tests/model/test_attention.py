@@ -15,8 +15,8 @@ from meshwright.model.presets import preset
 from meshwright.model.tiled_attention import tiled_attention
 
 CPU = torch.device("cpu")
-# rows, tokens, query heads, key-value heads, head size: the tile's 64 queries divide none of the lengths but one
-SHAPES = [(2, 70, 6, 3, 16), (3, 200, 4, 4, 8), (1, 131, 8, 1, 8), (2, 64, 2, 2, 4), (4, 1, 3, 1, 4)]
+# rows, tokens, query heads, key-value heads, head size; lengths that a tile of queries divides, and others
+SHAPES = [(2, 70, 6, 3, 16), (3, 200, 4, 4, 8), (1, 131, 8, 1, 8), (2, 256, 2, 2, 4), (4, 1, 3, 1, 4)]
 
 
 def heads(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -78,13 +78,10 @@ def test_the_size_of_a_tile_changes_nothing(scores: int, monkeypatch: pytest.Mon
 
 
 def test_keys_that_nobody_sees_are_not_touched():
-    tiles_of_a_row = tiles._tiles(256, torch.zeros(64, 64), torch.arange(256)[None] // 64 * 64)
-    assert [(tile.keys.start, tile.keys.stop) for tile in tiles_of_a_row] == [
-        (0, 64),
-        (64, 128),
-        (128, 192),
-        (192, 256),
-    ]
+    size = tiles.TILE_QUERIES
+    first = torch.arange(4 * size)[None] // size * size  # a document for each tile
+    found = tiles._tiles(4 * size, torch.zeros(size, size), first)
+    assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(at * size, (at + 1) * size) for at in range(4)]
 
 
 def test_bfloat16_keeps_scores_in_float32():

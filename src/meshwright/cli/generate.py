@@ -67,4 +67,4 @@ def command(
             "tokens_per_second": generation.tokens_per_second,
             "checkpoint": directory,
         }
-        answer(document)
+        answer(document, "")
