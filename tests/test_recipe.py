@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -277,6 +278,24 @@ def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
         resume_differences(load_recipe(tiny_recipe), new)
     with pytest.raises(UserError, match=r"model.sliding_window was unset when this run began and is 8 now"):
         resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
+
+
+def test_a_refusal_to_resume_names_the_file_or_the_override(tiny_recipe: Path):
+    old = load_recipe(tiny_recipe, ["model.hidden=32"])
+    with pytest.raises(UserError, match=f"^{re.escape(str(tiny_recipe))}: model.hidden was 32"):
+        resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))
+    with pytest.raises(UserError, match='^override "model.hidden=64": model.hidden was 32'):
+        resume_differences(old, load_recipe(tiny_recipe, ["model.hidden=8", "model.hidden=64"]))
+
+
+def test_a_contradiction_that_an_override_made_names_it_beside_the_file(tiny_recipe: Path):
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("steps = 4", "steps = 40\nwarmup = 5"))
+    line = refusal(tiny_recipe, "model.layers=3", "train.steps=3")
+    assert line == f'{tiny_recipe} with override "train.steps=3": train: warmup = 5 is more than steps = 3'
+    line = refusal(tiny_recipe, "train.validate_every=2", "data.validation_fraction=0")
+    assert line.startswith(f'{tiny_recipe} with overrides "train.validate_every=2", "data.validation_fraction=0": ')
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("warmup = 5", "warmup = 50"))
+    assert refusal(tiny_recipe).startswith(f"{tiny_recipe}: train: warmup = 50 is more")
 
 
 def test_reading_a_recipe_is_quick_and_needs_no_torch():

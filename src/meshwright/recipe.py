@@ -192,6 +192,7 @@ class Recipe(Table):
     checkpoint: CheckpointRecipe = CheckpointRecipe()
 
     _source_path: Path | None = PrivateAttr(default=None)
+    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
@@ -211,6 +212,10 @@ class Recipe(Table):
     def source_path(self) -> Path | None:
         """The file it was read from."""
         return self._source_path
+
+    def where(self, key: str) -> str:
+        """Where a person said the value of `key`: an override or the file."""
+        return _said_where(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
     def run_directory(self) -> Path:
@@ -240,22 +245,33 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     said_by: dict[str, str] = {}
     for override in overrides:
         key = SCHEMA.override(tables, override)
-        said_by[key] = f'override "{override}"'
+        said_by.pop(key, None)  # the last one counts, and is the last in an error line too
+        said_by[key] = override
     run = tables.setdefault("run", {})
     if isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
 
-    def where(key: str) -> str:
-        return next((said_by[name] for name in said_by if key == name or key.startswith(name + ".")), str(path))
-
-    recipe = SCHEMA.check(tables, where)
-    recipe._source_path = path
+    recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path)))
+    recipe._source_path, recipe._overrides = path, said_by
     return recipe
+
+
+def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:
+    """The override that said `key`, else the file; for a table of which both said something, both."""
+    own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
+    if own:
+        return f'override "{own[-1]}"'
+    inside = [f'"{text}"' for name, text in said_by.items() if not key or name.startswith(f"{key}.")]
+    if not inside:
+        return file
+    return f"{file} with override{'s' if len(inside) > 1 else ''} {', '.join(inside)}"
 
 
 def load_recipe_text(text: str, where: str) -> Recipe:
     """A recipe from its text, as `Recipe.to_toml` writes it; a `UserError` starts with `where`."""
-    return Recipe.from_tables(parse_toml(text, where), where)
+    recipe = Recipe.from_tables(parse_toml(text, where), where)
+    recipe._source_path = Path(where)
+    return recipe
 
 
 SCHEMA = Schema(
@@ -326,7 +342,7 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
         was, now = (toml_value(values[key]) if key in values else "unset" for values in (before, after))
         reason = _FIXED_BECAUSE[key.partition(".")[0]]
         raise UserError(
-            f"{new.source_path or 'recipe'}: {key} was {was} when this run began and is {now} now, "
+            f"{new.where(key)}: {key} was {was} when this run began and is {now} now, "
             f"and it may not change: {reason}; put it back, or begin another run with another run.name"
         )
 
