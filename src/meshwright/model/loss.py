@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,23 +26,46 @@ SLICE_LOGITS = 1 << 19  # logits that are worked on at once on a CPU, so that in
 
 
 def linear_cross_entropy(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, axes: Axes, *, compiled: bool = False
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    axes: Axes,
+    *,
+    first_token: int = 0,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weightᵀ)[target] (nats); targets of -100 do not count.
 
-    The sum, and that of the weight's gradient over chunks, are formed in float32 at least. `compiled` fuses what is
-    done to each logit with torch.compile.
+    The sum, and that of the weight's gradient over chunks, are formed in float32 at least. With tensor parallelism the
+    rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them.
+    `compiled` fuses what is done to each logit with torch.compile.
     """
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, axes, compiled, torch.is_grad_enabled())
+    head = _Head(weight_VH, first_token, axes, compiled)
+    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
 def token_losses(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, axes: Axes, *, compiled: bool = False
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    axes: Axes,
+    *,
+    first_token: int = 0,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Each token's loss (nats, float32 at least), 0 where the target is -100; without gradients."""
     with torch.no_grad():
-        chunks = [chunk.losses_C for chunk in _chunks(hidden_TH, weight_VH, targets_T, axes, compiled)]
-        return torch.cat(chunks)
+        head = _Head(weight_VH, first_token, axes, compiled)
+        return torch.cat([chunk.losses_C for chunk in _chunks(hidden_TH, targets_T, head)])
+
+
+class _Head(NamedTuple):
+    """This rank's part of the head, and how to work with it."""
+
+    weight_VH: torch.Tensor
+    first_token: int
+    axes: Axes
+    compiled: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -52,8 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_T: torch.Tensor,
-        axes: Axes,
-        compiled: bool,
+        head: _Head,
         differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
     ) -> torch.Tensor:
         wants_hidden, wants_weight = (differentiable and needed for needed in context.needs_input_grad[:2])
@@ -61,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TH.device)
         d_hidden_TH = torch.empty_like(hidden_TH) if wants_hidden else None
         d_weight_VH: torch.Tensor | None = None
-        for chunk in _chunks(hidden_TH, weight_VH, targets_T, axes, compiled):
+        for chunk in _chunks(hidden_TH, targets_T, head):
             total += chunk.losses_C.sum()
             if not (wants_hidden or wants_weight):
                 continue
@@ -82,22 +104,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden_TH = d_hidden_TH * d_total.to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
-        return d_hidden_TH, d_weight_VH, None, None, None, None
+        return d_hidden_TH, d_weight_VH, None, None, None
 
 
 class _Chunk:
     """Some tokens' logits, their losses, and (once asked for) the gradient in the logits' place."""
 
-    def __init__(
-        self, tokens: slice, logits_CV: torch.Tensor, targets_C: torch.Tensor, axes: Axes, compiled: bool
-    ) -> None:
+    def __init__(self, tokens: slice, logits_CV: torch.Tensor, targets_C: torch.Tensor, head: _Head) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
-        self._compiled = compiled
-        functions: tuple[Callable[..., Any], ...] = _fused() if compiled else (_statistics, _to_gradient_)
+        self._compiled = head.compiled
+        functions: tuple[Callable[..., Any], ...] = _fused() if head.compiled else (_statistics, _to_gradient_)
         self._statistics, self._to_gradient_ = functions
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
-        places_C = targets_C.clamp(min=0) - axes.tp.rank * logits_CV.shape[1]
+        places_C = targets_C.clamp(min=0) - head.first_token
         self._here_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
         # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
@@ -105,11 +125,11 @@ class _Chunk:
         parts = [self._statistics(logits_CV[part]) for part in self._slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
         target_C = logits_CV[self._targets].to(wide) * self._here_C
-        collectives.all_reduce(target_C, axes.tp, "loss.target_logit")
+        collectives.all_reduce(target_C, head.axes.tp, "loss.target_logit")
         highest_C = maximum_C.clone()
-        collectives.all_reduce(highest_C, axes.tp, "loss.maximum", op="max")
+        collectives.all_reduce(highest_C, head.axes.tp, "loss.maximum", op="max")
         sum_C = sum_C * (maximum_C - highest_C).exp()
-        collectives.all_reduce(sum_C, axes.tp, "loss.sum")
+        collectives.all_reduce(sum_C, head.axes.tp, "loss.sum")
         self._log_sum_C, self._target_C = highest_C + sum_C.log(), target_C
         self.losses_C = (self._log_sum_C - target_C) * self._counted_C
 
@@ -148,15 +168,13 @@ def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
 
 
-def _chunks(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, axes: Axes, compiled: bool
-) -> Iterator[_Chunk]:
+def _chunks(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head) -> Iterator[_Chunk]:
     """Chunks of about equal size. They share one buffer of logits: each is gone when the next is asked for."""
-    tokens, vocabulary = hidden_TH.shape[0], weight_VH.shape[0]
+    tokens, vocabulary = hidden_TH.shape[0], head.weight_VH.shape[0]
     limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(hidden_TH.device.type, 1 << 27) // vocabulary)
     at_once = -(-tokens // max(1, -(-tokens // limit)))
     buffer = hidden_TH.new_empty(at_once, vocabulary)
     for start in range(0, tokens, max(1, at_once)):
         part = slice(start, min(tokens, start + at_once))
-        logits_CV = torch.mm(hidden_TH[part], weight_VH.T, out=buffer[: part.stop - start])
-        yield _Chunk(part, logits_CV, targets_T[part], axes, compiled)
+        logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[: part.stop - start])
+        yield _Chunk(part, logits_CV, targets_T[part], head)

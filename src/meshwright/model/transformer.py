@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Axes
-from meshwright.comm.operators import split_to
+from meshwright.comm.operators import gather_from
 from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
@@ -75,6 +75,7 @@ class Transformer(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         width = -(-config.vocabulary // self.axes.tp.size)  # of this rank's slice of the vocabulary
+        self._first_token = self.axes.tp.rank * width
         self.embedding = Embedding(width, config.hidden, self.axes, **options)
         learned = config.positions == "learned"
         self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned else None
@@ -85,12 +86,17 @@ class Transformer(nn.Module):
         self._run_block: Callable[..., torch.Tensor] = recomputed(Block.__call__, recompute)
         self._norm: Callable[..., torch.Tensor] = self.final_norm.__class__.__call__
         self._recompute = recompute
-        self._compiled = False
+        self._loss_options: dict[str, Any] = {"axes": self.axes, "first_token": self._first_token}
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, H]: the head's own weight, or the embedding's where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """[V, H]: the head's own weight, or the embedding's where they are tied.
+
+        With tensor parallelism this rank's slice, without the rows that fill up the last ones.
+        """
+        weight_VH = self.embedding.weight if self.head is None else self.head.weight
+        real = self.config.vocabulary - self._first_token
+        return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     def forward(
         self,
@@ -101,9 +107,7 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100."""
         x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
-        loss = linear_cross_entropy(
-            x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), self.axes, compiled=self._compiled
-        )
+        loss = linear_cross_entropy(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
         return units.leave("head", loss)
 
     def token_losses(
@@ -116,9 +120,7 @@ class Transformer(nn.Module):
         """Each token's loss [B, S] (nats), 0 where the target is -100; for evaluation, without gradients."""
         with torch.no_grad():
             x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
-            losses_T = token_losses(
-                x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), self.axes, compiled=self._compiled
-            )
+            losses_T = token_losses(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
             return units.leave("head", losses_T).view_as(targets_BS)
 
     def hidden(
@@ -145,7 +147,9 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Scores of the next token, [B, S, V], in the model's type."""
         hidden_BSH = self.hidden(tokens_BS, documents, cache=cache, positions=positions)
-        return nn.functional.linear(hidden_BSH, self.head_weight)
+        weight_VH = self.embedding.weight if self.head is None else self.head.weight
+        logits_BSV = gather_from(nn.functional.linear(hidden_BSH, weight_VH), self.axes.tp, "head.output", dim=2)
+        return logits_BSV[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made
@@ -153,7 +157,7 @@ class Transformer(nn.Module):
         options = {"dynamic": False, **options}
         self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
         self._norm = torch.compile(type(self.final_norm).forward, **options)
-        self._compiled = True
+        self._loss_options["compiled"] = True
 
     def _blocks(
         self,
@@ -197,10 +201,9 @@ class Transformer(nn.Module):
         assert self.positions is not None
         if positions_BS is None:
             positions_BS = torch.arange(start, stop, device=device)[None]
-        rows_BSH = self.positions(positions_BS)
         if self.axes.layout.tensor_sequence_parallel:
-            return split_to(rows_BSH, self.axes.tp, "positions", dim=1)
-        return rows_BSH
+            positions_BS = positions_BS.chunk(self.axes.tp.size, dim=1)[self.axes.tp.rank]
+        return self.positions(positions_BS)
 
     def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
         return enter_tensor_parallel(self._norm(self.final_norm, x_BSH), self.axes, "head.input")

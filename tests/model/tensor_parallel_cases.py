@@ -1,0 +1,86 @@
+"""What the ranks of test_tensor_parallel.py do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import Documents
+from meshwright.model.initialise import initialise
+from meshwright.model.parameters import parameter_table
+from meshwright.model.transformer import Transformer
+
+IDS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+
+
+def whole_model(config: ModelConfig) -> Transformer:
+    model = Transformer(config, dtype=torch.float64)
+    initialise(model, parameter_table(config), seed=1)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).double())
+    return model
+
+
+def inputs(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+    tokens = torch.randint(0, config.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
+    tokens[0, 3] = config.vocabulary - 1  # in the last rank's slice
+    targets = tokens[:, 1:].clone()
+    targets[0, 4] = -100
+    return tokens[:, :-1], targets, Documents.from_ids(IDS)
+
+
+def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, float]:
+    """How far a rank's loss, token losses, logits and each gradient are from the whole model's."""
+    layout = Layout.parse(layout_text)
+    mesh = Mesh.create(layout)
+    table, whole = parameter_table(config), whole_model(config)
+    mine = Transformer(config, axes=mesh, dtype=torch.float64, recompute=recompute)
+    theirs, parameters = dict(whole.named_parameters()), dict(mine.named_parameters())
+    assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == {
+        tensor.name: tensor.local_shape(layout) for tensor in table.tensors
+    }
+    boxes = [
+        (row, box, row.offset)
+        for row in table.rows
+        for box in table.local_slices(row, layout, layout.coordinates(mesh.rank))
+    ]
+
+    def part(tensors: dict[str, torch.Tensor], row: Any, box: Any, offset: int) -> torch.Tensor:
+        return tensors[row.tensor][offset : offset + row.engine_shape[0]][box.slices]
+
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(1e3)  # rows that only fill up must not count
+        for row, box, offset in boxes:
+            parameters[row.tensor][box.local_slices] = part(theirs, row, box, offset)
+
+    batch = inputs(config)
+    want, loss = whole(*batch), mine(*batch)
+    want.backward()
+    loss.backward()
+    errors = {
+        "loss": float((loss - want).abs()),
+        "token losses": float((mine.token_losses(*batch) - whole.token_losses(*batch)).abs().max()),
+        "logits": float((mine.logits(batch[0], batch[2]) - whole.logits(batch[0], batch[2])).abs().max()),
+    }
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    expected = {name: parameter.grad for name, parameter in theirs.items()}
+    summed: dict[str, torch.Tensor] = {}
+    for row, box, offset in boxes:
+        gradient = gradients[row.tensor][box.local_slices].clone()
+        if "tp" in row.gradient_axes(layout) and row.replicas(layout) == layout.tp:
+            torch.distributed.all_reduce(gradient)
+        error = (gradient - part(expected, row, box, offset)).abs().max()
+        errors[row.name] = max(errors.get(row.name, 0.0), float(error))
+        summed[row.name] = gradient
+    covered = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+    for row, box, _ in boxes:
+        covered[row.tensor][box.local_slices] = 1
+    errors["rows that fill up"] = max(float((gradients[name] * (1 - covered[name])).abs().max()) for name in gradients)
+    return errors

@@ -1,0 +1,37 @@
+"""The places where tensor-parallel ranks meet are in place: two ranks compute what one device computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.model.config import ModelConfig
+from meshwright.model.presets import preset
+
+ODD = {"vocabulary": 499, "layers": 2}  # a vocabulary that two ranks cannot share evenly
+CONFIGS = {
+    "llama, every bias": dataclasses.replace(
+        preset("llama-tiny"), **ODD, qkv_bias=True, output_bias=True, mlp_bias=True, tied=False
+    ),
+    "llama, one key-value head, tied": dataclasses.replace(preset("llama-tiny"), **ODD, kv_heads=1, tied=True),
+    "qwen3": dataclasses.replace(preset("qwen3-tiny"), **ODD),
+    "gpt2": dataclasses.replace(preset("gpt2-tiny"), **ODD),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as local:
+        yield local
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2:nosp"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_two_ranks_compute_what_one_device_computes(ranks: LocalRanks, config: ModelConfig, layout: str):
+    recompute = "full" if config.family == "qwen3" else "none"
+    for errors in ranks.run("tests.model.tensor_parallel_cases:compare", layout, config, recompute):
+        assert max(errors.values()) < 1e-10, max(errors, key=lambda name: errors[name])
+        assert errors["rows that fill up"] == 0
