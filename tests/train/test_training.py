@@ -373,7 +373,7 @@ def test_deterministic_is_asked_of_torch_for_the_run_alone(home, monkeypatch):
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32"])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(two, home, layout):
     place = home / f"skip {layout}"
-    outcomes = run(two, place, layout, fault="skip_and_watch")
+    outcomes = run(two, place, layout, fault="skip_and_watch", train_maximum_skipped=1)  # in a row
     for outcome in outcomes:
         assert outcome["error"] == ""
         moved = [line for line in outcome["said"] if line.startswith("moved")]
@@ -463,3 +463,26 @@ def test_what_may_not_change_is_refused_by_name_and_nothing_is_lost(home, key):
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert (place / "run/metrics.jsonl").read_bytes() == before
     assert verify_checkpoint(newest(place / "run/checkpoints").path) == []
+
+
+def test_text_that_has_changed_is_refused(home):
+    place = home / "other text"
+    place.mkdir()
+    source = place / "text.txt"
+    source.write_text(Path(cases.SOURCES[0]).read_text())
+    run(None, place, "dp1 fp32", train_steps=2, data_source=str(source))
+    source.write_text(source.read_text().replace("argument", "ARGUMENT", 1))
+    recipe = cases.recipe(place, "dp1 fp32", train_steps=3, data_source=str(source))
+    with pytest.raises(UserError, match=r"data.source: the text is not that of step-000002 .*; put it back, or begin"):
+        loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
+
+
+def test_a_refused_start_leaves_the_recipe_that_was_run(home):
+    place = home / "recipe kept"
+    run(None, place, "dp1 fp32", train_steps=2)
+    kept = RunDirectory(place / "run").read_recipe()
+    assert load_recipe_text(kept, "kept") == cases.recipe(place, "dp1 fp32", train_steps=2)
+    recipe = cases.recipe(place, "dp1 fp32", train_steps=2, train_batch=16)
+    with pytest.raises(UserError):
+        loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
+    assert RunDirectory(place / "run").read_recipe() == kept

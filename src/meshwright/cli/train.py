@@ -85,4 +85,6 @@ def _text(result: dict[str, Any]) -> str:
     if result["skipped_steps"]:
         lines.append(f"{result['skipped_steps']} steps were skipped: loss or gradient not finite")
     lines.append(f"checkpoint: {result['checkpoint']}")
+    if result["best_checkpoint"] not in (None, result["checkpoint"]):
+        lines.append(f"best by validation loss: {result['best_checkpoint']}")
     return "\n".join(lines)

@@ -39,6 +39,11 @@ class PreparedData:
         """One more than the largest token."""
         return int(self.manifest["vocabulary"])
 
+    @property
+    def sha256(self) -> str:
+        """Of tokenizer and tokens: equal where samples are."""
+        return str(self.manifest["sha256"])
+
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer_directory)
@@ -72,7 +77,7 @@ class PreparedData:
             "bytes": sum(split.bytes for split in splits.values()),
             "dropped": {rule: self.manifest["dropped"][rule] for rule in RULES},
             "dropped_examples": dict(self.manifest["examples"]),
-            "sha256": self.manifest["sha256"],
+            "sha256": self.sha256,
             "files": self.manifest["files"],
             "vocabulary": self.vocabulary,
             "sequence": self.sequence,

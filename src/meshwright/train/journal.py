@@ -9,6 +9,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
 from meshwright.plan.devices import peak_flops
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
@@ -41,7 +42,7 @@ class Journal:
         self.progress.line(line)
 
     def begin(self, trainer: Trainer, resumed_from: str | None) -> None:
-        """The steps are about to begin: say what with. Raises OSError when `metrics.jsonl` cannot be opened."""
+        """The steps are about to begin: say and write what with. `UserError` when the run directory takes nothing."""
         recipe, config, layout = self.recipe, trainer.config, trainer.layout
         self.flops_per_token = training_flops_per_token(config, recipe.data.sequence)
         self.peak = device_peak_flops(self.mesh, layout.precision or "fp32")
@@ -66,7 +67,12 @@ class Journal:
                 + "; raise train.steps to train on"
             )
         if self.leader:
-            self.metrics = MetricsFile(self.directory.metrics, done)
+            self.directory.write_recipe(recipe.to_toml())
+            try:
+                self.metrics = MetricsFile(self.directory.metrics, done)
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
         self.progress.begin(done)
 
     def close(self) -> None:

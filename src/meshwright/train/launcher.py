@@ -50,7 +50,6 @@ class LaunchSpec:
     restarts: int = 0
     threads: int | None = None
     method: str | None = None
-    recipe_text: str | None = None
     command: Sequence[str] = (
         sys.executable,
         "-P",
@@ -68,8 +67,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise.
     """
-    text = recipe.to_toml()
-    description = {"recipe": text, "source": str(recipe.source_path or "recipe"), "options": options}
+    description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
     return launch(
         LaunchSpec(
             description,
@@ -78,7 +76,6 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
             restarts,
             recipe.run.threads,
             recipe.run.rendezvous,
-            text,
         )
     )
 
@@ -86,8 +83,6 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
     with RunDirectory(spec.directory) as directory, _Signals() as signals:
-        if spec.recipe_text is not None:
-            directory.write_recipe(spec.recipe_text)
         for attempt in range(spec.restarts + 1):
             try:
                 return _Attempt(spec, directory, signals).run()

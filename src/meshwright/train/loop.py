@@ -62,7 +62,7 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
-        layout = self._resolve_precision(layout, self._previous_layout())
+        layout = self._resolve_precision(layout, self._previous_layout(data))
         self.trainer = Trainer(recipe, layout, config, data, mesh)
         self.resumed_from = self._resume()
         self.skipped_in_a_row = 0
@@ -104,18 +104,24 @@ class Run:
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
-        except OSError as error:
-            problem = f"{error.filename} cannot be written: {(error.strerror or str(error)).lower()}"
+        except UserError as error:
+            problem = str(error)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 
-    def _previous_layout(self) -> Layout | None:
-        """The layout of the newest checkpoint. `UserError` when the recipe has changed in what may not change."""
+    def _previous_layout(self, data: PreparedData) -> Layout | None:
+        """The layout of the newest checkpoint. `UserError` when recipe or data have changed in what may not change."""
         newest = self.checkpointer.newest()
         if newest is None:
             return None
         state = newest.state()
         resume_differences(load_recipe_text(state["recipe"], "the checkpoint's recipe"), self.recipe)
+        if state["data_sha256"] != data.sha256:
+            raise UserError(
+                f"data.source: the text is not that of {newest.name} (sha256 of the tokens {data.sha256[:12]}, then "
+                f"{state['data_sha256'][:12]}): the samples would not go on where the run stopped; put it back, or "
+                "begin another run with another run.name"
+            )
         return Layout.parse(state["layout"])
 
     def _resolve_precision(self, layout: Layout, previous: Layout | None) -> Layout:

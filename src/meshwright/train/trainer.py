@@ -49,7 +49,7 @@ class Trainer:
     """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them."""
 
     def __init__(self, recipe: Recipe, layout: Layout, config: ModelConfig, data: PreparedData, mesh: Mesh) -> None:
-        self.recipe, self.layout, self.config, self.mesh = recipe, layout, config, mesh
+        self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
@@ -127,6 +127,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.step_count,
             "skipped_steps": self.skipped,
             "seed": self.recipe.run.seed,
+            "data_sha256": self.data.sha256,
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),
         }

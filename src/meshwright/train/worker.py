@@ -123,8 +123,6 @@ def _train(
         if lock:
             _lock_for_all(directory, start, store)
             _write_ranks(directory, start, store)
-            if start.rank == 0:
-                directory.write_recipe(recipe.to_toml())
         mesh = Mesh.create(recipe.parsed_layout, device, recipe.run.collective_timeout)
         return train(recipe, mesh, directory, **options)
     finally:
