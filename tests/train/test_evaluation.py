@@ -215,8 +215,18 @@ def test_find_checkpoint_knows_every_kind_of_directory(checkpoint, tmp_path):
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(directory) == directory / "step-000002"
     assert find_checkpoint(directory / "step-000001") == directory / "step-000001"
 
-    cases.flip_bit(directory / "step-000002/config.json")
+    for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read here
+        cases.flip_bit(directory / "step-000002" / file)
     said: list[str] = []
+    assert find_checkpoint(tmp_path / "run", log=said.append) == directory / "step-000001"
+    assert len(said) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in said[0]
+    with pytest.raises(UserError, match=r"step-000002 is damaged: model.safetensors was altered between bytes 0 and"):
+        find_checkpoint(directory / "step-000002")
+    cases.flip_bit(directory / "step-000002/model.safetensors")  # back
+    assert find_checkpoint(directory / "step-000002") == directory / "step-000002"
+
+    cases.flip_bit(directory / "step-000002/config.json")
+    said = []
     assert find_checkpoint(str(tmp_path / "run"), log=said.append) == directory / "step-000001"
     assert len(said) == 1 and "step-000002 is damaged and passed over: config.json" in said[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: config.json was altered"):

@@ -13,7 +13,14 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.train.checkpoint.files import sync_directory
-from meshwright.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_sizes, read_manifest
+from meshwright.train.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    check_contents,
+    check_sizes,
+    read_manifest,
+)
 
 STATE = "training/state.json"
 _WANTED = "a run directory, a checkpoint in it, or a Hugging Face model directory is needed"
@@ -75,6 +82,14 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
     return CheckpointPath(path, manifest.step, manifest.validation_loss), manifest
 
 
+def open_model(path: Path) -> CheckpointPath:
+    """The checkpoint at `path` for who reads the model alone: every byte outside training/ is checked. Raises
+    `Damaged`."""
+    checkpoint, manifest = open_checkpoint(path)
+    check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
+    return checkpoint
+
+
 def candidates(directory: Path) -> list[Path]:
     """Every directory named like a checkpoint, whole or not, the newest first."""
     if not directory.is_dir():
@@ -94,11 +109,16 @@ def whole(directory: Path, log: Callable[[str], None] = lambda line: None) -> li
     return checkpoints
 
 
-def newest(directory: Path | str, log: Callable[[str], None] = lambda line: None) -> CheckpointPath | None:
-    """The newest whole checkpoint in `directory`; `log` gets a line for each newer one that is passed over."""
+def newest(
+    directory: Path | str,
+    log: Callable[[str], None] = lambda line: None,
+    open_it: Callable[[Path], CheckpointPath] = lambda path: open_checkpoint(path)[0],
+) -> CheckpointPath | None:
+    """The newest whole checkpoint in `directory`; `log` gets a line for each newer one that is passed over. `open_it`
+    raises `Damaged` for one that is not whole."""
     for path in candidates(Path(directory)):
         try:
-            return open_checkpoint(path)[0]
+            return open_it(path)
         except Damaged as damage:
             log(f"checkpoint {path} is damaged and passed over: {damage}")
     return None
@@ -107,19 +127,20 @@ def newest(directory: Path | str, log: Callable[[str], None] = lambda line: None
 def find_checkpoint(path: Path | str, log: Callable[[str], None] = lambda line: None) -> Path:
     """The Hugging Face directory that somebody means by `path`: a run directory or its checkpoints/ (the newest whole
     checkpoint, `log` gets a line for each newer one that is passed over), a checkpoint, or any directory with a
-    config.json. `UserError` when there is none, or a checkpoint named by itself is damaged."""
+    config.json. Of a checkpoint every byte of model and tokenizer is checked. `UserError` when there is none, or a
+    checkpoint named by itself is damaged."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; {_WANTED}")
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
         try:
-            return open_checkpoint(path)[0].path
+            return open_model(path).path
         except Damaged as damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}") from None
     if (path / "config.json").is_file():
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest(directory, log)
+    found = newest(directory, log, open_model)
     if found is None:
         damaged = f"none of the {len(candidates(directory))} there is whole" if candidates(directory) else ""
         raise UserError(f"{path}: no checkpoint in it{f', {damaged}' if damaged else ''}; {_WANTED}")

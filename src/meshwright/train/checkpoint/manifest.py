@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,19 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
             raise Damaged(f"{name} was altered: its sha256 does not match the manifest")
 
 
+def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `Damaged` for the first of the files `names` of which a byte was altered."""
+    for name in names:
+        blocks = manifest.files[name].blocks
+        try:
+            _, found = hash_part(path / name, False, range(len(blocks)))
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        for index, expected in enumerate(blocks):
+            if found[index] != expected:
+                raise Damaged(f"{name} was altered {_where(index, manifest.files[name].size)}")
+
+
 def verify_checkpoint(path: Path | str) -> list[str]:
     """Read every byte of the checkpoint directory `path`; what is wrong with it, one line each (none: it is whole)."""
     path = Path(path)
@@ -112,9 +125,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
             continue
         wrong = [index for index, pair in enumerate(zip(found.blocks, record.blocks, strict=True)) if len({*pair}) > 1]
         if wrong:
-            first = wrong[0] * BLOCK_BYTES
-            last = min(first + BLOCK_BYTES, record.size)
-            problems.append(f"{name} was altered between bytes {first} and {last}")
+            problems.append(f"{name} was altered {_where(wrong[0], record.size)}")
         elif found.sha256 != record.sha256:
             problems.append(f"{name} does not match its sha256")
     return problems
@@ -187,6 +198,11 @@ def _parts(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
             return  # cut while it was read: the hash will not match
         start += len(part)
         yield part
+
+
+def _where(block: int, size: int) -> str:
+    """The place of a block in a file of `size` bytes."""
+    return f"between bytes {block * BLOCK_BYTES} and {min((block + 1) * BLOCK_BYTES, size)}"
 
 
 def _hash_whole(path: Path) -> str:
