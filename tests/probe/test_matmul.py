@@ -1,0 +1,52 @@
+"""What the matrix-product probe concludes, whatever else the machine is doing."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+
+from meshwright.probe import matmul
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx512f avx512_fp16 avx2", False),
+        ("model name\t: a bf16 machine", False),
+    ],
+)
+def test_the_kernel_says_whether_the_processor_multiplies_bf16(tmp_path, line, expected):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
+    assert matmul._has_bf16_instructions(tmp_path / "cpuinfo") is expected
+    assert not matmul._has_bf16_instructions(tmp_path / "none")
+
+
+def test_without_such_instructions_no_timing_can_choose_bf16(monkeypatch):
+    monkeypatch.setattr(matmul, "_has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(matmul, "_timed_products", lambda *_: pytest.fail("measured"))
+    assert not matmul.bf16_is_faster("cpu")
+
+
+@pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, True), (0.9, False)])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_load_does_not_flip_the_choice(monkeypatch, loaded, bf16_seconds, expected):
+    """Nine products of ten of one type take ten times as long, because the machine is busy just then."""
+    slowness = cycle([10.0] * 9 + [1.0])
+
+    def timed(dtype, device, seconds):
+        alone = bf16_seconds if dtype is torch.bfloat16 else 1.0
+        return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in matmul.SHAPES]
+
+    monkeypatch.setattr(matmul, "_has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(matmul, "_timed_products", timed)
+    assert matmul.bf16_is_faster("cpu") is expected
+
+
+def test_a_rate_is_positive_and_the_work_over_the_time():
+    rate = matmul.matmul_flops_per_second(torch.float32, "cpu", 0.01)
+    assert 1e8 < rate < 1e14
