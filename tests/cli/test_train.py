@@ -123,6 +123,15 @@ def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, co
     assert outcome.output.startswith(f"done: step 4, loss {answer['loss']:.4f}\n")
     assert "checkpoint: new/parent/run/checkpoints/step-000004" in outcome.output
 
+    monkeypatch.setattr(launcher, "launch", lambda spec: pytest.fail("ranks were started"))
+    outcome = command_line("train", recipe, *arguments, "train.batch=8")  # what may not change is refused before that
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+    assert 'override "train.batch=8": train.batch was 4 when this run began and is 8 now' in outcome.errors
+    (tmp_path / "corpus.txt").write_text(TEXT.replace("fail", "FAIL"))
+    outcome = command_line("train", recipe, *arguments)
+    assert outcome.code == 2
+    assert f"{recipe}: data.source holds other text than when new/parent/run/" in outcome.errors.splitlines()[-1]
+
 
 def test_a_device_that_is_not_there_is_a_line(recipe, command_line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -43,6 +43,7 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     from meshwright.recipe import load_recipe
     from meshwright.train.launcher import launch_recipe
     from meshwright.train.rendezvous import join_if_started_by_others, place
+    from meshwright.train.resuming import check_resume
     from meshwright.train.run_directory import RunDirectory
 
     recipe = load_recipe(recipe_path, overrides)
@@ -56,7 +57,9 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
         # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
         recipe.parsed_layout.refuse_unbuilt()
         RunDirectory(recipe.run_directory).create()
+        check_resume(recipe)
         prepared = prepare(recipe.data, recipe.run.seed, log=_say)
+        check_resume(recipe, prepared.sha256)
         config = config_from_recipe(recipe.model, recipe.data.sequence, prepared.vocabulary)
         refuse(recipe.parsed_layout, config, recipe.train.batch, recipe.data.sequence, recipe.parsed_layout.world_size)
         result = launch_recipe(recipe, restarts=restarts)

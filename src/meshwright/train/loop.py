@@ -20,10 +20,11 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
 from meshwright.probe.matmul import bf16_is_faster
-from meshwright.recipe import Recipe, load_recipe_text, resume_differences
+from meshwright.recipe import Recipe
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
+from meshwright.train.resuming import check_resume
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.stopping import StopRequest
 from meshwright.train.trainer import Trainer, Verdict
@@ -62,7 +63,8 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
-        layout = self._resolve_precision(layout, self._previous_layout(data))
+        state = check_resume(recipe, data.sha256)
+        layout = self._resolve_precision(layout, state["layout"] if state else None)
         self.trainer = Trainer(recipe, layout, config, data, mesh)
         self.resumed_from = self._resume()
         self.skipped_in_a_row = 0
@@ -109,27 +111,13 @@ class Run:
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 
-    def _previous_layout(self, data: PreparedData) -> Layout | None:
-        """The layout of the newest checkpoint. `UserError` when recipe or data have changed in what may not change."""
-        newest = self.checkpointer.newest()
-        if newest is None:
-            return None
-        state = newest.state()
-        resume_differences(load_recipe_text(state["recipe"], "the checkpoint's recipe"), self.recipe)
-        if state["data_sha256"] != data.sha256:
-            raise UserError(
-                f"data.source: the text is not that of {newest.name} (sha256 of the tokens {data.sha256[:12]}, then "
-                f"{state['data_sha256'][:12]}): the samples would not go on where the run stopped; put it back, or "
-                "begin another run with another run.name"
-            )
-        return Layout.parse(state["layout"])
-
-    def _resolve_precision(self, layout: Layout, previous: Layout | None) -> Layout:
-        """The layout with its precision made explicit: as before the interruption, else bf16 where it is faster."""
+    def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
+        """The layout with its precision made explicit: as in the `previous` one before an interruption, else bf16 where
+        it is faster."""
         if layout.precision is not None:
             return layout
         if previous is not None:
-            return dataclasses.replace(layout, precision=previous.precision)
+            return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
         faster = torch.tensor(float(self.mesh.rank == 0 and bf16_is_faster(self.mesh.device)), device=self.mesh.device)
         collectives.all_reduce(faster, self.mesh.world, "start.precision")
         return dataclasses.replace(layout, precision="bf16" if faster > 0 else "fp32")
