@@ -38,9 +38,9 @@ def test_load_does_not_flip_the_choice(monkeypatch, loaded, bf16_seconds, expect
     """Nine products of ten of one type take ten times as long, because the machine is busy just then."""
     slowness = cycle([10.0] * 9 + [1.0])
 
-    def timed(dtype, device, seconds):
+    def timed(dtype, device, shapes, seconds):
         alone = bf16_seconds if dtype is torch.bfloat16 else 1.0
-        return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in matmul.SHAPES]
+        return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in shapes]
 
     monkeypatch.setattr(matmul, "_has_bf16_instructions", lambda: True)
     monkeypatch.setattr(matmul, "_timed_products", timed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 # Shapes of a small transformer's products (tokens, out, in); large enough to be limited by arithmetic on a few cores.
 SHAPES = ((1024, 1024, 1024), (2048, 1536, 512), (2048, 512, 1536))
+DECIDING_SHAPES = ((512, 512, 512), (512, 1024, 256))  # smaller: many products, of which some have the machine alone
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, Arm
 TURNS = 4
 
@@ -19,9 +21,8 @@ def matmul_flops_per_second(dtype: torch.dtype, device: torch.device | str = "cp
 
     The best of the shapes' medians: a yardstick must not be easy to beat. Uses this process's threads as they are set.
     """
-    return max(
-        flops / statistics.median(times) for flops, times in _timed_products(dtype, torch.device(device), seconds)
-    )
+    products = _timed_products(dtype, torch.device(device), SHAPES, seconds)
+    return max(flops / statistics.median(times) for flops, times in products)
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
@@ -38,7 +39,7 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
     rate = dict.fromkeys((torch.float32, torch.bfloat16), 0.0)
     for _ in range(TURNS):
         for dtype in rate:
-            products = _timed_products(dtype, device, 0.03)
+            products = _timed_products(dtype, device, DECIDING_SHAPES, 0.04)
             rate[dtype] = max(rate[dtype], *(flops / min(times) for flops, times in products))
     return rate[torch.bfloat16] >= 1.2 * rate[torch.float32]
 
@@ -54,15 +55,17 @@ def _has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not BF16_FLAGS.isdisjoint(flags)
 
 
-def _timed_products(dtype: torch.dtype, device: torch.device, seconds: float) -> list[tuple[float, list[float]]]:
-    """For each of the shapes its floating-point operations and the seconds that each of several products took."""
+def _timed_products(
+    dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
+) -> list[tuple[float, list[float]]]:
+    """For each shape (tokens, out, in) its floating-point operations and the seconds that each of several products took."""
     products = []
-    for tokens, out, inner in SHAPES:
+    for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)
         weight = torch.randn(out, inner, device=device).to(dtype)
         torch.nn.functional.linear(x, weight)  # warm: kernels are chosen and packed here
         times: list[float] = []
-        deadline = time.perf_counter() + seconds / len(SHAPES)
+        deadline = time.perf_counter() + seconds / len(shapes)
         while len(times) < 3 or time.perf_counter() < deadline:
             _synchronize(device)
             start = time.perf_counter()
