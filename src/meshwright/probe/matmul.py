@@ -58,7 +58,7 @@ def _has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def _timed_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """For each shape (tokens, out, in) its floating-point operations and the seconds that each of several products took."""
+    """For each shape (tokens, out, in) its operations (FLOP) and the seconds that each of several products took."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)
