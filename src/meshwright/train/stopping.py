@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class StopRequest:
@@ -17,6 +20,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.interrupted = False
+        self._first = 0.0  # when the first interrupt came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -34,7 +38,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.interrupted:
-            raise KeyboardInterrupt
         self.requested = True
-        self.interrupted = self.interrupted or number == signal.SIGINT
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self.interrupted and now - self._first > SAME_INTERRUPT_SECONDS:
+                raise KeyboardInterrupt
+            if not self.interrupted:
+                self.interrupted, self._first = True, now
