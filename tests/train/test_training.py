@@ -20,6 +20,7 @@ from meshwright.recipe import load_recipe_text
 from meshwright.train import loop
 from meshwright.train.checkpoint import best, newest, verify_checkpoint
 from meshwright.train.run_directory import RunDirectory
+from tests.train import checkpoint_cases
 from tests.train import training_cases as cases
 
 
@@ -339,6 +340,28 @@ def test_an_omitted_precision_is_resolved_said_and_kept(home, monkeypatch, faste
     monkeypatch.setattr(loop, "bf16_is_faster", lambda device: not faster)  # another machine, say
     (resumed,) = run(None, place, "dp1", train_steps=3)
     assert resumed["layout"] == outcome["layout"]
+
+
+def test_the_precision_is_that_of_the_checkpoint_that_is_really_loaded(home):
+    place = home / "two precisions"
+    run(None, place, "dp1 bf16", train_steps=2)
+    run(None, place, "dp1 fp32", train_steps=4)
+    checkpoint_cases.flip_bit(place / "run/checkpoints/step-000004/training/rank-00000-of-00001.safetensors")
+    (resumed,) = run(None, place, "dp1", train_steps=5)
+    assert resumed["error"] == "" and resumed["layout"] == "bf16"
+    assert any(line.startswith("resumed from step-000002") for line in resumed["said"])
+    assert [line["step"] for line in steps(place)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
+def test_more_steps_on_resume_are_said_to_change_the_learning_rate_curve(home, schedule, said):
+    place = home / f"longer {schedule}"
+    run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
+    (longer,) = run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
+    line = "train.steps was 2 and is 3: the learning rate follows the linear curve of 3 steps from step 3 on"
+    assert (line in longer["said"]) is said
+    (done,) = run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
+    assert not any("train.steps was" in line for line in done["said"])
 
 
 def test_bf16_keeps_float32_masters(home, two):

@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
 from meshwright.probe.matmul import bf16_is_faster
-from meshwright.recipe import Recipe
+from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
@@ -63,10 +63,8 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
-        state = check_resume(recipe, data.sha256)
-        layout = self._resolve_precision(layout, state["layout"] if state else None)
-        self.trainer = Trainer(recipe, layout, config, data, mesh)
-        self.resumed_from = self._resume()
+        self._new_curve: str | None = None
+        self.resumed_from = self._resume(layout, config, data)
         self.skipped_in_a_row = 0
 
     def run(self) -> dict[str, Any]:
@@ -108,6 +106,8 @@ class Run:
             self.journal.begin(self.trainer, self.resumed_from)
         except UserError as error:
             problem = str(error)
+        if self._new_curve is not None:
+            self.journal.say(self._new_curve)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 
@@ -122,15 +122,30 @@ class Run:
         collectives.all_reduce(faster, self.mesh.world, "start.precision")
         return dataclasses.replace(layout, precision="bf16" if faster > 0 else "fp32")
 
-    def _resume(self) -> str | None:
-        """Load the newest whole checkpoint; its name, or None for a fresh run."""
-        loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
-        if loaded is None:
-            if self.recipe.model.load_weights:
-                self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
-            return None
-        checkpoint, state = loaded
+    def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
+        """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""
+        state = check_resume(self.recipe, data.sha256)
+        while True:
+            resolved = self._resolve_precision(layout, state["layout"] if state else None)
+            self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh)
+            loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
+            if loaded is None:
+                if self.recipe.model.load_weights:
+                    self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
+                return None
+            checkpoint, state = loaded
+            if self._resolve_precision(layout, state["layout"]) == resolved:
+                break
+            del (
+                self.trainer
+            )  # what it was made for was damaged inside, and the older checkpoint is of another precision
         self.trainer.restore(state)
+        before, now = load_recipe_text(state["recipe"], "the checkpoint's recipe").train.steps, self.recipe.train.steps
+        if before != now and self.recipe.train.schedule in ("cosine", "linear") and state["step"] < now:
+            self._new_curve = (
+                f"train.steps was {before} and is {now}: the learning rate follows the {self.recipe.train.schedule} "
+                f"curve of {now} steps from step {state['step'] + 1} on"
+            )
         return checkpoint.name
 
     # --- saving and stopping
