@@ -18,6 +18,11 @@ from meshwright.cli.plumbing import answering, command, json_document, json_opti
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 
 
+def test_help_claims_no_command_that_is_absent():
+    text = cli.meshwright.help or ""
+    assert not [name for name in ("plan", "serve", "tune") if name not in cli.COMMANDS and name in text.lower()]
+
+
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch):
     """Puts a command of the test's own among the commands."""

@@ -44,7 +44,7 @@ class Commands(Group):
 @click.command("meshwright", cls=Commands, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="meshwright", message="%(prog)s %(version)s")
 def meshwright() -> None:
-    """Plan, verify, train and serve language models on any number of devices.
+    """Train language models on any number of devices, and prove first that the layout computes the right thing.
 
     One recipe says what to train and on what. `meshwright COMMAND --help` shows an example of each command.
     """
