@@ -65,12 +65,13 @@ class Run:
         )
         self._new_curve: str | None = None
         self.resumed_from = self._resume(layout, config, data)
-        self.skipped_in_a_row = 0
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until told to stop; see `train`."""
         with self.stop, closing(self.journal):
             self._begin()
+            if self.recipe.checkpoint.background:
+                self.checkpointer.reserve(self.trainer.pieces(owned=True))
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
@@ -136,28 +137,32 @@ class Run:
             checkpoint, state = loaded
             if self._resolve_precision(layout, state["layout"]) == resolved:
                 break
-            del (
-                self.trainer
-            )  # what it was made for was damaged inside, and the older checkpoint is of another precision
+            # The newest one is damaged inside, and the older one, which counts, has another precision: once more.
+            del self.trainer
         self.trainer.restore(state)
-        before, now = load_recipe_text(state["recipe"], "the checkpoint's recipe").train.steps, self.recipe.train.steps
-        if before != now and self.recipe.train.schedule in ("cosine", "linear") and state["step"] < now:
-            self._new_curve = (
-                f"train.steps was {before} and is {now}: the learning rate follows the {self.recipe.train.schedule} "
-                f"curve of {now} steps from step {state['step'] + 1} on"
-            )
+        self._new_curve = self._longer_curve(state)
         return checkpoint.name
+
+    def _longer_curve(self, state: dict[str, Any]) -> str | None:
+        """A line for who resumes with another number of steps than the learning rate was planned for."""
+        train, step = self.recipe.train, state["step"]
+        before = load_recipe_text(state["recipe"], "the checkpoint's recipe").train.steps
+        if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
+            return None
+        return (
+            f"train.steps was {before} and is {train.steps}: the learning rate follows the {train.schedule} curve of "
+            f"{train.steps} steps from step {step + 1} on"
+        )
 
     # --- saving and stopping
 
     def _count_skipped(self, verdict: Verdict) -> None:
         """All ranks give up together when too many steps in a row were not finite."""
-        self.skipped_in_a_row = 0 if verdict.finite else self.skipped_in_a_row + 1
         limit = self.recipe.train.maximum_skipped
-        if self.skipped_in_a_row > limit:
+        if self.trainer.skipped_in_a_row > limit:
             self._settle()  # an earlier step's save may still be under way
             newest = self.checkpointer.newest()
-            count = f"{self.skipped_in_a_row} steps in a row" if limit else "a step"
+            count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
                 f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "
                 f"more than train.maximum_skipped = {limit}; the newest whole checkpoint is "
