@@ -37,7 +37,7 @@ class SyntheticData:
     """Stands where `PreparedData` stands."""
 
     def __init__(self, shape: dict[str, int]) -> None:
-        self._shape, self.vocabulary = shape, shape["vocabulary"]
+        self._shape, self.vocabulary, self.sha256 = shape, shape["vocabulary"], "synthetic"
 
     def split(self, name: str) -> SyntheticTokens:
         return SyntheticTokens(self._shape)

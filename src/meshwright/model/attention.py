@@ -54,6 +54,9 @@ def attend(
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
     causal = same_length and visible is None
+    if visible is not None and q_BNSD.device.type == "cuda":  # its fused kernels take a mask or grouped heads, not both
+        groups = q_BNSD.shape[1] // k_BKCD.shape[1]
+        k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
     )

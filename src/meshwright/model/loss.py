@@ -101,7 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden_TH, d_weight_VH = context.gradients
         if d_hidden_TH is not None:
-            d_hidden_TH = d_hidden_TH * d_total.to(d_hidden_TH.dtype)
+            # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
+            d_hidden_TH = (d_hidden_TH.to(d_total.dtype) * d_total).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
         return d_hidden_TH, d_weight_VH, None, None, None

@@ -94,6 +94,8 @@ class DataParallel:
                 unit.initialise(seed)
             self._units[name] = unit
             self._parameters[name] = unit.bind(model)
+            if self.zero == 3:
+                unit.release()  # before the next unit is made: the whole model may be too large for one device
             for index, parameter in enumerate(self._parameters[name]):
                 parameter.register_post_accumulate_grad_hook(partial(self._collect, name, index))
         self._forward_order = list(table.units)

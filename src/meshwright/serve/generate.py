@@ -122,7 +122,7 @@ class Generator:
             if len(known) >= positions:
                 generation.stopped = "context"
                 break
-            with torch.inference_mode():
+            with torch.no_grad():
                 batch_BS = torch.tensor([unread if cached else known], device=device)
                 hidden_BSH = self.model.hidden(batch_BS, cache=cache)
                 logits_V = torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight)

@@ -53,7 +53,8 @@ class Trainer:
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
-        self.model = Transformer(config, axes=mesh, device=self.device, dtype=dtype, recompute=layout.recompute)
+        # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
+        self.model = Transformer(config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute)
         self.parallel = DataParallel(self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype)
         self.optimizer = Optimizer(self.parallel.shards, recipe.train)
         if recipe.train.compile:
@@ -63,7 +64,7 @@ class Trainer:
         self.order = SampleOrder(recipe.run.seed, self.tokens.sequences)
         self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.steps_done = 0
-        self.skipped = 0
+        self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing because a loss or gradient was not finite."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> Verdict:
@@ -98,6 +99,7 @@ class Trainer:
             self.parallel.publish()
         else:
             self.skipped += 1
+        self.skipped_in_a_row = 0 if verdict.finite else self.skipped_in_a_row + 1
         self.parallel.zero_gradients()
         self.steps_done += 1
         clock.mark("update")
@@ -126,6 +128,7 @@ class Trainer:
             "samples": self.steps_done * self.recipe.train.batch,
             "optimizer_steps": self.optimizer.step_count,
             "skipped_steps": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "seed": self.recipe.run.seed,
             "data_sha256": self.data.sha256,
             "layout": str(self.layout),
@@ -165,6 +168,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.publish()
 

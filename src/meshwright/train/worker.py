@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.train import rendezvous
+from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
 
@@ -113,6 +114,7 @@ def _train(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    keep_freed_memory()
     device = choose_device(recipe.run.device, start.local_rank)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)

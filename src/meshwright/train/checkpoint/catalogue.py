@@ -161,9 +161,13 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
     return min(validated, key=lambda checkpoint: (loss(checkpoint), -checkpoint.step), default=None)
 
 
-def retain(directory: Path, keep: int, keep_best: bool) -> None:
-    """Delete all whole checkpoints but the newest `keep` and, with `keep_best`, the best. Others are left alone."""
-    checkpoints = whole(directory)
+def retain(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
+    """Delete all whole checkpoints but the newest `keep` and, with `keep_best`, the best. Others are left alone.
+
+    `saved`: the step that was just saved. Later ones are left alone and do not count: the run passed them over (a bit
+    is wrong in them, which only reading shows), and they must not cost it what it has just written.
+    """
+    checkpoints = [checkpoint for checkpoint in whole(directory) if saved is None or checkpoint.step <= saved]
     spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
     favourite = _best(checkpoints)
     if keep_best and favourite is not None:

@@ -228,11 +228,13 @@ class Save:
         sync_directory(self.partial)
         self._keep_going()
         catalogue.put_in_place(self.partial, self.final)
-        self._tell("done")
+        # The new checkpoint stands: what fails from here on must not be reported as a failed save.
         try:
-            catalogue.retain(target.directory, target.keep, target.keep_best)
-        except OSError as error:  # the new checkpoint stands; only space is not freed
+            catalogue.retain(target.directory, target.keep, target.keep_best, self.step)
+        except OSError as error:
             target.log(f"an old checkpoint in {target.directory} could not be deleted: {error.strerror}")
+        with suppress(OSError):
+            self._tell("done")
 
     def _records(self) -> dict[str, FileRecord]:
         sizes: dict[str, int] = {}
