@@ -128,6 +128,15 @@ def test_a_damaged_checkpoint_makes_way_when_training_passes_it_again(saved, tmp
     assert verify_checkpoint(directory / "step-000200") == []
 
 
+def test_the_step_just_saved_stays_though_a_later_one_with_a_hidden_fault_looks_newer(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    cases.flip_bit(directory / "step-000200/model.safetensors")
+    save(checkpointer(directory, keep=1, keep_best=False), 150)
+    assert "step-000150" in os.listdir(directory)
+    assert "step-000100" not in os.listdir(directory)
+
+
 def test_a_kill_while_one_is_replaced_brings_the_old_one_back(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
