@@ -83,7 +83,7 @@ def _text(result: dict[str, Any]) -> str:
     if result["tokens_per_second"]:
         lines.append(
             f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.1%} of "
-            f"{result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process ({result['flops_convention']})"
+            f"{result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process (model FLOPs, causal attention)"
         )
     if result["skipped_steps"]:
         lines.append(f"{result['skipped_steps']} steps were skipped: loss or gradient not finite")

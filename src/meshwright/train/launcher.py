@@ -40,8 +40,9 @@ class RankFault(Exception):
 class LaunchSpec:
     """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
 
-    `threads`: per rank; this machine's processors shared out unless given. `method`: where the ranks meet; a fresh file
-    unless given, since a port that is free now may be taken when rank 0 binds it. `command`: runs one rank.
+    `threads`: per rank; OMP_NUM_THREADS, else this machine's processors shared out, unless given. `method`: where the
+    ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it. `command`:
+    runs one rank.
     """
 
     description: Mapping[str, Any]
@@ -144,7 +145,7 @@ class _Attempt:
 
     def _start(self, number: int, method: str) -> _Rank:
         spec = self.spec
-        threads = spec.threads or max(1, available_cores() // spec.ranks)
+        threads = spec.threads or _threads_said() or max(1, available_cores() // spec.ranks)
         ours, theirs = os.pipe()
         keep = [self.directory.lock_descriptor]
         description = {
@@ -362,6 +363,12 @@ class _Signals:
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass
+
+
+def _threads_said() -> int | None:
+    """What the person who starts a run has set for all programs alike, by OpenMP's own variable."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdecimal() and int(said) else None
 
 
 def available_cores() -> int:
