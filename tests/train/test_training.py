@@ -292,6 +292,19 @@ def test_the_newest_and_the_best_checkpoint_are_kept(home):
     assert [verify_checkpoint(directory / name) for name in kept] == [[], []]
 
 
+def test_memory_for_saving_is_there_before_the_first_step(home, monkeypatch):
+    reserved: list[int] = []
+    reserve = loop.Checkpointer.reserve
+
+    def noted(keeper, pieces):
+        reserved.append(sum(piece.tensor.numel() for piece in pieces))
+        reserve(keeper, pieces)
+
+    monkeypatch.setattr(loop.Checkpointer, "reserve", noted)
+    (outcome,) = run(None, home / "reserved", "dp1 fp32", train_steps=1)
+    assert reserved == [3 * outcome["result"]["parameters"]]  # masters and two moments
+
+
 def test_the_state_says_where_in_the_data_the_run_is(learnt):
     place, _ = learnt
     state = newest(place / "run/checkpoints").state()

@@ -102,6 +102,7 @@ class Run:
     # --- before the first step
 
     def _begin(self) -> None:
+        self.checkpointer.reserve(self.trainer.pieces(owned=True))  # the first save stalls no longer than the others
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
