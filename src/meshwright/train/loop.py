@@ -70,8 +70,6 @@ class Run:
         """Train to the last step, or until told to stop; see `train`."""
         with self.stop, closing(self.journal):
             self._begin()
-            if self.recipe.checkpoint.background:
-                self.checkpointer.reserve(self.trainer.pieces(owned=True))
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
@@ -102,7 +100,8 @@ class Run:
     # --- before the first step
 
     def _begin(self) -> None:
-        self.checkpointer.reserve(self.trainer.pieces(owned=True))  # the first save stalls no longer than the others
+        if self.recipe.checkpoint.background:
+            self.checkpointer.reserve(self.trainer.pieces(owned=True))  # the first save stalls no longer than the others
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
