@@ -36,11 +36,13 @@ def tiled_attention(
 ) -> torch.Tensor:
     """softmax(q kᵀ / √D) v over the keys from `first_BS` (None: 0) to the query itself; query head n reads key-value
     head n // G. Result [B, N, S, D], laid out in memory as [B, S, N, D]."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
+        return _attend(q_BNSD, k_BKSD, v_BKSD, first_BS)
     return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
 
 
-@torch.library.custom_op("meshwright::tiled_attention", mutates_args=())
-def _forward(
+def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
     q, out = _by_kv_head(q_BNSD, k_BKSD), _like_queries(q_BNSD)
@@ -55,6 +57,9 @@ def _forward(
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
+
+
+_forward = torch.library.custom_op("meshwright::tiled_attention", _attend, mutates_args=())
 
 
 @torch.library.custom_op("meshwright::tiled_attention_backward", mutates_args=())

@@ -101,7 +101,7 @@ class Run:
 
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:
-            self.checkpointer.reserve(self.trainer.pieces(owned=True))  # the first save stalls no longer than the others
+            self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
