@@ -301,7 +301,7 @@ def test_memory_for_saving_is_there_before_the_first_step(home, monkeypatch):
         reserve(keeper, pieces)
 
     monkeypatch.setattr(loop.Checkpointer, "reserve", noted)
-    (outcome,) = run(None, home / "reserved", "dp1 fp32", train_steps=1)
+    (outcome,) = run(None, home / "reserved", "dp1 fp32", train_steps=2)
     assert reserved == [3 * outcome["result"]["parameters"]]  # masters and two moments
 
 
