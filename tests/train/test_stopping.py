@@ -16,6 +16,14 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.fixture(autouse=True)
+def python_answers_interrupts():
+    """Tests may run in the background of a shell, which has interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_and_the_handler_before_comes_back(number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
