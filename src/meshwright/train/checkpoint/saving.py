@@ -103,7 +103,8 @@ class Save:
             self._hash()
             self._finish()
         except OSError as error:
-            gone = error.errno in (errno.ENOENT, errno.ESTALE) and not self.partial.exists()
+            # Rank 0 clears away from the inside out: the first directory to go may not be the outermost.
+            gone = error.errno in (errno.ENOENT, errno.ESTALE) and not (self.partial / "training").exists()
             if gone and self.target.rank:
                 raise GivenUp(self._reason_of_rank_0()) from None
             line = self._line(error)
