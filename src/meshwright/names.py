@@ -17,6 +17,7 @@ SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
     "1f1b": (1, 1, 1),
     "interleaved": (2, 2, None),
     "looped-bfs": (2, 2, None),
+    "interleaved-zb": (2, 2, None),
     "zb-h1": (1, 1, 1),
     "zb-h2": (1, 1, 1),
     "zb-v": (2, 2, 2),
@@ -33,6 +34,19 @@ SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
 SCHEDULES = tuple(SCHEDULE_CHUNKS)
 BIDIRECTIONAL_SCHEDULES = ("dualpipe", "chimera", "gems")
 
+OPERATIONS = (
+    "send-receive",
+    "barrier",
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+)
+REDUCTIONS = ("sum", "mean", "minimum", "maximum")
 ALL_REDUCE_ALGORITHMS = (
     "ring",
     "halving-doubling",

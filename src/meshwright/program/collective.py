@@ -1,0 +1,257 @@
+"""Collective programs: what every rank sends, receives, reduces and copies, as columns of numbers.
+
+The vector of an operation is cut into equal chunks. A rank's memory is a row of slots of one chunk each: `data`, one
+slot a chunk of the vector; `output`, as many again, where the operation's result does not take the place of its input
+(all-to-all); then `scratch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshwright.names import OPERATIONS, REDUCTIONS
+from meshwright.program.order import Integers
+
+
+class Kind(IntEnum):
+    """What a step does. All transfers of a group are under way together.
+
+    Sends read, and receives write, while the group is under way; reductions collect what arrives beside the vector and
+    are applied, in the order of the steps, when the whole group has arrived. Copy and combine are local and stand in
+    groups without transfers, where they are done in order. Signal and wait are a send and a receive of nothing.
+    """
+
+    SEND = 0
+    RECEIVE = 1
+    REDUCE = 2
+    COPY = 3
+    COMBINE = 4
+    SIGNAL = 5
+    WAIT = 6
+
+
+SENDING = (Kind.SEND, Kind.SIGNAL)
+ARRIVING = (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)
+LOCAL = (Kind.COPY, Kind.COMBINE)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Columns with one entry a step, ordered by rank, then group (numbered from 0 on each rank), then as written."""
+
+    rank: Integers
+    group: Integers
+    kind: Integers
+    slot: Integers  # first slot read (send) or written (all others)
+    count: Integers  # slots; 0 for signal and wait
+    peer: Integers  # the other rank of a transfer; -1 for local steps
+    source: Integers  # first slot read by a local step; -1 for transfers
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Steps) and all(
+            np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
+        )
+
+    @classmethod
+    def arranged(cls, **columns: ArrayLike) -> Steps:
+        """Sort steps by rank and group (any increasing numbers) and number the groups of each rank from 0."""
+        arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
+        order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
+        arrays = {name: column[order] for name, column in arrays.items()}
+        rank, group = arrays["rank"], arrays["group"]
+        new_rank = np.diff(rank, prepend=-1) != 0
+        number = np.cumsum(new_rank | (np.diff(group, prepend=-1) != 0)) - 1
+        first = np.flatnonzero(new_rank)
+        starts = number[first] if len(first) else np.zeros(0, np.int64)
+        arrays["group"] = number - np.repeat(starts, np.diff(np.append(first, len(rank))))
+        return cls(**arrays)
+
+    @cached_property
+    def group_index(self) -> Integers:
+        """Number of each step's group among all groups of all ranks."""
+        return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
+
+    @cached_property
+    def group_rank(self) -> Integers:
+        """Rank of each group, groups numbered as in `group_index`."""
+        return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
+
+    def of_rank(self, rank: int) -> range:
+        """Indices of a rank's steps."""
+        return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
+
+    def is_one_of(self, kinds: tuple[Kind, ...]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """One truth value a step."""
+        return np.isin(self.kind, kinds)
+
+
+@dataclass(frozen=True)
+class CollectiveProgram:
+    """One collective operation, written out for every rank.
+
+    `chunks`: into how many equal parts the vector is cut. `root`: the rank that holds what is sent out, or gets what is
+    collected (send-receive: the sender; the receiver is the last other rank). `scratch`: slots beside the vector.
+    """
+
+    operation: str
+    algorithm: str
+    ranks: int
+    chunks: int
+    steps: Steps
+    root: int = 0
+    scratch: int = 0
+    reduction: str = "sum"
+
+    def __post_init__(self) -> None:
+        assert self.operation in OPERATIONS, self.operation
+        assert self.reduction in REDUCTIONS, self.reduction
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the result lies beside the input."""
+        return self.operation == "all-to-all"
+
+    @property
+    def output(self) -> int:
+        """First slot of the result."""
+        return self.chunks if self.has_output else 0
+
+    @property
+    def first_scratch(self) -> int:
+        return self.output + self.chunks
+
+    @property
+    def slots(self) -> int:
+        """Slots of a rank's memory."""
+        return self.first_scratch + self.scratch
+
+    def owner(self, chunk: ArrayLike) -> Integers:
+        """The rank whose share of the vector a chunk is: shares are contiguous, in the order of ranks."""
+        return np.asarray(chunk, np.int64) * self.ranks // self.chunks
+
+    def slot_name(self, slot: int, count: int = 1) -> str:
+        """`data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`."""
+        name, first = next(
+            (name, first)
+            for name, first in (("scratch", self.first_scratch), ("output", self.chunks), ("data", 0))
+            if slot >= first
+        )
+        start = slot - first
+        return f"{name}[{start}]" if count == 1 else f"{name}[{start}:{start + count}]"
+
+    def describe(self, step: int) -> str:
+        """One step in the words of the text form: `send data[3] to 1`."""
+        s = self.steps
+        kind, slot, count = Kind(int(s.kind[step])), int(s.slot[step]), int(s.count[step])
+        match kind:
+            case Kind.SEND:
+                return f"send {self.slot_name(slot, count)} to {s.peer[step]}"
+            case Kind.RECEIVE | Kind.REDUCE:
+                return f"{kind.name.lower()} {self.slot_name(slot, count)} from {s.peer[step]}"
+            case Kind.SIGNAL:
+                return f"signal {s.peer[step]}"
+            case Kind.WAIT:
+                return f"wait for {s.peer[step]}"
+            case _:
+                word = "copy" if kind == Kind.COPY else "combine"
+                return f"{word} {self.slot_name(int(s.source[step]), count)} into {self.slot_name(slot, count)}"
+
+
+@dataclass
+class Builder:
+    """Writes a collective program round by round, for many ranks at a time: every argument may be an array.
+
+    program = Builder("all-reduce", "ring", ranks, chunks=ranks)
+    rank = np.arange(ranks)
+    for step in range(ranks - 1):
+        with program.round():
+            program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
+    return program.build()
+    """
+
+    operation: str
+    algorithm: str
+    ranks: int
+    chunks: int
+    root: int = 0
+    scratch: int = 0
+    _columns: list[tuple[Integers, ...]] = field(default_factory=list)
+    _round: int = -1
+    _open: bool = False
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Everything that a rank does within it forms one group of that rank."""
+        assert not self._open, "a round inside a round"
+        self._round += 1
+        self._open = True
+        yield
+        self._open = False
+
+    def transfer(
+        self,
+        source: ArrayLike,
+        target: ArrayLike,
+        chunk: ArrayLike,
+        count: ArrayLike = 1,
+        into: ArrayLike | None = None,
+        reduce: bool = False,
+    ) -> None:
+        """Rank `source` sends slots chunk .. chunk + count to rank `target`, which takes them into `into` (unless said:
+        the same slots), or with `reduce` adds them to what is there. Transfers of a rank to itself are left out."""
+        source, target, chunk, count, into = np.broadcast_arrays(
+            *(np.asarray(a, np.int64) for a in (source, target, chunk, count, chunk if into is None else into))
+        )
+        across = (source != target) & (count > 0)
+        source, target, chunk, count, into = (a[across].ravel() for a in (source, target, chunk, count, into))
+        self._add(source, Kind.SEND, chunk, count, target, -1)
+        self._add(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
+
+    def signal(self, source: ArrayLike, target: ArrayLike) -> None:
+        """Rank `source` tells rank `target`, which waits for it, that it has come this far."""
+        source, target = np.broadcast_arrays(np.asarray(source, np.int64), np.asarray(target, np.int64))
+        self._add(source.ravel(), Kind.SIGNAL, 0, 0, target.ravel(), -1)
+        self._add(target.ravel(), Kind.WAIT, 0, 0, source.ravel(), -1)
+
+    def copy(
+        self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
+    ) -> None:
+        """Copy slots source .. source + count of a rank into `into` (with `combine`: add them to what is there)."""
+        self._add(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
+
+    def _add(
+        self,
+        rank: ArrayLike,
+        kind: Kind,
+        slot: ArrayLike,
+        count: ArrayLike,
+        peer: ArrayLike,
+        source: ArrayLike,
+    ) -> None:
+        assert self._open, "steps are written within a round"
+        columns = np.broadcast_arrays(
+            *(np.asarray(a, np.int64) for a in (rank, self._round, int(kind), slot, count, peer, source))
+        )
+        self._columns.append(tuple(column.ravel() for column in columns))
+
+    def build(self) -> CollectiveProgram:
+        """The program."""
+        names = ("rank", "group", "kind", "slot", "count", "peer", "source")
+        empty = np.zeros(0, np.int64)
+        columns = (
+            [np.concatenate(parts) for parts in zip(*self._columns, strict=True)] if self._columns else [empty] * 7
+        )
+        steps = Steps.arranged(**dict(zip(names, columns, strict=True)))
+        return CollectiveProgram(
+            self.operation, self.algorithm, self.ranks, self.chunks, steps, self.root, self.scratch
+        )
