@@ -17,6 +17,7 @@ from meshwright.errors import CheckFailed
 
 Integers: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
+Reals: TypeAlias = NDArray[np.float64]
 
 
 class ProgramError(CheckFailed):

@@ -1,0 +1,55 @@
+"""A timeline as text for a terminal: a line a track, time to the right, in bands as wide as the terminal."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.program.timeline import Span, Timeline
+
+MOST_COLUMNS = 200_000
+
+
+def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) -> str:
+    """The picture. A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the
+    second replica), filled to its length; idle time is blank; a step that overlaps another is on a line below.
+
+    width: columns of a line. bands: at most so many pieces of the time axis are drawn (None: all).
+    """
+    spans = [span for span in timeline.spans if span.end > span.start]
+    if not spans:
+        return f"{timeline.title}: nothing to draw"
+    labels = max(len(_label(span)) for span in spans)
+    shortest = min(span.end - span.start for span in spans)
+    # Columns a unit of time: the shortest step shows its label, unless that makes the picture endless.
+    scale = min((labels + 1) / shortest, MOST_COLUMNS / timeline.end)
+    columns = math.ceil(timeline.end * scale) + 1
+    prefix = max(len(name) for name in timeline.tracks) + 1
+    lanes = [
+        max((span.lanes for span in spans if span.track == track), default=1) for track in range(len(timeline.tracks))
+    ]
+    rows = {(track, lane): [" "] * columns for track, count in enumerate(lanes) for lane in range(count)}
+    for span in spans:
+        first, last = round(span.start * scale), round(span.end * scale)
+        text = _label(span)
+        cells = text[: last - first].ljust(last - first, "-")[: last - first]
+        if last - first > len(text):
+            cells = cells[:-1] + "|"
+        rows[span.track, span.lane][first:last] = list(cells)
+    room = max(20, width - prefix - 1)
+    lines = [timeline.title]
+    count = math.ceil(columns / room)
+    shown = count if bands is None else min(count, bands)
+    for band in range(shown):
+        begin, end = band * room, min(columns, (band + 1) * room)
+        lines.append("" if shown == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")
+        for (track, lane), row in rows.items():
+            name = timeline.tracks[track] if lane == 0 else ""
+            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == shown - 1 else ""
+            lines.append(f"{name:<{prefix}}|{''.join(row[begin:end]).rstrip()}{note}".rstrip())
+    if shown < count:
+        lines.append(f"... and {count - shown} more bands of this width")
+    return "\n".join(lines)
+
+
+def _label(span: Span) -> str:
+    return span.label + ("'" if span.mirrored else "")

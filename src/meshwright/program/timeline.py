@@ -1,0 +1,161 @@
+"""Who does what when, ready to draw: the steps of a simulated program as spans on tracks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from meshwright.program.collective import SENDING as COLLECTIVE_SENDING
+from meshwright.program.collective import CollectiveProgram
+from meshwright.program.collective import Kind as CollectiveKind
+from meshwright.program.order import Integers, Reals
+from meshwright.program.pipeline import LETTERS, SENDING, Kind, PipelineProgram
+
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+    Kind.UPDATE: "update",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One step on a track. `lane` of `lanes`: its share of the track's height, where several happen at once.
+
+    kind: what decides its colour. label: a few letters to write on it. name: what it is, in full. shade: 0 for the
+    first model chunk, 1 for the last. mirrored: of the second replica.
+    """
+
+    track: int
+    start: float
+    end: float
+    kind: str
+    label: str
+    name: str
+    shade: float = 0.0
+    mirrored: bool = False
+    lane: int = 0
+    lanes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A transfer: leaves `source` at `start`, is there on `target` at `end`."""
+
+    source: int
+    start: float
+    target: int
+    end: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a picture shows. `levels`: a quantity over time by track, as (time, value from then on)."""
+
+    title: str
+    tracks: tuple[str, ...]
+    spans: Sequence[Span]
+    arrows: Sequence[Arrow] = ()
+    levels: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    level_name: str = ""
+    notes: tuple[str, ...] = ()  # one a track, beside it
+
+    @property
+    def end(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+
+class Timed(Protocol):
+    """Start and end of every step."""
+
+    @property
+    def start(self) -> Reals: ...
+    @property
+    def end(self) -> Reals: ...
+
+
+def pipeline_timeline(
+    program: PipelineProgram,
+    timing: Timed,
+    notes: Sequence[str] = (),
+    levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+) -> Timeline:
+    """The compute steps of a simulated pipeline, a track a rank; overlapped steps share the track's height."""
+    s = program.steps
+    columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.group_index)]
+    start, end = timing.start.tolist(), timing.end.tolist()
+    members: dict[int, list[int]] = {}
+    for index, (kind, group) in enumerate(zip(columns[1], columns[5], strict=True)):
+        if kind <= Kind.UPDATE:
+            members.setdefault(group, []).append(index)
+    chunk_of = _chunk_numbers(program)
+    spans = []
+    for steps in members.values():
+        for lane, index in enumerate(steps):
+            rank, kind, stage, replica, micro_batch, _ = (column[index] for column in columns)
+            chunk = chunk_of[replica][stage]
+            letter = LETTERS[Kind(kind)]
+            spans.append(
+                Span(
+                    rank,
+                    start[index],
+                    end[index],
+                    WORDS[Kind(kind)],
+                    (letter if chunk == 0 else letter.lower()) + str(micro_batch),
+                    f"{WORDS[Kind(kind)]} of micro-batch {micro_batch}, stage {stage}"
+                    + (f" of replica {replica}" if program.replicas > 1 else ""),
+                    shade=chunk / max(1, program.chunks - 1),
+                    mirrored=replica > 0,
+                    lane=lane,
+                    lanes=len(steps),
+                )
+            )
+    arrows = []
+    for index in s.is_one_of(SENDING).nonzero()[0].tolist():
+        rank, peer = columns[0][index], program.peer(index)
+        if rank != peer:
+            arrows.append(Arrow(rank, start[index], peer, end[index], program.describe(index)))
+    tracks = tuple(f"rank {rank}" for rank in range(program.ranks))
+    title = f"{program.name}, {program.ranks} ranks, {program.micro_batches} micro-batches"
+    return Timeline(title, tracks, spans, arrows, levels or {}, "activations", tuple(notes))
+
+
+def _chunk_numbers(program: PipelineProgram) -> list[dict[int, int]]:
+    """For each replica, the number of a stage among those of its rank."""
+    numbers = []
+    for stages in program.placement:
+        seen: dict[int, int] = {}
+        number = {}
+        for stage, rank in enumerate(stages):
+            number[stage] = seen.get(rank, 0)
+            seen[rank] = number[stage] + 1
+        numbers.append(number)
+    return numbers
+
+
+def collective_timeline(
+    program: CollectiveProgram, sends: Integers, receives: Integers, start: Reals, end: Reals
+) -> Timeline:
+    """The transfers of a simulated collective on the tracks of their senders; those under way at once share a track."""
+    s = program.steps
+    assert set(s.kind[sends].tolist()) <= set(COLLECTIVE_SENDING)
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(s.group_index[sends].tolist()):
+        groups.setdefault(group, []).append(row)
+    spans, arrows = [], []
+    for rows in groups.values():
+        for lane, row in enumerate(rows):
+            send, receive = int(sends[row]), int(receives[row])
+            source, target = int(s.rank[send]), int(s.rank[receive])
+            word = "reduce" if s.kind[receive] == CollectiveKind.REDUCE else "send"
+            begins, ends = float(start[row]), float(end[row])
+            slot = program.slot_name(int(s.slot[send]), int(s.count[send]))
+            name = f"{program.describe(send)}: there, {program.describe(receive)}"
+            spans.append(Span(source, begins, ends, word, f"{slot}>{target}", name, lane=lane, lanes=len(rows)))
+            arrows.append(Arrow(source, begins, target, ends, name))
+    tracks = tuple(f"rank {rank}" for rank in range(program.ranks))
+    return Timeline(f"{program.operation} {program.algorithm}, {program.ranks} ranks", tracks, spans, arrows)

@@ -1,0 +1,153 @@
+"""Pictures of programs: SVG, page, trace and text, held against the spans they were made from."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from meshwright.program.collective import Builder as CollectiveBuilder
+from meshwright.program.gantt import COLOURS, draw_html, draw_svg
+from meshwright.program.gantt_text import draw_text
+from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.program.timeline import Timeline, collective_timeline, pipeline_timeline
+from meshwright.program.trace import trace_events
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def v_program() -> PipelineProgram:
+    """Two ranks, four stages in a V, one micro-batch; on rank 1 a forward and a backward of the next overlap."""
+    builder = Builder("hand-made", 2, 2, (v_shaped(2),))
+    first, second = builder.ranks
+    first.forward(0, stage=0)
+    first.forward(1, stage=0)
+    second.forward(0, stage=1)
+    second.forward(0, stage=2)
+    first.forward(0, stage=3)
+    first.input_gradient(0, stage=3)
+    first.weight_gradient(0, stage=3)
+    with second.together():
+        second.forward(1, stage=1)
+        second.backward(0, stage=2)
+    return builder.build()
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    program = v_program()
+    begin = [0.0, 1.0, 3.0, 4.0, 5.0, 1.0, 2.0, 5.0, 5.0]
+    length = [1.0] * 7 + [2.0, 2.0]
+    start = np.array(begin)
+    timing = SimpleNamespace(start=start, end=start + length)
+    levels = {0: [(0.0, 0.5), (1.0, 1.0), (6.0, 0.5)], 1: [(1.0, 0.5), (5.0, 1.0)]}
+    return pipeline_timeline(program, timing, notes=("idle 1", "idle 2"), levels=levels)
+
+
+def bars(svg: str) -> list[ET.Element]:
+    return [rect for rect in ET.fromstring(svg).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+
+
+def test_every_step_is_a_bar_as_long_as_it_lasts(timeline: Timeline):
+    drawn = bars(draw_svg(timeline))
+    assert len(drawn) == len(timeline.spans) == 9
+    first, *others = [
+        (float(bar.get("x", 0)), float(bar.get("width", 0)) + 0.8, span)
+        for bar, span in zip(drawn, timeline.spans, strict=True)
+    ]
+    scale = first[1] / (first[2].end - first[2].start)
+    for x, width, span in others:
+        assert width == pytest.approx((span.end - span.start) * scale, abs=0.05)
+        assert x - first[0] == pytest.approx((span.start - first[2].start) * scale, abs=0.05)
+
+
+def test_overlapped_steps_share_the_height_of_their_rank(timeline: Timeline):
+    *alone, one, other = bars(draw_svg(timeline))
+    assert {float(bar.get("height", 0)) for bar in (one, other)} == {float(alone[0].get("height", 0)) / 2}
+    assert one.get("y") != other.get("y")
+
+
+def test_hovering_names_the_step_in_full(timeline: Timeline):
+    titles = [bar.findtext(f"{SVG}title") for bar in bars(draw_svg(timeline))]
+    assert "weight gradient of micro-batch 0, stage 3: 5 to 6" in titles
+
+
+def test_chunks_of_a_rank_differ_in_shade_and_in_label(timeline: Timeline):
+    labels = {span.label: span.shade for span in timeline.spans if span.track == 0}
+    assert labels == {"F0": 0.0, "F1": 0.0, "f0": 1.0, "i0": 1.0, "w0": 1.0}
+    fills = {bar.get("style") for bar in bars(draw_svg(timeline))[:3]}
+    assert len(fills) == 2
+
+
+def test_every_kind_of_step_has_a_colour_of_its_own_replica():
+    assert all(first != second for kind, (first, second) in COLOURS.items() if kind not in ("update", "send", "reduce"))
+
+
+def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
+    page = draw_html(timeline, table=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
+    assert not re.search(r"(src|href)=|@import|url\(", page)
+    assert "&lt;1&gt;" in page and "a &amp; b" in page
+    assert page.count(timeline.title) == 3  # head, heading, the picture's label
+
+
+def test_text_has_a_line_a_rank_with_steps_at_their_times(timeline: Timeline):
+    lines = draw_text(timeline, width=100).splitlines()
+    rows = [line.partition("|")[2] for line in lines if "|" in line]
+    assert rows[0].startswith("F0|F1|   f0|i0|w0|")
+    assert rows[1].startswith("   F0|f0|      F1---|") and rows[2].startswith("               b0---|")
+    assert rows[0].endswith("idle 1")
+
+
+def test_text_goes_on_in_bands_where_the_terminal_ends(timeline: Timeline):
+    narrow = draw_text(timeline, width=29)
+    assert narrow.count("rank 0") == 2 and "time 0 to" in narrow
+    assert "... and 1 more band" in draw_text(timeline, width=29, bands=1)
+
+
+def test_trace_holds_every_step_once_with_its_times(timeline: Timeline):
+    events = trace_events(timeline, seconds_per_unit=0.001)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sorted((e["ts"], e["dur"]) for e in slices) == sorted(
+        (1e3 * span.start, 1e3 * (span.end - span.start)) for span in timeline.spans
+    )
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1", "rank 1, overlapped"]
+    counters = [e for e in events if e["ph"] == "C"]
+    assert len(counters) == 5 and {e["name"] for e in counters} == {"activations of rank 0", "activations of rank 1"}
+
+
+def test_slices_of_one_thread_of_a_trace_do_not_overlap(timeline: Timeline):
+    threads: dict[int, list[tuple[float, float]]] = {}
+    for event in trace_events(timeline)["traceEvents"]:
+        if event["ph"] == "X":
+            threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        slices.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(slices))
+
+
+def test_transfers_of_a_collective_lie_on_the_tracks_of_their_senders():
+    builder = CollectiveBuilder("all-reduce", "hand-made", 2, chunks=2)
+    with builder.round():
+        builder.transfer([0, 1], [1, 0], chunk=[0, 1], reduce=True)
+    with builder.round():
+        builder.transfer([1, 0], [0, 1], chunk=[0, 1])
+    program = builder.build()
+    # rank 0: send, reduce | send, receive; rank 1 the same.
+    sends, receives = np.array([0, 2, 4, 6]), np.array([5, 7, 1, 3])
+    start, end = np.array([0.0, 1.0, 0.0, 1.0]), np.array([1.0, 2.0, 1.0, 2.0])
+    drawn = collective_timeline(program, sends, receives, start, end)
+    assert [(span.track, span.kind, span.label) for span in drawn.spans] == [
+        (0, "reduce", "data[0]>1"),
+        (0, "send", "data[1]>1"),
+        (1, "reduce", "data[1]>0"),
+        (1, "send", "data[0]>0"),
+    ]
+    flows = [event for event in trace_events(drawn)["traceEvents"] if event["ph"] in "sf"]
+    assert len(flows) == 8
+    svg = ET.fromstring(draw_svg(drawn, arrows=True))
+    assert len([line for line in svg.iter(f"{SVG}line") if line.get("class") == "arrow"]) == 4
