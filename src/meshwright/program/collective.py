@@ -140,7 +140,9 @@ class CollectiveProgram:
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def slot_name(self, slot: int, count: int = 1) -> str:
-        """`data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`."""
+        """`data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`. Below the first slot: `slot[-1]`."""
+        if slot < 0:
+            return f"slot[{slot}]"
         name, first = next(
             (name, first)
             for name, first in (("scratch", self.first_scratch), ("output", self.chunks), ("data", 0))
@@ -152,8 +154,10 @@ class CollectiveProgram:
     def describe(self, step: int) -> str:
         """One step in the words of the text form: `send data[3] to 1`."""
         s = self.steps
-        kind, slot, count = Kind(int(s.kind[step])), int(s.slot[step]), int(s.count[step])
-        match kind:
+        slot, count = int(s.slot[step]), int(s.count[step])
+        if s.kind[step] not in tuple(Kind):
+            return f"kind {s.kind[step]}"
+        match kind := Kind(int(s.kind[step])):
             case Kind.SEND:
                 return f"send {self.slot_name(slot, count)} to {s.peer[step]}"
             case Kind.RECEIVE | Kind.REDUCE:

@@ -110,7 +110,7 @@ def post_order(rank: Integers, group_a: Integers, group_b: Integers) -> Schedule
     while len(ready):
         level[ready] = number
         number, done = number + 1, done + len(ready)
-        edges = _ranges(first[ready], first[ready + 1])
+        edges = ranges(first[ready], first[ready + 1])
         targets = after[edges]
         np.maximum.at(rounds, targets, np.repeat(rounds[ready], first[ready + 1] - first[ready]) + weight[edges])
         np.subtract.at(waiting, targets, 1)
@@ -122,7 +122,7 @@ def post_order(rank: Integers, group_a: Integers, group_b: Integers) -> Schedule
     return Schedule(level, rounds, int(deepest) + 1)
 
 
-def _ranges(starts: Integers, ends: Integers) -> Integers:
+def ranges(starts: Integers, ends: Integers) -> Integers:
     """Concatenation of arange(start, end)."""
     lengths = ends - starts
     offsets = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
