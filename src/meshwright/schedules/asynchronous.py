@@ -1,0 +1,65 @@
+"""Pipelines that are never drained: weights are updated while micro-batches are under way, which keep the version that
+their forward used.
+
+Both run in the order of 1F1B, for as long as training lasts; a program shows several updates of it. Costs: p ranks.
+"""
+
+from __future__ import annotations
+
+from meshwright.errors import UserError
+from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.schedules.interleaved import rounds
+
+
+def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
+    """PipeDream: an update after each backward (Narayanan et al. 2019, SOSP, arXiv 1806.03377, sections 3.2 and 3.3).
+
+    No bubble once the pipeline is full. Rank r keeps the activations of p - r micro-batches and as many versions of its
+    weights: *weight stashing*, since a backward uses the weights that its forward used. A gradient is p - 1 - r updates
+    late. Transfers as 1F1B. Any number of ranks and micro-batches.
+    """
+    program = Builder("pipedream", ranks, micro_batches, (straight(ranks),))
+    for rank in program.ranks:
+        warm_up = min(ranks - 1 - rank.rank, micro_batches)
+        for m in range(warm_up):
+            rank.forward(m)
+        for m in range(micro_batches):
+            if warm_up + m < micro_batches:
+                rank.forward(warm_up + m)
+            rank.backward(m)
+            rank.update(m)
+    return program.build()
+
+
+def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
+    """PipeDream-2BW: two buffers of weights, an update a batch of at least p micro-batches (Narayanan et al. 2021,
+    arXiv 2006.09503, section 3.1, figure 2).
+
+    A batch is done on all ranks with one version: the one made of the gradients up to the batch before last, so each
+    update is exactly one late. A rank switches to a version just before the first forward that uses it, which is where
+    its update stands; by then all its gradients are there. No bubble once the pipeline is full. Rank r keeps p - r
+    micro-batches, and two versions of its weights whatever p. Transfers as 1F1B. At least `ranks` micro-batches; they
+    make as many batches of at least `ranks` as there are, as equal as can be.
+    """
+    if micro_batches < ranks:
+        raise UserError(
+            f"pipedream-2bw on {ranks} ranks needs at least {ranks} micro-batches, not {micro_batches}: "
+            f"with smaller batches two versions of the weights would not do"
+        )
+    batches = rounds(ranks, micro_batches)
+    switch = {later[0]: batch[-1] for batch, later in zip(batches, batches[2:], strict=False)}
+    program = Builder("pipedream-2bw", ranks, micro_batches, (straight(ranks),))
+    for rank in program.ranks:
+        warm_up = ranks - 1 - rank.rank
+        for m in range(warm_up):
+            rank.forward(m)
+        for m in range(micro_batches):
+            ahead = warm_up + m
+            if ahead in switch:
+                rank.update(switch[ahead])
+            if ahead < micro_batches:
+                rank.forward(ahead)
+            rank.backward(m)
+        for batch in batches[-2:]:
+            rank.update(batch[-1])
+    return program.build()

@@ -1,0 +1,100 @@
+"""Several chunks a rank, stages in turn round the ranks: the bubble is counted in chunks, not in whole ranks.
+
+Costs are in F, B, I and W, a rank's forward, whole backward, input and weight gradient of one micro-batch over all of
+its chunks; p ranks, m micro-batches, v chunks. A micro-batch crosses v p - 1 borders between ranks, not p - 1.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from meshwright.program.pipeline import Builder, PipelineProgram, straight
+
+Order = list[tuple[int, int]]  # stage and micro-batch
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
+    """1F1B over chunks, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4).
+
+    Bubble (p - 1)(F + B) / v from m = p on. Where p divides m, rank 0 keeps p + (p - 1) / v micro-batches and rank r
+    2r / v fewer; with rounds of g > p micro-batches, g - (g + 1 - 2p) / v. v times the transfers of 1F1B, one copy of
+    the weights. Any number of ranks and micro-batches (see `rounds`).
+    """
+    program = Builder("interleaved", ranks, micro_batches, (straight(ranks, chunks),))
+    taken = rounds(ranks, micro_batches)
+    for rank in program.ranks:
+        forwards, backwards = depth_first(rank.held[0], taken)
+        warm_up = min((chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank), len(forwards))
+        for stage, m in forwards[:warm_up]:
+            rank.forward(m, stage)
+        for at, (stage, m) in enumerate(backwards):
+            if warm_up + at < len(forwards):
+                ahead, n = forwards[warm_up + at]
+                rank.forward(n, ahead)
+            rank.backward(m, stage)
+    return program.build()
+
+
+def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
+    """ZB-H1 over chunks (as PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
+
+    Bubble (p - 1)(F + I - W) / v from m = p on. Where p divides m, every rank keeps p micro-batches; with rounds of
+    g > p, g - (g - p) / v. v times the transfers of 1F1B, one copy of the weights. Any number of ranks and micro-batches.
+    """
+    program = Builder("interleaved-zb", ranks, micro_batches, (straight(ranks, chunks),))
+    taken = rounds(ranks, micro_batches)
+    for rank in program.ranks:
+        forwards, backwards = depth_first(rank.held[0], taken)
+        warm_up = min((chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank, len(forwards))
+        behind = min(rank.rank, len(backwards))
+        for stage, m in forwards[:warm_up]:
+            rank.forward(m, stage)
+        for at, (stage, m) in enumerate(backwards):
+            if warm_up + at < len(forwards):
+                ahead, n = forwards[warm_up + at]
+                rank.forward(n, ahead)
+            rank.input_gradient(m, stage)
+            if at >= behind:
+                late, n = backwards[at - behind]
+                rank.weight_gradient(n, late)
+        for stage, m in backwards[len(backwards) - behind :]:
+            rank.weight_gradient(m, stage)
+    return program.build()
+
+
+def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
+    """GPipe over chunks, breadth first: all micro-batches through a chunk before the next (Lamy-Poirier 2023, arXiv
+    2211.05953, section 4; the backwards in PyTorch's order, last micro-batch first).
+
+    A rank needs the weights of one chunk at a time, which is what this order is for: sharded weights are gathered once
+    a chunk and pass, not once a micro-batch. Bubble (p - 1)(F + B) / v from m = p on. Every rank keeps all m
+    micro-batches. v times the transfers of GPipe, one copy of the weights. Any number of ranks and micro-batches.
+    """
+    program = Builder("looped-bfs", ranks, micro_batches, (straight(ranks, chunks),))
+    for rank in program.ranks:
+        for stage in rank.held[0]:
+            for m in range(micro_batches):
+                rank.forward(m, stage)
+        for stage in reversed(rank.held[0]):
+            for m in reversed(range(micro_batches)):
+                rank.backward(m, stage)
+    return program.build()
+
+
+def rounds(ranks: int, micro_batches: int) -> list[range]:
+    """Micro-batches that go through a chunk together before the next chunk begins: as many rounds of at least `ranks`
+    as there are, as equal as can be, longer ones first.
+
+    Where `ranks` divides `micro_batches` these are Megatron's rounds of `ranks`; where they come out equal, PyTorch's.
+    """
+    count = max(1, micro_batches // ranks)
+    size, longer = divmod(micro_batches, count)
+    starts = [k * size + min(k, longer) for k in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
+    """Forwards and backwards of a rank, each in its order: a round through every chunk, then the next round."""
+    forwards = [(stage, m) for taken in rounds for stage in stages for m in taken]
+    backwards = [(stage, m) for taken in rounds for stage in reversed(stages) for m in taken]
+    return forwards, backwards

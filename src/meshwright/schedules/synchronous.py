@@ -1,0 +1,42 @@
+"""The schedules that everything else is measured against: all forwards first, or one forward and one backward in turn.
+
+Costs are in F and B, a rank's forward and whole backward of one micro-batch; p ranks, m micro-batches.
+"""
+
+from __future__ import annotations
+
+from meshwright.program.pipeline import Builder, PipelineProgram, straight
+
+
+def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; backwards in PyTorch's order).
+
+    Bubble (p - 1)(F + B). Every rank keeps the activations of all m micro-batches. One transfer between neighbours a
+    micro-batch and direction, one copy of the weights. Any number of ranks and micro-batches.
+    """
+    program = Builder("gpipe", ranks, micro_batches, (straight(ranks),))
+    for rank in program.ranks:
+        for m in range(micro_batches):
+            rank.forward(m)
+        for m in range(micro_batches):
+            rank.backward(m)
+    return program.build()
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
+    """One forward, one backward: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan
+    et al. 2021, arXiv 2007.01045, section 3).
+
+    Bubble (p - 1)(F + B), as GPipe; but rank r keeps the activations of only min(m, p - r) micro-batches. Transfers and
+    weights as GPipe. Any number of ranks and micro-batches.
+    """
+    program = Builder("1f1b", ranks, micro_batches, (straight(ranks),))
+    for rank in program.ranks:
+        warm_up = min(ranks - 1 - rank.rank, micro_batches)
+        for m in range(warm_up):
+            rank.forward(m)
+        for m in range(micro_batches):
+            if warm_up + m < micro_batches:
+                rank.forward(warm_up + m)
+            rank.backward(m)
+    return program.build()
