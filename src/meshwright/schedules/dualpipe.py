@@ -1,0 +1,65 @@
+"""DualPipe: micro-batches enter at both ends of the pipeline; the forward of one overlaps the backward of another."""
+
+from __future__ import annotations
+
+from meshwright.errors import UserError
+from meshwright.program.pipeline import Builder, PipelineProgram, RankBuilder, straight
+from meshwright.schedules.in_turn import Chunk, InTurn
+
+
+def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
+    """DualPipe (DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its public code counts).
+
+    Replica 0 runs down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r
+    holds stage r of one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least
+    2 x ranks (`UserError`).
+
+    Costs (table 2 of the report; F, B: a forward and a whole backward of a rank's stage, W: the weight gradient's part
+    of B, F&B: a forward and a backward that overlap):
+    - bubble: (ranks/2 - 1) (F&B + B - 3W)
+    - peak activations: ranks + 1 micro-batches
+    - weight copies: 2
+    - transfers: those of 1F1B
+    """
+    if ranks < 2 or ranks % 2:
+        raise UserError(f"dualpipe on {ranks} ranks: it pairs the ranks from both ends; take an even number of ranks")
+    if micro_batches % 2 or micro_batches < 2 * ranks:
+        raise UserError(
+            f"dualpipe with {micro_batches} micro-batches on {ranks} ranks: half of them run in each direction; "
+            f"take an even number from {2 * ranks} (2 a rank) on"
+        )
+    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    program = Builder("dualpipe", ranks, micro_batches, placement)
+    first_half, second_half = range(micro_batches // 2), range(micro_batches // 2, micro_batches)
+    for rank in program.ranks:
+        down, up = (stages[0] for stages in rank.held)
+        ends = [Chunk(down, first_half, replica=0), Chunk(up, second_half, replica=1)]
+        # What enters at the nearer end of the pipeline is chunk 0.
+        write_dual_order(rank, ends if down < up else ends[::-1], ranks // 2)
+    return program.build()
+
+
+def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
+    """The order of one rank, under DualPipe and under DualPipeV: both know only how far in the rank lies.
+
+    chunks: of the rank, the one that the data reaches sooner first. half: length of the way from an end of the
+    pipeline to its middle, in ranks.
+    """
+    depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
+    order = InTurn(rank, chunks)
+    order.write("F0", 2 * to_the_middle)  # 1
+    order.write("F0 F1", depth + 1)  # 2
+    order.write("I1 W F1", to_the_middle)  # 3
+    main = len(chunks[0].micro_batches) - 2 * half + depth + 1
+    if to_the_middle == 0:  # 4; the first pair of the middle does not overlap: others wait for its forward
+        order.write("F0 B1 F1&B0")
+        main -= 1
+    order.write("F0&B1 F1&B0", main)
+    order.write("B1 F1&B0", to_the_middle)  # 5
+    # 6: the second half of these backwards puts the weight gradients off, so that the next rank starts sooner
+    whole, split = divmod(depth + 1, 2)
+    order.write("B1 B0", whole)
+    order.write("B1 I0", split)
+    order.write("I1 I0", whole)
+    order.write("W I0", to_the_middle)  # 7
+    order.write("W", depth + 1)  # 8

@@ -1,0 +1,34 @@
+"""DualPipeV: DualPipe cut in half. The ranks of one half hold both directions: one copy of the weights is enough."""
+
+from __future__ import annotations
+
+from meshwright.errors import UserError
+from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.schedules.dualpipe import write_dual_order
+from meshwright.schedules.in_turn import Chunk
+
+
+def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
+    """DualPipeV (Sea AI Lab: "DualPipe could be better without the Dual", 2025; the DualPipe repository's second form).
+
+    The stages go down the ranks and up again; the first rank holds the first and the last. A rank's order is DualPipe's
+    on twice the ranks, with all micro-batches in place of each direction's half. Needs at least 2 x ranks micro-batches
+    (`UserError`).
+
+    Costs, with p = 2 x ranks stages (F, B: a forward and a whole backward of one stage, half a rank's share; W: the
+    weight gradient's part of B, F&B: a forward and a backward that overlap):
+    - bubble: (p/2 - 1) (F&B + B - 3W); (ranks - 1) / 2 where forward, input and weight gradient take 1 a rank each
+      and overlap gains nothing
+    - peak activations: p + 1 stages' worth, or ranks + 1/2 micro-batches
+    - weight copies: 1
+    - transfers: twice those of 1F1B
+    """
+    if micro_batches < 2 * ranks:
+        raise UserError(
+            f"dualpipe-v with {micro_batches} micro-batches on {ranks} ranks: "
+            f"too few to fill it; take at least {2 * ranks} (2 a rank)"
+        )
+    program = Builder("dualpipe-v", ranks, micro_batches, (v_shaped(ranks),))
+    for rank in program.ranks:
+        write_dual_order(rank, [Chunk(stage, range(micro_batches)) for stage in rank.held[0]], ranks)
+    return program.build()

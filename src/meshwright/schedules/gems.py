@@ -1,0 +1,35 @@
+"""GEMS: two copies of the model in opposite directions, and never more than two micro-batches under way."""
+
+from __future__ import annotations
+
+from meshwright.errors import UserError
+from meshwright.program.pipeline import Builder, PipelineProgram, straight
+
+
+def gems(ranks: int, micro_batches: int) -> PipelineProgram:
+    """GEMS-MAST (Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware synchronized
+    training").
+
+    Replica 0 runs down the ranks, replica 1 up. A backward travels against its forward, and so in the direction of the
+    other replica's next forward, which follows it from rank to rank. Micro-batches must be even (`UserError`).
+
+    Costs, for N micro-batches and D ranks:
+    - bubble: a ratio of about (D-1) / (D+1/2) where a backward takes two forwards (Li, Hoefler, arXiv 2107.06925,
+      table 2), (D-1) / (D+1) where it takes one
+    - peak activations: 1 micro-batch
+    - weight copies: 2
+    - transfers: those of 1F1B
+    """
+    if micro_batches < 2 or micro_batches % 2:
+        raise UserError(
+            f"gems with {micro_batches} micro-batches: half of them run in each direction; take an even number"
+        )
+    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    program = Builder("gems", ranks, micro_batches, placement)
+    half = micro_batches // 2
+    for rank in program.ranks:
+        for i in range(half):
+            for replica in (0, 1):
+                rank.forward(i + half * replica, replica=replica)
+                rank.backward(i + half * replica, replica=replica)
+    return program.build()
