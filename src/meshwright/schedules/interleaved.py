@@ -6,11 +6,11 @@ its chunks; p ranks, m micro-batches, v chunks. A micro-batch crosses v p - 1 bo
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from meshwright.program.pipeline import Builder, PipelineProgram, straight
 
-Order = list[tuple[int, int]]  # stage and micro-batch
+Order = list[tuple[int, int]]  # micro-batch and stage
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
@@ -24,14 +24,13 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
     taken = rounds(ranks, micro_batches)
     for rank in program.ranks:
         forwards, backwards = depth_first(rank.held[0], taken)
-        warm_up = min((chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank), len(forwards))
-        for stage, m in forwards[:warm_up]:
-            rank.forward(m, stage)
-        for at, (stage, m) in enumerate(backwards):
-            if warm_up + at < len(forwards):
-                ahead, n = forwards[warm_up + at]
-                rank.forward(n, ahead)
-            rank.backward(m, stage)
+        warm_up = (chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank)
+        for ahead in forwards[:warm_up]:
+            rank.forward(*ahead)
+        for back, ahead in zip_longest(backwards, forwards[warm_up:]):
+            if ahead:
+                rank.forward(*ahead)
+            rank.backward(*back)
     return program.build()
 
 
@@ -39,26 +38,25 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """ZB-H1 over chunks (as PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
 
     Bubble (p - 1)(F + I - W) / v from m = p on. Where p divides m, every rank keeps p micro-batches; with rounds of
-    g > p, g - (g - p) / v. v times the transfers of 1F1B, one copy of the weights. Any number of ranks and micro-batches.
+    g > p, g - (g - p) / v. v times the transfers of 1F1B, one copy of the weights. Any number of ranks and
+    micro-batches.
     """
     program = Builder("interleaved-zb", ranks, micro_batches, (straight(ranks, chunks),))
     taken = rounds(ranks, micro_batches)
     for rank in program.ranks:
         forwards, backwards = depth_first(rank.held[0], taken)
-        warm_up = min((chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank, len(forwards))
-        behind = min(rank.rank, len(backwards))
-        for stage, m in forwards[:warm_up]:
-            rank.forward(m, stage)
-        for at, (stage, m) in enumerate(backwards):
-            if warm_up + at < len(forwards):
-                ahead, n = forwards[warm_up + at]
-                rank.forward(n, ahead)
-            rank.input_gradient(m, stage)
-            if at >= behind:
-                late, n = backwards[at - behind]
-                rank.weight_gradient(n, late)
-        for stage, m in backwards[len(backwards) - behind :]:
-            rank.weight_gradient(m, stage)
+        warm_up = (chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank
+        put_off = rank.rank  # weight gradients that wait for the end
+        for ahead in forwards[:warm_up]:
+            rank.forward(*ahead)
+        for number, (back, ahead) in enumerate(zip_longest(backwards, forwards[warm_up:])):
+            if ahead:
+                rank.forward(*ahead)
+            rank.input_gradient(*back)
+            if number >= put_off:
+                rank.weight_gradient(*backwards[number - put_off])
+        for back in backwards[max(0, len(backwards) - put_off) :]:
+            rank.weight_gradient(*back)
     return program.build()
 
 
@@ -95,6 +93,6 @@ def rounds(ranks: int, micro_batches: int) -> list[range]:
 
 def depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
     """Forwards and backwards of a rank, each in its order: a round through every chunk, then the next round."""
-    forwards = [(stage, m) for taken in rounds for stage in stages for m in taken]
-    backwards = [(stage, m) for taken in rounds for stage in reversed(stages) for m in taken]
+    forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
+    backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]
     return forwards, backwards
