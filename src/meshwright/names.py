@@ -47,19 +47,37 @@ OPERATIONS = (
     "all-to-all",
 )
 REDUCTIONS = ("sum", "mean", "minimum", "maximum")
-ALL_REDUCE_ALGORITHMS = (
-    "ring",
-    "halving-doubling",
-    "rabenseifner",
-    "butterfly",
-    "binomial-tree",
-    "double-binary-tree",
-    "hierarchical",
-    "2d-torus",
-    "2d-mesh",
-    "3d-torus",
-    "auto",
-)
+# Algorithms of each collective operation. "auto" chooses among the others by size and topology.
+COLLECTIVE_ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "send-receive": ("direct", "auto"),
+    "barrier": ("dissemination", "binomial-tree", "auto"),
+    "broadcast": ("binomial-tree", "ring", "scatter-all-gather", "hierarchical", "auto"),
+    "scatter": ("binomial-tree", "linear", "auto"),
+    "gather": ("binomial-tree", "linear", "auto"),
+    "reduce": ("binomial-tree", "ring", "reduce-scatter-gather", "hierarchical", "auto"),
+    "all-gather": (
+        *("ring", "bidirectional-ring", "recursive-doubling", "bruck", "pairwise", "all-pairs", "hierarchical"),
+        *("2d-torus", "3d-torus", "torus", "2d-mesh", "mesh", "auto"),
+    ),
+    "reduce-scatter": (
+        *("ring", "bidirectional-ring", "recursive-halving", "pairwise", "all-pairs", "hierarchical"),
+        *("2d-torus", "3d-torus", "torus", "2d-mesh", "mesh", "auto"),
+    ),
+    "all-reduce": (
+        *("ring", "halving-doubling", "rabenseifner", "butterfly", "binomial-tree", "double-binary-tree"),
+        *("hierarchical", "hierarchical-scatter", "2d-torus", "2d-mesh", "3d-torus", "torus", "mesh"),
+        *("all-pairs", "bidirectional-ring", "auto"),
+    ),
+    "all-to-all": ("pairwise", "ring", "bruck", "all-pairs", "hierarchical", "auto"),
+}
+ALL_REDUCE_ALGORITHMS = COLLECTIVE_ALGORITHMS["all-reduce"]
+# Other names that the field uses for them.
+ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
+    "all-reduce": {"recursive-doubling": "butterfly"},
+    "broadcast": {"chain": "ring"},
+    "reduce": {"chain": "ring"},
+    "all-to-all": {"linear": "all-pairs"},
+}
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained

@@ -1,0 +1,98 @@
+"""All collective algorithms by operation and name, and the one call that generates any of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from meshwright.collectives import pairwise, recursive, ring
+from meshwright.errors import UserError
+from meshwright.names import ALGORITHM_ALIASES, OPERATIONS, unknown
+from meshwright.program.collective import CollectiveProgram
+
+Generator: TypeAlias = Callable[..., CollectiveProgram]
+
+ALGORITHMS: dict[str, dict[str, Generator]] = {
+    "all-gather": {
+        "ring": ring.all_gather,
+        "bidirectional-ring": ring.bidirectional_all_gather,
+        "recursive-doubling": recursive.all_gather,
+        "pairwise": pairwise.all_gather,
+        "all-pairs": pairwise.all_pairs_all_gather,
+    },
+    "reduce-scatter": {
+        "ring": ring.reduce_scatter,
+        "bidirectional-ring": ring.bidirectional_reduce_scatter,
+        "recursive-halving": recursive.reduce_scatter,
+        "pairwise": pairwise.reduce_scatter,
+        "all-pairs": pairwise.all_pairs_reduce_scatter,
+    },
+    "all-reduce": {
+        "ring": ring.all_reduce,
+        "bidirectional-ring": ring.bidirectional_all_reduce,
+        "rabenseifner": recursive.rabenseifner,
+        "butterfly": recursive.butterfly,
+        "all-pairs": pairwise.all_pairs_all_reduce,
+    },
+    "all-to-all": {
+        "pairwise": pairwise.all_to_all,
+        "all-pairs": pairwise.all_pairs_all_to_all,
+    },
+}
+ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
+
+
+def options(operation: str, algorithm: str) -> tuple[str, ...]:
+    """What `generate` takes for an algorithm beside the number of ranks: of root, segments, groups, dims."""
+    return tuple(inspect.signature(find(operation, algorithm)).parameters)[1:]
+
+
+def find(operation: str, algorithm: str) -> Generator:
+    """The generator of a published name or of another name for it. Raises UserError."""
+    if operation not in OPERATIONS:
+        raise UserError(unknown("operation", operation, OPERATIONS))
+    known = ALGORITHMS[operation]
+    if algorithm == "auto":
+        raise UserError(f"{operation} auto: a choice needs a size and a topology; name one of {', '.join(known)}")
+    name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
+    if name not in known:
+        raise UserError(unknown(f"{operation} algorithm", algorithm, known))
+    return known[name]
+
+
+def generate(
+    operation: str,
+    algorithm: str,
+    ranks: int,
+    *,
+    root: int = 0,
+    segments: int | None = None,
+    groups: int | None = None,
+    dims: Sequence[int] | None = None,
+) -> CollectiveProgram:
+    """The program of an algorithm for so many ranks.
+
+    root: the rank that sends out or collects. segments: into how many parts a pipelined algorithm cuts the vector.
+    groups: ranks of one node, for hierarchical algorithms. dims: sides of the grid, for tori and meshes; ranks lie in
+    it row by row. None: the generator's own choice. Raises UserError for unknown names, for an option that the
+    algorithm does not have, and for numbers that it cannot take.
+    """
+    generator, has = find(operation, algorithm), options(operation, algorithm)
+    name = f"{algorithm} {operation}"
+    if ranks < 1:
+        raise UserError(f"{name}: {ranks} ranks; there must be at least 1")
+    if not 0 <= root < ranks:
+        raise UserError(f"{name}: root {root} is not one of ranks 0 to {ranks - 1}")
+    given: dict[str, object] = {"segments": segments, "groups": groups, "dims": dims}
+    given = {option: value for option, value in given.items() if value is not None}
+    if root or operation in ROOTED:
+        given["root"] = root
+    for option in given:
+        if option not in has:
+            others = [other for other in ALGORITHMS[operation] if option in options(operation, other)]
+            right = f"; {option} is for {', '.join(others)}" if others else ""
+            raise UserError(f"{name} takes no {option}{right}")
+    if segments is not None and segments < 1:
+        raise UserError(f"{name}: {segments} segments; there must be at least 1")
+    return generator(ranks, **given)
