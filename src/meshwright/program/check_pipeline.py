@@ -1,0 +1,336 @@
+"""Proves that a pipeline program trains every micro-batch once, in an order that makes sense, and ends.
+
+Its stages lie on ranks that there are; every micro-batch runs forward and backward through every stage of one replica,
+on the rank that holds the stage; what a step reads is made before it; no ranks wait for each other in a circle; where
+transfers are written out, every value that crosses is sent once and received once, in the same order at both ends, and
+the program ends even if sends block; updates apply every gradient once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.program import holdings
+from meshwright.program.dataflow import GRADIENT, OUTPUT, Dataflow
+from meshwright.program.durations import Floats
+from meshwright.program.order import (
+    Deadlock,
+    Integers,
+    Mask,
+    ProgramError,
+    Unmatched,
+    match,
+    post_order,
+)
+from meshwright.program.pipeline import (
+    ARRIVING,
+    COMPUTING,
+    LETTERS,
+    SENDING,
+    Component,
+    Kind,
+    PipelineProgram,
+)
+from meshwright.program.progress import error, place, run, waits
+
+_WHOLE = 1 << Component.WHOLE
+_ALL_PARTS = sum(1 << part for part in Component if part)
+_WITH_WEIGHTS = 1 << Component.ATTENTION | 1 << Component.MLP
+
+
+@dataclass(frozen=True)
+class CheckedPipeline:
+    """A program that holds, with what the check found out.
+
+    sends, receives: step indices of the two ends of every written-out transfer. order: the groups, so that each comes
+    after all that it waits for. peak_activations: most that each rank holds, in whole shares of one micro-batch.
+    """
+
+    program: PipelineProgram
+    sends: Integers
+    receives: Integers
+    order: Integers
+    peak_activations: Floats
+
+
+def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
+    """Check everything; raises `ProgramError` with rank, step and reason at the first thing that does not hold.
+
+    Every stage computes an input gradient, the first one too: what its executor does with it is its own affair.
+    """
+    _check_placement(program)
+    _check_steps(program)
+    _check_groups(program)
+    _check_micro_batches(program)
+    flow = Dataflow(program)
+    sends = receives = np.empty(0, np.int64)
+    if program.has_transfers:
+        _check_transfers(flow)
+    wait = waits(flow)
+    if program.has_transfers:
+        sends, receives, order = _meet(program)
+    else:
+        zero = np.zeros(len(program.steps.group_rank))
+        order = np.array(run(program, wait, zero, np.zeros(len(wait.reader)))[2], np.int64)
+    if program.asynchronous:
+        _check_updates(program)
+    return CheckedPipeline(program, sends, receives, order, holdings.peak_activations(flow))
+
+
+def _check_placement(program: PipelineProgram) -> None:
+    """Every replica lays the same stages over all ranks, equally many on each."""
+    ranks, stages = program.ranks, program.stages if program.placement else 0
+    if ranks < 1 or program.micro_batches < 1 or stages < 1:
+        counts = f"{ranks} ranks, {program.micro_batches} micro-batches, {stages} stages"
+        raise ProgramError(0, 0, "placement", f"{counts}; a program has at least one of each")
+    for replica, homes in enumerate(program.placement):
+        for stage, rank in enumerate(homes):
+            if not 0 <= rank < ranks:
+                reason = f"stage {stage} of replica {replica} is there; ranks are 0 to {ranks - 1}"
+                raise ProgramError(rank, 0, "placement", reason)
+        if len(homes) != stages:
+            reason = f"replica {replica} has {len(homes)} stages, replica 0 has {stages}"
+            raise ProgramError(homes[-1] if homes else 0, 0, "placement", reason)
+        held = np.bincount(homes, minlength=ranks)
+        if (held != held[0]).any():
+            rank = int(np.argmax(held != held[0]))
+            reason = f"holds {held[rank]} stages of replica {replica}, rank 0 holds {held[0]}; right is equally many"
+            raise ProgramError(rank, 0, "placement", reason)
+
+
+def _check_steps(program: PipelineProgram) -> None:
+    """Each step by itself: numbers that there are, on the rank that holds the stage."""
+    p, s = program, program.steps
+
+    def refuse(bad: Mask, reason: str) -> None:
+        if bad.any():
+            step = int(np.argmax(bad))
+            words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "stage", "replica", "micro_batch")}
+            try:
+                what = program.describe(step)
+            except ValueError:
+                what = f"kind {s.kind[step]}, component {s.component[step]}"
+            raise ProgramError(int(s.rank[step]), int(s.group[step]), what, reason.format(**words))
+
+    refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
+    refuse((s.component < 0) | (s.component >= len(Component)), "there is no such part of a layer")
+    refuse((s.rank < 0) | (s.rank >= p.ranks), f"there is no rank {{rank}}; ranks are 0 to {p.ranks - 1}")
+    refuse((s.replica < 0) | (s.replica >= p.replicas), f"there is no replica {{replica}} of {p.replicas}")
+    refuse((s.stage < 0) | (s.stage >= p.stages), f"there is no stage {{stage}}; stages are 0 to {p.stages - 1}")
+    outside = (s.micro_batch < 0) | (s.micro_batch >= p.micro_batches)
+    refuse(outside, f"there is no micro-batch {{micro_batch}}; micro-batches are 0 to {p.micro_batches - 1}")
+    home = np.asarray(p.placement)[s.replica, s.stage]
+    elsewhere = home != s.rank
+    refuse(elsewhere, f"rank {{rank}} does not hold the stage; rank {home[np.argmax(elsewhere)] if len(s) else 0} does")
+    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    refuse(ahead & (s.stage == p.stages - 1), "there is no stage after the last one")
+    back = s.is_one_of((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
+    refuse(back & (s.stage == 0), "there is no stage before the first one")
+
+
+def _check_groups(program: PipelineProgram) -> None:
+    """A group is transfers, or updates, or one computation, or a forward and a backward that overlap."""
+    s = program.steps
+    groups = len(s.group_rank)
+
+    def count(chosen: Mask) -> Integers:
+        return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
+
+    computes, updates = s.is_one_of(COMPUTING), s.kind == Kind.UPDATE
+    sorts = (count(computes) > 0).astype(int) + (count(updates) > 0) + (count(~computes & ~updates) > 0)
+    whole = computes & (s.component == Component.WHOLE)
+    forward, weights = s.kind == Kind.FORWARD, s.kind == Kind.WEIGHT_GRADIENT
+    backward = computes & ~forward & ~weights
+    twice = (count(whole & forward) > 1) | (count(whole & backward) > 1) | (count(whole & weights) > 1)
+    for bad, reason in (
+        (sorts > 1, "its group mixes computation, updates and transfers; each belongs in groups of its own"),
+        (twice & computes, "its group computes two forwards, two backwards or two weight gradients at once"),
+    ):
+        if bad.any():
+            raise error(program, int(np.argmax(bad)), reason)
+
+
+def _check_micro_batches(program: PipelineProgram) -> None:
+    """Every micro-batch goes once forward and once backward through each stage of one replica, and of no other."""
+    p, s = program, program.steps
+    computing = np.flatnonzero(s.is_one_of(COMPUTING))
+    shape = (len(COMPUTING), p.replicas, p.stages, p.micro_batches)
+    columns = (s.kind[computing], s.replica[computing], s.stage[computing], s.micro_batch[computing])
+    number = np.ravel_multi_index(columns, shape)
+    _once(program, computing, number * len(Component) + s.component[computing], "computed")
+    parts = np.bincount(number, weights=1 << s.component[computing], minlength=int(np.prod(shape)))
+    forward, backward, inputs, weights = parts.astype(np.int64).reshape(shape)
+
+    def first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
+        """Replica, stage, micro-batch, and the step of these kinds there (-1: none)."""
+        replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
+        there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.is_one_of(kinds)
+        return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
+
+    def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
+        if bad.any():
+            raise error(program, first(kinds, bad)[3], reason)
+
+    def missing(bad: Mask, kind: Kind) -> None:
+        if bad.any():
+            replica, stage, micro_batch, _ = first((kind,), bad)
+            rank = p.placement[replica][stage]
+            mine = (s.rank == rank) & (s.stage == stage) & (s.replica == replica) & (s.micro_batch == micro_batch)
+            # Named at the first step that is there of this micro-batch, else behind the rank's last step.
+            at = int(s.group[np.argmax(mine)]) if mine.any() else int((s.group_rank == rank).sum())
+            what = f"{stage}{chr(39) * replica}{LETTERS[kind]}{micro_batch}"
+            raise ProgramError(rank, at, what, f"missing: the rank never computes it, on stage {stage} that it holds")
+
+    both = (backward & inputs) != 0
+    gradient = backward | inputs
+    cut = "its parts are not attention, dispatch, MLP and combine, once each, nor is it whole"
+    refuse(both, (Kind.INPUT_GRADIENT,), "computed twice: there is a backward of it too")
+    enters = ((forward | gradient | weights) != 0).any(axis=1)  # [replica, micro-batch]
+    twice = enters.sum(axis=0) > 1
+    if twice.any():
+        micro_batch = int(np.argmax(twice))
+        replica = int(np.flatnonzero(enters[:, micro_batch])[1])
+        step = int(np.argmax((s.micro_batch == micro_batch) & (s.replica == replica)))
+        raise error(program, step, f"micro-batch {micro_batch} runs through another replica too")
+    enters[0] |= ~enters.any(axis=0)
+    runs = np.broadcast_to(enters[:, np.newaxis], forward.shape)
+    missing(runs & (forward == 0), Kind.FORWARD)
+    refuse((forward > _WHOLE) & (forward != _ALL_PARTS), (Kind.FORWARD,), cut)
+    missing(runs & (gradient == 0), Kind.BACKWARD)
+    refuse((gradient > _WHOLE) & (gradient != _ALL_PARTS), (Kind.BACKWARD, Kind.INPUT_GRADIENT), cut)
+
+    wanted = np.where(inputs == _WHOLE, _WITH_WEIGHTS, inputs & _WITH_WEIGHTS)
+    missing((inputs != 0) & (weights == 0) & (wanted != 0), Kind.WEIGHT_GRADIENT)
+    refuse((inputs == 0) & (weights != 0), (Kind.WEIGHT_GRADIENT,), "computed twice: the backward of it holds it too")
+    wrong = (weights != 0) & (weights != _WHOLE) & (weights != wanted)
+    refuse(wrong, (Kind.WEIGHT_GRADIENT,), "its parts are not those of the input gradient that have weights")
+
+
+def _once(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
+    """Raise for the first step whose number has come before."""
+    order = np.argsort(number, kind="stable")
+    again = np.flatnonzero(number[order][1:] == number[order][:-1])
+    if len(again):
+        at = again[np.argmin(steps[order][again + 1])]
+        former, later = int(steps[order][at]), int(steps[order][at + 1])
+        raise error(program, later, f"{verb} twice, before as step {program.steps.group[former]}")
+
+
+def _check_transfers(flow: Dataflow) -> None:
+    """Sends and receives by themselves: of values that are made and used, between two ranks, once each."""
+    program, s = flow.program, flow.program.steps
+    sends, receives = np.flatnonzero(s.is_one_of(SENDING)), np.flatnonzero(s.is_one_of(ARRIVING))
+    homes = np.asarray(program.placement)
+    for steps, kind, verb in ((sends, Kind.SEND_FORWARD, "sent"), (receives, Kind.RECEIVE_FORWARD, "received")):
+        what = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
+        goes_up = (what == OUTPUT) == (verb == "sent")
+        other = s.stage[steps] + np.where(goes_up, 1, -1)
+        inside = homes[s.replica[steps], other] == s.rank[steps]
+        if inside.any():
+            at = int(np.argmax(inside))
+            reason = f"stage {other[at]} is on this rank as well; nothing is {verb} within a rank"
+            raise error(program, int(steps[at]), reason)
+        maker = s.stage[steps] if verb == "sent" else other
+        unknown = flow.last[flow.key(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
+        if unknown.any():
+            step = int(steps[np.argmax(unknown)])
+            reason = f"micro-batch {s.micro_batch[step]} does not run through replica {s.replica[step]}"
+            raise error(program, step, reason)
+        _once(program, steps, flow.key(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb)
+
+
+def _meet(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
+    """Which send meets which receive, by the order of the messages between two ranks, and an order of all groups in
+    which blocking sends end."""
+    s = program.steps
+    is_send, is_receive = s.is_one_of(SENDING), s.is_one_of(ARRIVING)
+    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    other = np.where(is_send | is_receive, s.stage + np.where(ahead, 1, -1), s.stage)
+    peer = np.asarray(program.placement)[s.replica, other]
+    try:
+        sends, receives = match(s.rank, peer, is_send, is_receive)
+    except Unmatched as unmatched:
+        lacks = "receive" if unmatched.is_send else "send"
+        reason = f"rank {peer[unmatched.step]} has no {lacks} for it"
+        raise error(program, unmatched.step, reason) from None
+    same = (s.kind[receives] == s.kind[sends] + 1) & (s.replica[sends] == s.replica[receives])
+    same &= (s.micro_batch[sends] == s.micro_batch[receives]) & (other[sends] == s.stage[receives])
+    if not same.all():
+        at = int(np.argmin(same))
+        meets = place(program, int(sends[at]))
+        reason = f"meets {meets}: messages between two ranks are received in the order in which they are sent"
+        raise error(program, int(receives[at]), reason)
+    try:
+        order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    except Deadlock as deadlock:
+        raise _deadlock(program, deadlock.groups, sends, receives) from None
+    return sends, receives, np.argsort(order.level, kind="stable")
+
+
+def _deadlock(program: PipelineProgram, circle: tuple[int, ...], sends: Integers, receives: Integers) -> ProgramError:
+    """Who waits for whom, if sends block. The next group of the circle is the one before on the same rank, or the one
+    before a group that this one has to meet."""
+    s = program.steps
+    links = []
+    for group, awaited in zip(circle, (*circle[1:], circle[0]), strict=True):
+        if s.group_rank[group] != s.group_rank[awaited]:
+            # The group behind which this one stands has transfers with the awaited one.
+            links.append((group, awaited))
+    words = []
+    for group, awaited in links:
+        met = (s.group_index[sends] == awaited) & (s.group_index[receives] == group - 1)
+        step = int(sends[np.argmax(met)]) if met.any() else -1
+        if step < 0:
+            met = (s.group_index[receives] == awaited) & (s.group_index[sends] == group - 1)
+            step = int(receives[np.argmax(met)])
+        words.append(
+            f"rank {s.group_rank[group]} waits at step {s.group[np.searchsorted(s.group_index, group - 1)]} "
+            f"for {place(program, step)}"
+        )
+    first = int(np.searchsorted(s.group_index, links[0][0] - 1))
+    return error(program, first, "with blocking sends, ranks wait in a circle: " + "; ".join(words))
+
+
+def _check_updates(program: PipelineProgram) -> None:
+    """Every gradient is applied by one update, and all stages of a replica are updated with the same micro-batches."""
+    s = program.steps
+    replicas, stages = program.replicas, program.stages
+    final = np.flatnonzero(s.is_one_of((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))
+    updates = np.flatnonzero(s.kind == Kind.UPDATE)
+    for replica in range(replicas):
+        of_replica = updates[s.replica[updates] == replica]
+        if not len(of_replica):
+            continue
+        expected: list[int] | None = None
+        for stage in range(stages):
+            rank = program.placement[replica][stage]
+            mine = of_replica[s.stage[of_replica] == stage]
+            gradients = final[(s.replica[final] == replica) & (s.stage[final] == stage)]
+            until = s.micro_batch[mine]
+            backwards = np.flatnonzero(np.diff(until) <= 0)
+            if len(backwards):
+                raise error(program, int(mine[backwards[0] + 1]), "its gradients were applied by an update before")
+            # The last group in which a gradient of a micro-batch up to each number is made.
+            order = np.argsort(s.micro_batch[gradients], kind="stable")
+            numbers, groups = s.micro_batch[gradients][order], s.group[gradients][order]
+            latest = np.maximum.accumulate(groups)
+            ready = latest[np.searchsorted(numbers, until, side="right") - 1]
+            early = np.flatnonzero(ready >= s.group[mine])
+            if len(early):
+                at = early[0]
+                late = int(gradients[order][np.flatnonzero(groups >= s.group[mine[at]])[0]])
+                reason = (
+                    f"applies gradients that are not there yet: {program.describe(late)} comes as step {s.group[late]}"
+                )
+                raise error(program, int(mine[at]), reason)
+            if not len(until) or until[-1] < numbers[-1]:
+                what = int(gradients[order][np.searchsorted(numbers, until[-1] if len(until) else -1, side="right")])
+                raise error(program, what, f"no update of rank {rank} applies this gradient")
+            expected = until.tolist() if expected is None else expected
+            if until.tolist() != expected:
+                unlike = next(
+                    i for i, pair in enumerate(zip(until.tolist(), [*expected, -1], strict=False)) if pair[0] != pair[1]
+                )
+                raise error(program, int(mine[unlike]), f"stage 0 is not updated after micro-batch {until[unlike]}")
