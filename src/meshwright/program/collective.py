@@ -143,32 +143,39 @@ class CollectiveProgram:
         """`data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`. Below the first slot: `slot[-1]`."""
         if slot < 0:
             return f"slot[{slot}]"
-        name, first = next(
-            (name, first)
-            for name, first in (("scratch", self.first_scratch), ("output", self.chunks), ("data", 0))
-            if slot >= first
-        )
+        if slot >= self.first_scratch:
+            name, first = "scratch", self.first_scratch
+        elif self.has_output and slot >= self.output:
+            name, first = "output", self.output
+        else:
+            name, first = "data", 0
         start = slot - first
         return f"{name}[{start}]" if count == 1 else f"{name}[{start}:{start + count}]"
 
     def describe(self, step: int) -> str:
         """One step in the words of the text form: `send data[3] to 1`."""
         s = self.steps
-        slot, count = int(s.slot[step]), int(s.count[step])
-        if s.kind[step] not in tuple(Kind):
-            return f"kind {s.kind[step]}"
-        match kind := Kind(int(s.kind[step])):
+        return self.words(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
+
+    def words(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
+        """A step, column by column, in words."""
+        match kind:
             case Kind.SEND:
-                return f"send {self.slot_name(slot, count)} to {s.peer[step]}"
-            case Kind.RECEIVE | Kind.REDUCE:
-                return f"{kind.name.lower()} {self.slot_name(slot, count)} from {s.peer[step]}"
+                return f"send {self.slot_name(slot, count)} to {peer}"
+            case Kind.RECEIVE:
+                return f"receive {self.slot_name(slot, count)} from {peer}"
+            case Kind.REDUCE:
+                return f"reduce {self.slot_name(slot, count)} from {peer}"
+            case Kind.COPY:
+                return f"copy {self.slot_name(source, count)} into {self.slot_name(slot, count)}"
+            case Kind.COMBINE:
+                return f"combine {self.slot_name(source, count)} into {self.slot_name(slot, count)}"
             case Kind.SIGNAL:
-                return f"signal {s.peer[step]}"
+                return f"signal {peer}"
             case Kind.WAIT:
-                return f"wait for {s.peer[step]}"
+                return f"wait for {peer}"
             case _:
-                word = "copy" if kind == Kind.COPY else "combine"
-                return f"{word} {self.slot_name(int(s.source[step]), count)} into {self.slot_name(slot, count)}"
+                return f"kind {kind}"
 
 
 @dataclass

@@ -1,0 +1,229 @@
+"""The JSON form of programs of both dialects: a header and one list a column, one entry a step.
+
+{"dialect": "collective", "format": 1, "operation": "all-reduce", "algorithm": "ring", "ranks": 2, ...,
+ "steps": {"rank": [0, 0, ...], "group": [0, 0, ...], "kind": ["send", "reduce", ...], ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.names import unknown
+from meshwright.program import collective, pipeline
+from meshwright.program.collective import CollectiveProgram
+from meshwright.program.contract import refuse
+from meshwright.program.order import Integers
+from meshwright.program.pipeline import PipelineProgram
+
+Program = CollectiveProgram | PipelineProgram
+
+_FORMAT = 1
+_COLLECTIVE = {"operation": "", "algorithm": "", "ranks": 0, "chunks": 0, "root": 0, "scratch": 0, "reduction": "sum"}
+_PIPELINE = {"name": "", "ranks": 0, "micro_batches": 0, "placement": ()}
+_OPTIONAL = ("root", "scratch", "reduction")
+_COLUMNS = {
+    "collective": ("rank", "group", "kind", "slot", "count", "peer", "source"),
+    "pipeline": ("rank", "group", "kind", "stage", "replica", "micro_batch", "component"),
+}
+_WORDS: dict[tuple[str, str], type[IntEnum]] = {
+    ("collective", "kind"): collective.Kind,
+    ("pipeline", "kind"): pipeline.Kind,
+    ("pipeline", "component"): pipeline.Component,
+}
+_LARGEST = 2**31 - 1
+
+T = TypeVar("T")
+
+
+def to_json(program: Program) -> dict[str, object]:
+    """The program as one JSON object; `from_json` gives an equal program back."""
+    dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
+    header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
+    if "placement" in header:
+        header["placement"] = [list(stages) for stages in header["placement"]]
+    steps = {}
+    for name in _COLUMNS[dialect]:
+        column = getattr(program.steps, name).tolist()
+        if words := _WORDS.get((dialect, name)):
+            said = _said(words)
+            column = [said[number] for number in column]
+        steps[name] = column
+    return {"dialect": dialect, "format": _FORMAT, **header, "steps": steps}
+
+
+def print_json(program: Program) -> str:
+    """The JSON form as text with a line for every column."""
+    value = to_json(program)
+    steps = value.pop("steps")
+    assert isinstance(steps, dict)
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
+    columns = [f"    {json.dumps(name)}: {json.dumps(column)}" for name, column in steps.items()]
+    return "{\n" + ",\n".join(lines) + ',\n  "steps": {\n' + ",\n".join(columns) + "\n  }\n}\n"
+
+
+def from_json(value: object, where: str = "program") -> Program:
+    """The program of a JSON object. where: what messages start with. Raises `UserError` that names the key."""
+    table = _table(value, where)
+    dialect = table.get("dialect")
+    if dialect not in _COLUMNS:
+        raise UserError(f'{where}: "dialect" should be "collective" or "pipeline", not {_shown(dialect)}')
+    assert isinstance(dialect, str)
+    header = dict(_COLLECTIVE if dialect == "collective" else _PIPELINE)
+    _only(table, ("dialect", "format", *header, "steps"), where)
+    if table.get("format") != _FORMAT or isinstance(table.get("format"), bool):
+        raise UserError(f'{where}: "format" should be {_FORMAT}, not {_shown(table.get("format"))}')
+    for name, usual in header.items():
+        if name in table:
+            header[name] = _typed(table[name], usual, f'{where}: "{name}"')
+        elif name not in _OPTIONAL:
+            raise UserError(f'{where}: "{name}" is missing')
+    columns = _columns(table.get("steps"), dialect, f'{where}: "steps"')
+    if dialect == "collective":
+        return _collective(header, columns, where)
+    return _pipeline(header, columns, where)
+
+
+def _collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
+    fields: dict[str, str | int] = {k: v for k, v in header.items() if isinstance(v, str | int)}
+    ranks, algorithm = int(fields["ranks"]), str(fields["algorithm"])
+    if algorithm != " ".join(algorithm.split()) or "#" in algorithm or not algorithm:
+        raise UserError(f'{where}: "algorithm" should be a name on one line without "#", not {_shown(algorithm)}')
+    refuse(
+        str(fields["operation"]),
+        ranks,
+        int(fields["chunks"]),
+        int(fields["root"]),
+        int(fields["scratch"]),
+        str(fields["reduction"]),
+        where,
+    )
+    _within(columns, "rank", ranks, where)
+    _in_order(columns, where)
+    return CollectiveProgram(
+        str(fields["operation"]),
+        algorithm,
+        ranks,
+        int(fields["chunks"]),
+        collective.Steps.arranged(**columns),
+        int(fields["root"]),
+        int(fields["scratch"]),
+        str(fields["reduction"]),
+    )
+
+
+def _pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
+    name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
+    assert isinstance(name, str) and isinstance(ranks, int) and isinstance(micro_batches, int)
+    for key, number in (("ranks", ranks), ("micro_batches", micro_batches)):
+        if number < 1:
+            raise UserError(f'{where}: "{key}" is {number}; it has to be at least 1')
+    placement = _placement(header["placement"], ranks, f'{where}: "placement"')
+    for column, size in (
+        ("rank", ranks),
+        ("stage", len(placement[0])),
+        ("replica", len(placement)),
+        ("micro_batch", micro_batches),
+    ):
+        _within(columns, column, size, where)
+    _in_order(columns, where)
+    rows = np.stack([columns[column] for column in _COLUMNS["pipeline"]], axis=1)
+    return pipeline.program_of(name, ranks, micro_batches, placement, rows)
+
+
+def _placement(value: object, ranks: int, where: str) -> pipeline.Placement:
+    form = "should be one list of ranks for each replica, one entry a stage"
+    if not isinstance(value, list) or not value or not all(isinstance(stages, list) and stages for stages in value):
+        raise UserError(f"{where} {form}, not {_shown(value)}")
+    for stages in value:
+        for rank in stages:
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
+                raise UserError(f"{where}: {_shown(rank)} is no rank; ranks are 0 to {ranks - 1}")
+        if len(stages) != len(value[0]):
+            raise UserError(
+                f"{where}: the replicas have {len(value[0])} and {len(stages)} stages; equal numbers needed"
+            )
+    return tuple(tuple(stages) for stages in value)
+
+
+def _columns(value: object, dialect: str, where: str) -> dict[str, Integers]:
+    table = _table(value, where)
+    names = _COLUMNS[dialect]
+    _only(table, names, where)
+    columns: dict[str, Integers] = {}
+    for name in names:
+        column, at = table.get(name), f'{where}: "{name}"'
+        if not isinstance(column, list):
+            raise UserError(f"{at} should be a list with one entry a step, not {_shown(column)}")
+        if words := _WORDS.get((dialect, name)):
+            numbers = {word: number for number, word in _said(words).items()}
+            for entry in _strangers(column, numbers):
+                raise UserError(f"{at}, entry {column.index(entry)}: {unknown(name, str(entry), numbers)}")
+            column = [numbers[word] for word in column]
+        wrong = next((i for i, n in enumerate(column) if type(n) is not int or not -_LARGEST <= n <= _LARGEST), None)
+        if wrong is not None:
+            raise UserError(f"{at}, entry {wrong} should be a whole number, not {_shown(column[wrong])}")
+        columns[name] = np.array(column, np.int64)
+        if len(column) != len(columns[names[0]]):
+            raise UserError(f'{at} has {len(column)} entries and "{names[0]}" has {len(columns[names[0]])}')
+    return columns
+
+
+def _strangers(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
+    return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
+
+
+def _within(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
+    bad = (columns[name] < 0) | (columns[name] >= size)
+    if bad.any():
+        entry = int(np.argmax(bad))
+        raise UserError(
+            f'{where}: "steps": "{name}", entry {entry} is {columns[name][entry]}; it should be 0 to {size - 1}'
+        )
+
+
+def _in_order(columns: Mapping[str, Integers], where: str) -> None:
+    """The steps of a rank stand in the order in which it takes them."""
+    by_rank = np.argsort(columns["rank"], kind="stable")
+    rank, group = columns["rank"][by_rank], columns["group"][by_rank]
+    back = (np.diff(group, prepend=0) < 0) & (np.diff(rank, prepend=-1) == 0)
+    if back.any():
+        raise UserError(
+            f'{where}: "steps": "group", entry {by_rank[int(np.argmax(back))]} is lower than that of the step of '
+            "its rank before it; steps stand in the order in which a rank takes them"
+        )
+
+
+def _table(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} should be a JSON object, not {_shown(value)}")
+    return value
+
+
+def _only(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for name in table:
+        if name not in known:
+            raise UserError(f"{where}: {unknown('key', name, known)}")
+
+
+def _typed(value: object, like: T, where: str) -> T:
+    kind, words = {int: (int, "a whole number"), str: (str, "a text")}.get(type(like), (list, "a list"))
+    if type(value) is not kind or (isinstance(value, int) and abs(value) > _LARGEST):
+        raise UserError(f"{where} should be {words}, not {_shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def _said(words: type[IntEnum]) -> dict[int, str]:
+    """`weight-gradient` for `Kind.WEIGHT_GRADIENT`."""
+    return {int(word): word.name.lower().replace("_", "-") for word in words}
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
