@@ -18,12 +18,14 @@ A line `placement` says on which rank each stage of a replica lies; a bidirectio
 from __future__ import annotations
 
 import re
+from array import array
+from itertools import pairwise
 
 import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.program.pipeline import LETTERS, Component, Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, program_of
 
 _HEADER = ("pipeline", "ranks", "micro-batches", "placement")
 _KINDS = {letters: int(kind) for kind, letters in LETTERS.items()}
@@ -51,7 +53,7 @@ def print_pipeline(program: PipelineProgram) -> str:
     ]
     starts = np.diff(s.group_index, prepend=-1) != 0
     first = [*np.flatnonzero(starts).tolist(), len(words)]
-    groups = [" | ".join(words[a:b]) for a, b in zip(first, first[1:], strict=False)]
+    groups = [" | ".join(words[a:b]) for a, b in pairwise(first)]
     bounds = np.searchsorted(s.group_rank, np.arange(program.ranks + 1)).tolist()
     for rank in range(program.ranks):
         lines += ["", f"rank {rank}", *groups[bounds[rank] : bounds[rank + 1]]]
@@ -77,7 +79,7 @@ class _Parser:
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
-        rows: list[tuple[int, int, int, int, int, int, int]] = []
+        rows = array("q")  # seven numbers a step, as `program_of` takes them
         rank, seen = -1, set[int]()
         stages = replicas = micro_batches = 0
         for self.line, line in enumerate(text.splitlines(), 1):
@@ -110,7 +112,7 @@ class _Parser:
                 stage, micro_batch, replica = int(stage_word), int(number), len(ticks)
                 if stage >= stages or micro_batch >= micro_batches or replica >= replicas:
                     raise self._error(self._beyond(step.strip(), stage, micro_batch))
-                rows.append((rank, self.line, kind, stage, replica, micro_batch, component))
+                rows.extend((rank, self.line, kind, stage, replica, micro_batch, component))
         self.line += 1
         if not seen:
             self._end_header()
