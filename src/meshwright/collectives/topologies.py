@@ -1,249 +1,186 @@
-"""Networks by name: ring, switch, full mesh, tori, meshes, nodes with fast inner links, spine and leaf.
+"""Networks in words: `switch`, `torus:4x4`, `nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails`.
 
-Latencies are seconds a message, bandwidths bytes a second in one direction; every cable carries as much both ways at
-once. Where a message passes a switch, each of the two links has half of the latency.
+A name, the shape after a colon where there is one, then settings. Bandwidth and latency of a tier of links stand behind
+its name (`inner=`, `outer=`, `link=`), in either order; where all links are alike, `link=` may be left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from meshwright.program.network import Network, Routes
-from meshwright.program.order import Integers
-
-LATENCY = 5e-6  # unless said: about what a message over 200 Gbit/s Ethernet or InfiniBand costs a collective library
-BANDWIDTH = 25e9
-INNER_LATENCY = 3e-6  # unless said: inside a node of eight H100 (NVLink 4, one direction)
-INNER_BANDWIDTH = 450e9
-
-
-def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Every rank has one port to a switch that blocks nothing: links are uniform, any two ranks are equally far."""
-    rank = np.arange(ranks)
-    hub = np.full(ranks, ranks)
-    return Network(
-        name="switch",
-        ranks=ranks,
-        link_from=np.concatenate([rank, hub]),
-        link_to=np.concatenate([hub, rank]),
-        latency=np.full(2 * ranks, latency / 2),
-        bandwidth=np.full(2 * ranks, float(bandwidth)),
-        find_routes=lambda source, target: Routes.from_hops(np.stack([source, ranks + target], axis=1)),
-        partitions=(np.append(rank, -1),),
-        switches=("switch",),
-    )
+from meshwright.collectives import networks
+from meshwright.collectives.grid import nearly_cubic, ranks_per_node
+from meshwright.collectives.networks import BANDWIDTH, INNER_BANDWIDTH, INNER_LATENCY, LATENCY
+from meshwright.collectives.quantities import exact_rate, exact_seconds, is_rate, parse_rate, parse_seconds
+from meshwright.errors import UserError
+from meshwright.names import unknown
+from meshwright.program.network import Network
 
 
-def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A cable of its own between any two ranks."""
-    source, target = np.divmod(np.arange(ranks * ranks), max(ranks, 1))
-    number = np.cumsum(source != target) - 1
-    source, target = source[source != target], target[source != target]
-    return Network(
-        name="full-mesh",
-        ranks=ranks,
-        link_from=source,
-        link_to=target,
-        latency=np.full(len(source), float(latency)),
-        bandwidth=np.full(len(source), float(bandwidth)),
-        find_routes=lambda a, b: Routes.from_hops(number[a * ranks + b][:, None]),
-        partitions=(np.arange(ranks), np.arange(ranks) * 2 // ranks),
-    )
+@dataclass(frozen=True)
+class _Kind:
+    """What may be written after a topology's name, with an example."""
+
+    example: str
+    tiers: tuple[str, ...] = ("link",)
+    numbers: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
-def ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Every rank has a cable to the next and one to the one before; messages go the shorter way round."""
-    return _grid("ring", (ranks,), latency, bandwidth, around=True)
+TOPOLOGIES = {
+    "switch": _Kind("switch,25GB/s,5us"),
+    "ring": _Kind("ring,25GB/s,5us"),
+    "full-mesh": _Kind("full-mesh,25GB/s,5us"),
+    "torus": _Kind("torus:4x4,25GB/s,1us"),
+    "mesh": _Kind("mesh:4x4,25GB/s,1us"),
+    "nodes": _Kind(
+        "nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails", ("inner", "outer"), ("adapters",), ("rails",)
+    ),
+    "spine-leaf": _Kind("spine-leaf:4x8,oversubscription=4", numbers=("oversubscription", "spines")),
+}
 
 
-def torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A grid of any dimension whose rows close into rings; the last dimension is that of neighbouring rank numbers.
+@dataclass
+class _Settings:
+    """What a text says, tier by tier: seconds and bytes a second where given."""
 
-    Messages go along the last dimension first, then the one before it ..., each the shorter way round and upwards when
-    both ways are equally long (dimension order). A dimension of 2 has one cable. Latency is that of one cable.
+    latency: dict[str, float]
+    bandwidth: dict[str, float]
+    numbers: dict[str, float]
+    flags: set[str]
+
+
+def topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
+    """The network that a text names, for so many ranks.
+
+    latency (seconds) and bandwidth (bytes a second) are those of links of which the text says nothing; inner links of
+    nodes have their own defaults. Raises UserError with what would be right.
     """
-    return _grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
-
-
-def mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A torus without the cables that close its rows."""
-    return _grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
-
-
-def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    ranks = math.prod(dims)
-    rank = np.arange(ranks)
-    strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
-    number = np.full((len(dims), 2, ranks), -1)  # of the link from each rank along each axis, upwards and downwards
-    link_from: list[Integers] = []
-    link_to: list[Integers] = []
-    for axis, (size, stride) in enumerate(zip(dims, strides, strict=True)):
-        place = rank // stride % size
-        for way, step in enumerate((1, -1)):
-            if size == 1 or (around and size == 2 and step < 0):
-                continue
-            has = np.ones(ranks, np.bool_) if around else (place + step >= 0) & (place + step < size)
-            number[axis, way, has] = sum(map(len, link_from)) + np.arange(has.sum())
-            link_from.append(rank[has])
-            link_to.append((rank + ((place + step) % size - place) * stride)[has])
-
-    def find_routes(source: Integers, target: Integers) -> Routes:
-        """The hops of all pairs, a column at a time: what has arrived waits."""
-        hops: list[Integers] = []
-        here = source.copy()
-        for axis in reversed(range(len(dims))):
-            size, stride = dims[axis], strides[axis]
-            away = target // stride % size - source // stride % size
-            if around:
-                away = (away + (size - 1) // 2) % size - (size - 1) // 2  # -(size-1)/2 .. size/2: a tie goes up
-            for hop in range(int(np.abs(away).max(initial=0))):
-                moves, step = hop < np.abs(away), np.sign(away)
-                hops.append(np.where(moves, number[axis, (step < 0).astype(int), here], -1))
-                there = (here // stride % size + step) % size
-                here = np.where(moves, here + (there - here // stride % size) * stride, here)
-        return Routes.from_hops(np.stack(hops, axis=1) if hops else np.zeros((len(source), 0), np.int64))
-
-    # Bottlenecks: single ranks, the halves of each dimension, and its single slices.
-    partitions = [rank]
-    for size, stride in zip(dims, strides, strict=True):
-        if size > 1:
-            partitions += [rank // stride % size * 2 // size, rank // stride % size]
-    links = sum(map(len, link_from))
-    return Network(
-        name=name,
-        ranks=ranks,
-        link_from=np.concatenate(link_from) if links else np.zeros(0, np.int64),
-        link_to=np.concatenate(link_to) if links else np.zeros(0, np.int64),
-        latency=np.full(links, float(latency)),
-        bandwidth=np.full(links, float(bandwidth)),
-        find_routes=find_routes,
-        partitions=tuple(partitions),
-        dims=dims,
-    )
-
-
-def nodes(
-    nodes: int,
-    devices: int,
-    inner: tuple[float, float] = (INNER_LATENCY, INNER_BANDWIDTH),
-    outer: tuple[float, float] = (LATENCY, BANDWIDTH),
-    rails: bool = False,
-    adapters: int | None = None,
-) -> Network:
-    """Nodes whose devices share a fast switch, and a network between them; inner, outer: (latency, bandwidth).
-
-    Every device has an adapter of its own to the network, which blocks nothing. With `rails`, the network is one switch
-    for each place in a node: device r of any node reaches device r of any other; a message to another place goes over
-    the inner links to the device of its own node that has the rail of the target (as NCCL's PXN does). With `adapters`,
-    the devices of a node share so many, in even blocks, and reach them over the inner links.
-    """
-    ranks = nodes * devices
-    rank = np.arange(ranks)
-    node, place = np.divmod(rank, devices)
-    shared = adapters is not None
-    ports = nodes * adapters if adapters is not None else ranks
-    port_node = np.arange(ports) // (adapters or devices)
-    port_of = node * adapters + place * adapters // devices if adapters is not None else rank
-    node_vertex, outside = ranks + node, ranks + nodes
-    port_vertex = ranks + port_node if shared else rank
-    hub = outside + (place if rails and not shared else np.zeros(ports, np.int64))
-    half = np.repeat([inner[0] / 2, outer[0] / 2], [2 * ranks, 2 * ports])
-    leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
-
-    def find_routes(source: Integers, target: Integers) -> Routes:
-        across = node[source] != node[target]
-        gate = port_of[source]  # where the message leaves the node
-        to_gate = np.full(len(source), shared)
-        if rails and not shared:
-            gate = node[source] * devices + place[target]
-            to_gate = gate != source
-        none = np.full(len(source), -1)
-        return Routes.from_hops(
-            np.stack(
-                [
-                    np.where(~across | to_gate, leave[source], none),
-                    np.where(across & to_gate & (not shared), enter[gate if not shared else source], none),
-                    np.where(across, out[gate], none),
-                    np.where(across, into[port_of[target]], none),
-                    np.where(~across | shared, enter[target], none),
-                ],
-                axis=1,
-            )
-        )
-
-    described = [
-        f"nodes:{nodes}x{devices}",
-        *(["rails"] if rails else []),
-        *([f"adapters={adapters}"] if shared else []),
+    name, colon, shape = text.split(",")[0].partition(":")
+    name = name.strip()
+    if name not in TOPOLOGIES:
+        raise UserError(f"topology: {unknown('name', name, TOPOLOGIES)}")
+    kind = TOPOLOGIES[name]
+    if ranks < 1:
+        raise UserError(f"topology {text}: {ranks} ranks; there must be at least 1")
+    settings = _settings(text, name, kind)
+    for tier in kind.tiers:
+        inner = tier == "inner"
+        settings.latency.setdefault(tier, INNER_LATENCY if inner else LATENCY if latency is None else latency)
+        settings.bandwidth.setdefault(tier, INNER_BANDWIDTH if inner else BANDWIDTH if bandwidth is None else bandwidth)
+    if colon and name not in _SHAPED:
+        raise UserError(f'topology {name} has no shape: leave ":{shape}" out')
+    if name in _SHAPED:
+        network = _SHAPED[name](_sides(name, shape, ranks), settings)
+    else:
+        network = _UNIFORM[name](ranks, settings.latency["link"], settings.bandwidth["link"])
+    tiers = [
+        f"{tier + '=' if len(kind.tiers) > 1 else ''}{exact_rate(settings.bandwidth[tier])},"
+        f"{exact_seconds(settings.latency[tier])}"
+        for tier in kind.tiers
     ]
-    outsides = devices if rails and not shared else 1
-    return Network(
-        name=",".join(described),
-        ranks=ranks,
-        link_from=np.concatenate([rank, node_vertex, port_vertex, hub]),
-        link_to=np.concatenate([node_vertex, rank, hub, port_vertex]),
-        latency=half,
-        bandwidth=np.repeat([float(inner[1]), float(outer[1])], [2 * ranks, 2 * ports]),
-        find_routes=find_routes,
-        partitions=(
-            np.concatenate([rank, np.full(nodes + outsides, -1)]),
-            np.concatenate([node, np.arange(nodes), np.full(outsides, -1)]),
-        ),
-        switches=(
-            *(f"node {number}" for number in range(nodes)),
-            *((f"rail {number}" for number in range(devices)) if outsides > 1 else ("network",)),
-        ),
-        groups=nodes,
-    )
+    head, *rest = network.name.split(",")
+    return replace(network, name=",".join([head, *tiers, *rest]))
 
 
-def spine_leaf(
-    leaves: int,
-    ranks_per_leaf: int,
-    latency: float = LATENCY,
-    bandwidth: float = BANDWIDTH,
-    oversubscription: float = 1.0,
-    spines: int = 1,
-) -> Network:
-    """Ranks on leaf switches, and spine switches that join the leaves.
+def _settings(text: str, name: str, kind: _Kind) -> _Settings:
+    settings = _Settings({}, {}, {}, set())
+    tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
+    keys = (*kind.tiers, *kind.numbers)
+    for item in text.split(",")[1:]:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        where = f"topology {name}: {key}" if equals else f"topology {name}"
+        if equals and key not in keys:
+            raise UserError(f"topology {name}: {unknown('setting', key, (*keys, *kind.flags))}")
+        if equals and key in kind.numbers:
+            settings.numbers[key] = _number(value, where)
+            continue
+        if not equals and key in kind.flags:
+            settings.flags.add(key)
+            continue
+        tier, value = (key, value) if equals else (tier, key)
+        if not value[:1].isdigit():
+            raise UserError(f"topology {name}: {unknown('setting', value, (*keys, *kind.flags))}")
+        if not tier:
+            raise UserError(f"topology {name}: {value} of which links? Right would be {kind.example}")
+        given = settings.bandwidth if is_rate(value) else settings.latency
+        if tier in given:
+            raise UserError(f"topology {name}: {tier} has two {'bandwidths' if is_rate(value) else 'latencies'}")
+        given[tier] = parse_rate(value, where) if is_rate(value) else parse_seconds(value, where)
+    return settings
 
-    A leaf's cables to the spines carry, together and each way, its ranks' bandwidth divided by `oversubscription`, in
-    equal parts to each of `spines`; a message takes the spine that its target's number names (target modulo spines).
-    latency: of a message inside a leaf; across the spine it is twice that.
-    """
-    ranks = leaves * ranks_per_leaf
-    rank = np.arange(ranks)
-    leaf = rank // ranks_per_leaf
-    up_leaf, up_spine = np.divmod(np.arange(leaves * spines), spines)
-    leaf_vertex, spine_vertex = ranks + up_leaf, ranks + leaves + up_spine
-    trunk = bandwidth * ranks_per_leaf / oversubscription / spines
 
-    def find_routes(source: Integers, target: Integers) -> Routes:
-        across, none = leaf[source] != leaf[target], np.full(len(source), -1)
-        spine = target % spines
-        up = 2 * ranks + leaf[source] * spines + spine
-        down = 2 * ranks + leaves * spines + leaf[target] * spines + spine
-        return Routes.from_hops(
-            np.stack([source, np.where(across, up, none), np.where(across, down, none), ranks + target], axis=1)
+def _number(value: str, where: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise UserError(f'{where}: "{value}" is not a number above 0')
+    return number
+
+
+def _sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
+    """The numbers after the colon, which multiply to the number of ranks; one number alone: ranks of a node or leaf."""
+    in_two = name in ("nodes", "spine-leaf")
+    if in_two:
+        size = ranks_per_node(name, ranks)
+        right = f"{name}:{ranks // size}x{size}"
+    else:
+        right = f"{name}:{'x'.join(map(str, nearly_cubic(ranks, 2) or (1, ranks)))}"
+    try:
+        sides = tuple(int(side) for side in shape.strip().split("x"))
+    except ValueError:
+        sides = ()
+    if not sides or min(sides) < 1:
+        raise UserError(f'topology {name}: "{shape}" is no shape; for {ranks} ranks, right would be {right}')
+    if in_two and len(sides) == 1 and ranks % sides[0] == 0:
+        sides = (ranks // sides[0], sides[0])
+    if (in_two and len(sides) > 2) or math.prod(sides) != ranks:
+        raise UserError(f"topology {name}: {shape} does not make {ranks} ranks; right would be {right}")
+    return sides
+
+
+def _torus(sides: tuple[int, ...], settings: _Settings) -> Network:
+    return networks.torus(sides, settings.latency["link"], settings.bandwidth["link"])
+
+
+def _mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
+    return networks.mesh(sides, settings.latency["link"], settings.bandwidth["link"])
+
+
+def _nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
+    inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
+    adapters = _whole(settings, "adapters")
+    if adapters is not None and settings.flags:
+        raise UserError(
+            "topology nodes: with rails every device has an adapter of its own; leave out adapters or rails"
         )
+    if adapters is not None and sides[1] % adapters:
+        raise UserError(f"topology nodes: {adapters} adapters do not divide {sides[1]} devices of a node evenly")
+    return networks.nodes(sides[0], sides[1], inner, outer, "rails" in settings.flags, adapters)
 
-    described = f"spine-leaf:{leaves}x{ranks_per_leaf}"
-    described += f",oversubscription={oversubscription:g}" if oversubscription != 1 else ""
-    return Network(
-        name=described + (f",spines={spines}" if spines > 1 else ""),
-        ranks=ranks,
-        link_from=np.concatenate([rank, ranks + leaf, leaf_vertex, spine_vertex]),
-        link_to=np.concatenate([ranks + leaf, rank, spine_vertex, leaf_vertex]),
-        latency=np.full(2 * (ranks + leaves * spines), latency / 2),
-        bandwidth=np.repeat([float(bandwidth), trunk], [2 * ranks, 2 * leaves * spines]),
-        find_routes=find_routes,
-        partitions=(
-            np.concatenate([rank, np.full(leaves + spines, -1)]),
-            np.concatenate([leaf, np.arange(leaves), np.full(spines, -1)]),
-        ),
-        switches=(*(f"leaf {number}" for number in range(leaves)), *(f"spine {number}" for number in range(spines))),
-        groups=leaves,
+
+def _spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
+    oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _whole(settings, "spines") or 1
+    return networks.spine_leaf(
+        sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines
     )
+
+
+def _whole(settings: _Settings, key: str) -> int | None:
+    number = settings.numbers.get(key)
+    if number is not None and number != int(number):
+        raise UserError(f"topology: {key}={number:g} is not a whole number")
+    return None if number is None else int(number)
+
+
+_UNIFORM = {"switch": networks.switch, "ring": networks.ring, "full-mesh": networks.full_mesh}
+_SHAPED: dict[str, Callable[[tuple[int, ...], _Settings], Network]] = {
+    "torus": _torus,
+    "mesh": _mesh,
+    "nodes": _nodes,
+    "spine-leaf": _spine_leaf,
+}

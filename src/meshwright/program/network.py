@@ -60,7 +60,7 @@ class Network:
     that carries as much both ways at once is two links. `find_routes(sources, targets)` gives one route a pair of
     different ranks: a path of links from one to the other. `partitions` say where to look for bottlenecks: each gives
     every vertex the number of its block, or -1 to vertices (never ranks) that belong to none. `dims` and `groups` are
-    what the network's shape suggests to algorithms that ask for one: the sides of a torus, the number of nodes.
+    what the network's shape suggests to algorithms that ask for it: the sides of a torus, the ranks of one node.
     """
 
     name: str

@@ -1,0 +1,249 @@
+"""Networks that clusters have: switch, ring, full mesh, tori, meshes, nodes with fast inner links, spine and leaf.
+
+Latencies are seconds a message, bandwidths bytes a second in one direction; every cable carries as much both ways at
+once. Where a message passes a switch, each of the two links has half of the latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.program.network import Network, Routes
+from meshwright.program.order import Integers
+
+LATENCY = 5e-6  # unless said: about what a message over 200 Gbit/s Ethernet or InfiniBand costs a collective library
+BANDWIDTH = 25e9
+INNER_LATENCY = 3e-6  # unless said: inside a node of eight H100 (NVLink 4, one direction)
+INNER_BANDWIDTH = 450e9
+
+
+def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Every rank has one port to a switch that blocks nothing: links are uniform, any two ranks are equally far."""
+    rank = np.arange(ranks)
+    hub = np.full(ranks, ranks)
+    return Network(
+        name="switch",
+        ranks=ranks,
+        link_from=np.concatenate([rank, hub]),
+        link_to=np.concatenate([hub, rank]),
+        latency=np.full(2 * ranks, latency / 2),
+        bandwidth=np.full(2 * ranks, float(bandwidth)),
+        find_routes=lambda source, target: Routes.from_hops(np.stack([source, ranks + target], axis=1)),
+        partitions=(np.append(rank, -1),),
+        switches=("switch",),
+    )
+
+
+def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """A cable of its own between any two ranks."""
+    source, target = np.divmod(np.arange(ranks * ranks), max(ranks, 1))
+    number = np.cumsum(source != target) - 1
+    source, target = source[source != target], target[source != target]
+    return Network(
+        name="full-mesh",
+        ranks=ranks,
+        link_from=source,
+        link_to=target,
+        latency=np.full(len(source), float(latency)),
+        bandwidth=np.full(len(source), float(bandwidth)),
+        find_routes=lambda a, b: Routes.from_hops(number[a * ranks + b][:, None]),
+        partitions=(np.arange(ranks), np.arange(ranks) * 2 // ranks),
+    )
+
+
+def ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Every rank has a cable to the next and one to the one before; messages go the shorter way round."""
+    return _grid("ring", (ranks,), latency, bandwidth, around=True)
+
+
+def torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """A grid of any dimension whose rows close into rings; the last dimension is that of neighbouring rank numbers.
+
+    Messages go along the last dimension first, then the one before it ..., each the shorter way round and upwards when
+    both ways are equally long (dimension order). A dimension of 2 has one cable. Latency is that of one cable.
+    """
+    return _grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
+
+
+def mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """A torus without the cables that close its rows."""
+    return _grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
+
+
+def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
+    ranks = math.prod(dims)
+    rank = np.arange(ranks)
+    strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
+    number = np.full((len(dims), 2, ranks), -1)  # of the link from each rank along each axis, upwards and downwards
+    link_from: list[Integers] = []
+    link_to: list[Integers] = []
+    for axis, (size, stride) in enumerate(zip(dims, strides, strict=True)):
+        place = rank // stride % size
+        for way, step in enumerate((1, -1)):
+            if size == 1 or (around and size == 2 and step < 0):
+                continue
+            has = np.ones(ranks, np.bool_) if around else (place + step >= 0) & (place + step < size)
+            number[axis, way, has] = sum(map(len, link_from)) + np.arange(has.sum())
+            link_from.append(rank[has])
+            link_to.append((rank + ((place + step) % size - place) * stride)[has])
+
+    def find_routes(source: Integers, target: Integers) -> Routes:
+        """The hops of all pairs, a column at a time: what has arrived waits."""
+        hops: list[Integers] = []
+        here = source.copy()
+        for axis in reversed(range(len(dims))):
+            size, stride = dims[axis], strides[axis]
+            away = target // stride % size - source // stride % size
+            if around:
+                away = (away + (size - 1) // 2) % size - (size - 1) // 2  # -(size-1)/2 .. size/2: a tie goes up
+            for hop in range(int(np.abs(away).max(initial=0))):
+                moves, step = hop < np.abs(away), np.sign(away)
+                hops.append(np.where(moves, number[axis, (step < 0).astype(int), here], -1))
+                there = (here // stride % size + step) % size
+                here = np.where(moves, here + (there - here // stride % size) * stride, here)
+        return Routes.from_hops(np.stack(hops, axis=1) if hops else np.zeros((len(source), 0), np.int64))
+
+    # Bottlenecks: single ranks, the halves of each dimension, and its single slices.
+    partitions = [rank]
+    for size, stride in zip(dims, strides, strict=True):
+        if size > 1:
+            partitions += [rank // stride % size * 2 // size, rank // stride % size]
+    links = sum(map(len, link_from))
+    return Network(
+        name=name,
+        ranks=ranks,
+        link_from=np.concatenate(link_from) if links else np.zeros(0, np.int64),
+        link_to=np.concatenate(link_to) if links else np.zeros(0, np.int64),
+        latency=np.full(links, float(latency)),
+        bandwidth=np.full(links, float(bandwidth)),
+        find_routes=find_routes,
+        partitions=tuple(partitions),
+        dims=dims,
+    )
+
+
+def nodes(
+    nodes: int,
+    devices: int,
+    inner: tuple[float, float] = (INNER_LATENCY, INNER_BANDWIDTH),
+    outer: tuple[float, float] = (LATENCY, BANDWIDTH),
+    rails: bool = False,
+    adapters: int | None = None,
+) -> Network:
+    """Nodes whose devices share a fast switch, and a network between them; inner, outer: (latency, bandwidth).
+
+    Every device has an adapter of its own to the network, which blocks nothing. With `rails`, the network is one switch
+    for each place in a node: device r of any node reaches device r of any other; a message to another place goes over
+    the inner links to the device of its own node that has the rail of the target (as NCCL's PXN does). With `adapters`,
+    the devices of a node share so many, in even blocks, and reach them over the inner links.
+    """
+    ranks = nodes * devices
+    rank = np.arange(ranks)
+    node, place = np.divmod(rank, devices)
+    shared = adapters is not None
+    ports = nodes * adapters if adapters is not None else ranks
+    port_node = np.arange(ports) // (adapters or devices)
+    port_of = node * adapters + place * adapters // devices if adapters is not None else rank
+    node_vertex, outside = ranks + node, ranks + nodes
+    port_vertex = ranks + port_node if shared else rank
+    hub = outside + (place if rails and not shared else np.zeros(ports, np.int64))
+    half = np.repeat([inner[0] / 2, outer[0] / 2], [2 * ranks, 2 * ports])
+    leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
+
+    def find_routes(source: Integers, target: Integers) -> Routes:
+        across = node[source] != node[target]
+        gate = port_of[source]  # where the message leaves the node
+        to_gate = np.full(len(source), shared)
+        if rails and not shared:
+            gate = node[source] * devices + place[target]
+            to_gate = gate != source
+        none = np.full(len(source), -1)
+        return Routes.from_hops(
+            np.stack(
+                [
+                    np.where(~across | to_gate, leave[source], none),
+                    np.where(across & to_gate & (not shared), enter[gate if not shared else source], none),
+                    np.where(across, out[gate], none),
+                    np.where(across, into[port_of[target]], none),
+                    np.where(~across | shared, enter[target], none),
+                ],
+                axis=1,
+            )
+        )
+
+    described = [
+        f"nodes:{nodes}x{devices}",
+        *(["rails"] if rails else []),
+        *([f"adapters={adapters}"] if shared else []),
+    ]
+    outsides = devices if rails and not shared else 1
+    return Network(
+        name=",".join(described),
+        ranks=ranks,
+        link_from=np.concatenate([rank, node_vertex, port_vertex, hub]),
+        link_to=np.concatenate([node_vertex, rank, hub, port_vertex]),
+        latency=half,
+        bandwidth=np.repeat([float(inner[1]), float(outer[1])], [2 * ranks, 2 * ports]),
+        find_routes=find_routes,
+        partitions=(
+            np.concatenate([rank, np.full(nodes + outsides, -1)]),
+            np.concatenate([node, np.arange(nodes), np.full(outsides, -1)]),
+        ),
+        switches=(
+            *(f"node {number}" for number in range(nodes)),
+            *((f"rail {number}" for number in range(devices)) if outsides > 1 else ("network",)),
+        ),
+        groups=devices,
+    )
+
+
+def spine_leaf(
+    leaves: int,
+    ranks_per_leaf: int,
+    latency: float = LATENCY,
+    bandwidth: float = BANDWIDTH,
+    oversubscription: float = 1.0,
+    spines: int = 1,
+) -> Network:
+    """Ranks on leaf switches, and spine switches that join the leaves.
+
+    A leaf's cables to the spines carry, together and each way, its ranks' bandwidth divided by `oversubscription`, in
+    equal parts to each of `spines`; a message takes the spine that its target's number names (target modulo spines).
+    latency: of a message inside a leaf; across the spine it is twice that.
+    """
+    ranks = leaves * ranks_per_leaf
+    rank = np.arange(ranks)
+    leaf = rank // ranks_per_leaf
+    up_leaf, up_spine = np.divmod(np.arange(leaves * spines), spines)
+    leaf_vertex, spine_vertex = ranks + up_leaf, ranks + leaves + up_spine
+    trunk = bandwidth * ranks_per_leaf / oversubscription / spines
+
+    def find_routes(source: Integers, target: Integers) -> Routes:
+        across, none = leaf[source] != leaf[target], np.full(len(source), -1)
+        spine = target % spines
+        up = 2 * ranks + leaf[source] * spines + spine
+        down = 2 * ranks + leaves * spines + leaf[target] * spines + spine
+        return Routes.from_hops(
+            np.stack([source, np.where(across, up, none), np.where(across, down, none), ranks + target], axis=1)
+        )
+
+    described = f"spine-leaf:{leaves}x{ranks_per_leaf}"
+    described += f",oversubscription={oversubscription:g}" if oversubscription != 1 else ""
+    return Network(
+        name=described + (f",spines={spines}" if spines > 1 else ""),
+        ranks=ranks,
+        link_from=np.concatenate([rank, ranks + leaf, leaf_vertex, spine_vertex]),
+        link_to=np.concatenate([ranks + leaf, rank, spine_vertex, leaf_vertex]),
+        latency=np.full(2 * (ranks + leaves * spines), latency / 2),
+        bandwidth=np.repeat([float(bandwidth), trunk], [2 * ranks, 2 * leaves * spines]),
+        find_routes=find_routes,
+        partitions=(
+            np.concatenate([rank, np.full(leaves + spines, -1)]),
+            np.concatenate([leaf, np.arange(leaves), np.full(spines, -1)]),
+        ),
+        switches=(*(f"leaf {number}" for number in range(leaves)), *(f"spine {number}" for number in range(spines))),
+        groups=ranks_per_leaf,
+    )
