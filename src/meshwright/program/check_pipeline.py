@@ -156,6 +156,12 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     """Every micro-batch goes once forward and once backward through each stage of one replica, and of no other."""
     p, s = program, program.steps
     computing = np.flatnonzero(s.is_one_of(COMPUTING))
+    entered = np.unique(s.micro_batch[computing])
+    if len(entered) < p.micro_batches:
+        absent = int(np.argmin(np.append(entered, -1) == np.arange(len(entered) + 1)))
+        rank = p.placement[0][0]
+        reason = f"missing: micro-batch {absent} of {p.micro_batches} runs through no stage"
+        raise ProgramError(rank, int((s.group_rank == rank).sum()), f"0F{absent}", reason)
     shape = (len(COMPUTING), p.replicas, p.stages, p.micro_batches)
     columns = (s.kind[computing], s.replica[computing], s.stage[computing], s.micro_batch[computing])
     number = np.ravel_multi_index(columns, shape)
@@ -194,7 +200,6 @@ def _check_micro_batches(program: PipelineProgram) -> None:
         replica = int(np.flatnonzero(enters[:, micro_batch])[1])
         step = int(np.argmax((s.micro_batch == micro_batch) & (s.replica == replica)))
         raise error(program, step, f"micro-batch {micro_batch} runs through another replica too")
-    enters[0] |= ~enters.any(axis=0)
     runs = np.broadcast_to(enters[:, np.newaxis], forward.shape)
     missing(runs & (forward == 0), Kind.FORWARD)
     refuse((forward > _WHOLE) & (forward != _ALL_PARTS), (Kind.FORWARD,), cut)

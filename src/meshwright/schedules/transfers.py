@@ -1,0 +1,50 @@
+"""Writes out the sends and receives of a pipeline program, which generators leave out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.program.dataflow import OUTPUT
+from meshwright.program.pipeline import Kind, PipelineProgram, program_of
+from meshwright.program.progress import waits
+from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
+
+
+def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
+    """The program with a send and a receive for every value that crosses between ranks; it ends even if sends block.
+
+    All computation and all transfers are put in one order, by the time at which a step starts and at which a value is
+    made; a send stands on its rank, and its receive on the other rank, at the transfer's place in that order. So the
+    first transfer of the order that has not taken place can always take place. Transfers of a rank with no computation
+    between them are posted together, which only relaxes. The values leave when they are made and their receives are
+    posted before they are needed: on the clock, nothing comes later than without written-out transfers.
+
+    durations: for the times; one unit for each forward and half of a backward unless said. A program that has
+    transfers already is returned as it is. Raises ProgramError for one that cannot run.
+    """
+    if program.has_transfers:
+        return program
+    s = program.steps
+    timing = simulate_pipeline(program, durations or Durations.per_rank(program))
+    wait = waits(timing.flow)
+    turn = np.empty(len(s.group_rank))
+    turn[timing.order] = np.arange(len(timing.order))
+    turn = turn[s.group_index]  # where times are equal: after all that a step waits for
+
+    # Columns: time, turn, 0 for the transfers before 1 for a computation; a transfer comes right after its maker.
+    forward = s.kind[wait.maker] == Kind.FORWARD
+    made = (timing.end[wait.maker], turn[wait.maker] + 0.5)
+    sends = np.where(forward, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    receives = np.where(forward, Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+    steps = np.concatenate([np.arange(len(s)), wait.maker, wait.reader])
+    kind = np.concatenate([s.kind, sends, receives])
+    time = np.concatenate([timing.start, made[0], made[0]])
+    place = np.concatenate([turn, made[1], made[1]])
+    order = np.lexsort((place, time, s.rank[steps]))
+    steps, kind, is_transfer = steps[order], kind[order], (np.arange(len(kind)) >= len(s))[order]
+
+    # Transfers of one rank that follow each other share a group; computation keeps its own.
+    group = np.where(is_transfer, -1, s.group_index[steps])
+    rank, component = s.rank[steps], np.where(is_transfer, 0, s.component[steps])
+    columns = (rank, group, kind, s.stage[steps], s.replica[steps], s.micro_batch[steps], component)
+    return program_of(program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1))
