@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.program.dataflow import OUTPUT
 from meshwright.program.pipeline import Kind, PipelineProgram, program_of
 from meshwright.program.progress import waits
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
