@@ -95,7 +95,7 @@ def test_ranks_without_steps_may_be_left_out() -> None:
         ("send data[0:2] to 0", "send data[0:2] to 7", 7, "there is no rank 7; ranks are 0 to 1"),
         ("send data[0:2] to 0", "send data[0:2]", 7, '"send data[0:2]" is not of the form "send data[3] to 1"'),
         ("send data[0:2] to 0", "send dta[0:2] to 0", 7, 'unknown memory "dta"; did you mean "data"?'),
-        ("send data[0:2] to 0", "send data[0:3] to 0", 7, '"data[0:3]" is beyond the slots of a rank, which has data[0'),
+        ("send data[0:2] to 0", "send data[0:3] to 0", 7, '"data[0:3]" is beyond the slots of a rank, which has'),
         ("send data[0:2] to 0", "send data[1:1] to 0", 7, '"data[1:1]" has no slots'),
         ("send data[0:2] to 0", "send data[-1] to 0", 7, '"data[-1]" should be slots such as data[3] or data[0:4]'),
         ("send data[0:2] to 0", "send output[0] to 0", 7, "all-reduce has no output"),

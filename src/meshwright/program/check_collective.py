@@ -100,6 +100,10 @@ def _check_steps(program: CollectiveProgram) -> None:
     refuse(across & (s.peer == s.rank), "a rank does not exchange with itself; copy does that")
     if program.operation == "barrier":
         refuse(~empty, "a barrier moves no data, only signals")
+    refuse(empty & ((s.slot != 0) | (s.count != 0)), "a signal carries no slots")
+    refuse(
+        (across & (s.source != -1)) | (inside & (s.peer != -1)), "a transfer has no source slot, a local step no peer"
+    )
     refuse(~empty & (s.count < 1), "{count} slots; a step takes at least one")
     refuse(beyond(s.slot) | (inside & beyond(s.source)), f"reaches beyond a rank's slots; {there}")
     overlap = inside & (np.abs(s.slot - s.source) < s.count)

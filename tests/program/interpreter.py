@@ -1,0 +1,191 @@
+"""Runs a collective program on random integers with blocking sends, in a random interleaving, as unkind as the rules
+allow: a transfer takes place at any moment while both of its groups are under way, and is read only then.
+
+It shares nothing with the check but the columns of the program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from meshwright.program.collective import CollectiveProgram, Kind
+
+MASK = (1 << 61) - 1
+
+
+class Stuck(Exception):
+    """Ranks that wait for each other, or for nobody."""
+
+
+@dataclass
+class Rank:
+    groups: list[list[int]]
+    memory: list[int]
+    at: int = -1
+    open: set[int] = field(default_factory=set)  # steps of the group under way
+    staged: dict[int, list[int]] = field(default_factory=dict)  # what arrived for the group's reductions
+
+
+@dataclass
+class Interpreter:
+    """inputs: [rank][chunk]. frozen: a rank that never starts."""
+
+    program: CollectiveProgram
+    inputs: list[list[int]]
+    random: random.Random
+    frozen: int = -1
+
+    def __post_init__(self) -> None:
+        p = self.program
+        self.columns = list(
+            zip(*(getattr(p.steps, name).tolist() for name in ("kind", "slot", "count", "peer", "source")), strict=True)
+        )
+        self.ranks = []
+        for rank in range(p.ranks):
+            groups: dict[int, list[int]] = defaultdict(list)
+            for step in p.steps.of_rank(rank):
+                groups[int(p.steps.group[step])].append(step)
+            memory = [self.random.getrandbits(60) for _ in range(p.slots)]  # junk where nothing has been written
+            for chunk in range(p.chunks):
+                if holds(p, rank, chunk):
+                    memory[chunk] = self.inputs[rank][chunk]
+            self.ranks.append(Rank([groups[group] for group in sorted(groups)], memory))
+        self.posted: dict[tuple[bool, int, int], list[int]] = defaultdict(list)  # by sender and receiver, in turn
+        self.done: dict[tuple[int, int], int] = defaultdict(int)  # transfers of a pair that are over
+
+    def run(self) -> list[list[int]]:
+        """Every rank's memory at the end; `Stuck` if some rank never gets there."""
+        while True:
+            events = [(rank, None) for rank in range(len(self.ranks)) if self._can_start(rank)]
+            events += [(sender, receiver) for sender, receiver in list(self.done) if self._can_move(sender, receiver)]
+            if not events:
+                break
+            one, other = self.random.choice(events)
+            if other is None:
+                self._start(one)
+            else:
+                self._move(one, other)
+        if any(not self.finished(rank) for rank in range(len(self.ranks))):
+            raise Stuck
+        return [rank.memory for rank in self.ranks]
+
+    def finished(self, rank: int) -> bool:
+        return self.ranks[rank].at == len(self.ranks[rank].groups)
+
+    def _can_start(self, number: int) -> bool:
+        rank = self.ranks[number]
+        return number != self.frozen and not rank.open and rank.at < len(rank.groups)
+
+    def _start(self, number: int) -> None:
+        """Post the next group; local steps are done at once."""
+        rank = self.ranks[number]
+        rank.at += 1
+        if rank.at == len(rank.groups):
+            return
+        for step in rank.groups[rank.at]:
+            kind, slot, count, peer, source = self.columns[step]
+            if kind in (Kind.COPY, Kind.COMBINE):
+                values = rank.memory[source : source + count]
+                self._write(rank, slot, values, adds=kind == Kind.COMBINE)
+                continue
+            sends = kind in (Kind.SEND, Kind.SIGNAL)
+            pair = (number, peer) if sends else (peer, number)
+            self.posted[sends, *pair].append(step)
+            self.done[pair] += 0
+            rank.open.add(step)
+
+    def _can_move(self, sender: int, receiver: int) -> bool:
+        done = self.done[sender, receiver]
+        return all(len(self.posted[sends, sender, receiver]) > done for sends in (True, False))
+
+    def _move(self, sender: int, receiver: int) -> None:
+        done = self.done[sender, receiver]
+        self.done[sender, receiver] += 1
+        send, receive = (self.posted[sends, sender, receiver][done] for sends in (True, False))
+        kind, slot, count, _, _ = self.columns[send]
+        values = self.ranks[sender].memory[slot : slot + count]
+        there, slot, room, _, _ = self.columns[receive]
+        if (kind == Kind.SEND) != (there != Kind.WAIT) or count != room:
+            raise Stuck
+        if there == Kind.REDUCE:
+            self.ranks[receiver].staged[receive] = values
+        elif there == Kind.RECEIVE:
+            self._write(self.ranks[receiver], slot, values, adds=False)
+        for rank, step in ((self.ranks[sender], send), (self.ranks[receiver], receive)):
+            rank.open.discard(step)
+            if not rank.open:
+                for reduction in sorted(rank.staged):
+                    self._write(rank, self.columns[reduction][1], rank.staged[reduction], adds=True)
+                rank.staged = {}
+
+    def _write(self, rank: Rank, slot: int, values: list[int], adds: bool) -> None:
+        for i, value in enumerate(values):
+            rank.memory[slot + i] = (rank.memory[slot + i] + value) & MASK if adds else value
+
+
+def holds(p: CollectiveProgram, rank: int, chunk: int) -> bool:
+    """Whether a rank has a chunk of its own at the start."""
+    if p.operation in ("all-gather", "gather"):
+        return chunk * p.ranks // p.chunks == rank
+    return rank == p.root if p.operation in ("broadcast", "scatter", "send-receive") else True
+
+
+def random_inputs(p: CollectiveProgram, source: random.Random) -> list[list[int]]:
+    return [[source.getrandbits(60) for _ in range(p.chunks)] for _ in range(p.ranks)]
+
+
+def wrong(p: CollectiveProgram, inputs: list[list[int]], memory: list[list[int]]) -> str:
+    """Where the result is not what the operation promises; empty if it is."""
+    share = max(1, p.chunks // p.ranks)
+    for rank in range(p.ranks):
+        for chunk in range(p.chunks):
+            owner = chunk * p.ranks // p.chunks
+            total = sum(inputs[other][chunk] for other in range(p.ranks)) & MASK
+            receiver = p.ranks - 1 if p.root != p.ranks - 1 else 0
+            slot, wanted = chunk, None
+            match p.operation:
+                case "all-reduce":
+                    wanted = total
+                case "reduce":
+                    wanted = total if rank == p.root else None
+                case "reduce-scatter":
+                    wanted = total if rank == owner else None
+                case "all-gather":
+                    wanted = inputs[owner][chunk]
+                case "gather":
+                    wanted = inputs[owner][chunk] if rank == p.root else None
+                case "broadcast":
+                    wanted = inputs[p.root][chunk]
+                case "scatter":
+                    wanted = inputs[p.root][chunk] if rank == owner else None
+                case "send-receive":
+                    wanted = inputs[p.root][chunk] if rank == receiver else None
+                case "all-to-all":
+                    slot, wanted = p.chunks + chunk, inputs[chunk // share][rank * share + chunk % share]
+            if wanted is not None and memory[rank][slot] != wanted:
+                return f"rank {rank}, slot {slot}"
+    return ""
+
+
+def failure(p: CollectiveProgram, seed: int) -> str:
+    """What goes wrong in one random interleaving; empty if the program is right."""
+    source = random.Random(seed)
+    inputs = random_inputs(p, source)
+    try:
+        if p.operation != "barrier":
+            return wrong(p, inputs, Interpreter(p, inputs, source).run())
+        Interpreter(p, inputs, source).run()
+    except Stuck:
+        return "stuck"
+    for absent in range(p.ranks):  # nobody leaves a barrier before everyone has come
+        run = Interpreter(p, inputs, source, frozen=absent)
+        try:
+            run.run()
+        except Stuck:
+            pass
+        early = [rank for rank in range(p.ranks) if rank != absent and run.finished(rank)]
+        if early:
+            return f"rank {early[0]} left without rank {absent}"
+    return ""

@@ -1,0 +1,186 @@
+"""The check against an interpreter that owes nothing to it: what passes runs to the right end in every interleaving
+tried, whatever a hand or a mutation did to the program; what is refused as a deadlock, or for its end, does fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from meshwright.collectives.library import ALGORITHMS, generate
+from meshwright.errors import UserError
+from meshwright.program.check_collective import check_collective
+from meshwright.program.collective import Builder, CollectiveProgram, Kind, Steps
+from meshwright.program.collective_text import parse_collective, print_collective
+from meshwright.program.order import ProgramError
+from tests.program.interpreter import failure
+
+COLUMNS = ("rank", "group", "kind", "slot", "count", "peer", "source")
+
+
+def star_barrier(ranks: int) -> CollectiveProgram:
+    program = Builder("barrier", "star", ranks, chunks=1)
+    others = np.arange(1, ranks)
+    with program.round():
+        program.signal(others, 0)
+    with program.round():
+        program.signal(0, others)
+    return program.build()
+
+
+def all_to_one_and_back(ranks: int) -> CollectiveProgram:
+    """Many reductions into one slot in one group, then copies around and a broadcast."""
+    program = Builder("all-reduce", "star", ranks, chunks=2, scratch=2)
+    others = np.arange(1, ranks)
+    with program.round():
+        program.transfer(others, 0, chunk=0, count=2, reduce=True)
+    with program.round():
+        program.copy(0, source=0, into=2, count=2)
+        program.copy(0, source=2, into=0)
+    with program.round():
+        program.transfer(0, others, chunk=2, into=0)
+        program.transfer(0, others, chunk=3, into=1)
+    return program.build()
+
+
+def through_scratch(ranks: int) -> CollectiveProgram:
+    """Everyone's vector goes round the ring in scratch and is added up as it passes."""
+    program = Builder("all-reduce", "carousel", ranks, chunks=1, scratch=2)
+    rank = np.arange(ranks)
+    with program.round():
+        program.copy(rank, source=0, into=1)
+    for step in range(ranks - 1):
+        with program.round():
+            program.transfer(rank, (rank + 1) % ranks, chunk=1 + step % 2, into=2 - step % 2)
+        with program.round():
+            program.copy(rank, source=2 - step % 2, into=0, combine=True)
+    return program.build()
+
+
+def uneven_chain(ranks: int) -> CollectiveProgram:
+    """A send-receive that hops over every rank, one chunk after the other, so that groups of a pair differ in level."""
+    program = Builder("send-receive", "chain", ranks, chunks=3)
+    for chunk in range(3):
+        for rank in range(ranks - 1):
+            with program.round():
+                program.transfer(rank, rank + 1, chunk=chunk)
+    return program.build()
+
+
+@cache
+def programs() -> list[CollectiveProgram]:
+    """Right programs, small enough to run often."""
+    found = []
+    for ranks in (2, 3, 4, 6):
+        found += [make(ranks) for make in (star_barrier, all_to_one_and_back, through_scratch, uneven_chain)]
+        for operation, algorithms in ALGORITHMS.items():
+            for name in algorithms:
+                try:
+                    program = generate(operation, name, ranks)
+                except UserError:
+                    continue
+                if len(program.steps) <= 150:
+                    found.append(program)
+    return found
+
+
+def rebuilt(program: CollectiveProgram, columns: dict[str, np.ndarray]) -> CollectiveProgram:
+    return dataclasses.replace(program, steps=Steps.arranged(**columns))
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> CollectiveProgram:
+    """A right program to which one to three things were done."""
+    program = draw(st.sampled_from(programs()))
+    for _ in range(draw(st.integers(1, 3))):
+        columns = {name: getattr(program.steps, name).copy() for name in COLUMNS}
+        # Twice the number of a group, so that there is room for a new group between two.
+        columns["group"] *= 2
+        size = len(program.steps)
+        if size == 0:
+            return program
+        step = draw(st.integers(0, size - 1))
+        what = draw(st.sampled_from(("delete", "double", "group", "position", "swap", "value", "trade")))
+        match what:
+            case "delete":
+                columns = {name: np.delete(column, step) for name, column in columns.items()}
+            case "double":
+                columns = {name: np.insert(column, step, column[step]) for name, column in columns.items()}
+                columns["group"][step] -= draw(st.integers(0, 1))
+            case "group":
+                columns["group"][step] = draw(st.integers(-1, int(columns["group"].max()) + 1))
+            case "position":  # to another place among the steps; only its place in its group matters
+                order = np.insert(np.delete(np.arange(size), step), draw(st.integers(0, size - 1)), step)
+                columns = {name: column[order] for name, column in columns.items()}
+            case "swap":  # two steps of a rank change places
+                same = np.flatnonzero(columns["rank"] == columns["rank"][step])
+                other = int(draw(st.sampled_from(same.tolist())))
+                for name in ("kind", "slot", "count", "peer", "source"):
+                    columns[name][[step, other]] = columns[name][[other, step]]
+            case "trade":  # the two slots of transfers of one pair change places
+                same = np.flatnonzero(
+                    (columns["rank"] == columns["rank"][step]) & (columns["kind"] == columns["kind"][step])
+                )
+                other = int(draw(st.sampled_from(same.tolist())))
+                columns["slot"][[step, other]] = columns["slot"][[other, step]]
+            case "value":
+                name = draw(st.sampled_from(("rank", "kind", "slot", "count", "peer", "source")))
+                largest = {"rank": program.ranks - 1, "kind": 6}.get(name, max(program.slots, program.ranks))
+                columns[name][step] = draw(st.integers(0 if name in ("rank", "kind") else -1, largest))
+        program = rebuilt(program, columns)
+    return program
+
+
+@given(mutants(), st.integers(0, 2**32))
+@settings(max_examples=400, deadline=None)
+def test_a_mutant_is_caught_or_still_right(program: CollectiveProgram, seed: int) -> None:
+    try:
+        check_collective(program)
+    except ProgramError as error:
+        reason = str(error)
+    else:
+        assert [failure(program, seed + i) for i in range(3)] == [""] * 3
+        assert parse_collective(print_collective(program)) == program
+        return
+    # The other way round where the kind of mistake leaves no way out: no false alarms.
+    if any(words in reason for words in ("deadlock", "has no receive", "has no send", "(end)")):
+        assert failure(program, seed) != ""
+
+
+@given(st.sampled_from(range(1000)), st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_right_programs_pass_and_run_in_any_interleaving(number: int, seed: int) -> None:
+    program = programs()[number % len(programs())]
+    check_collective(program)
+    assert failure(program, seed) == ""
+
+
+@st.composite
+def scrambles(draw: st.DrawFn) -> CollectiveProgram:
+    """Transfers between random ranks in rounds, their ends put off to later groups at random."""
+    ranks = draw(st.integers(2, 4))
+    columns: list[tuple[int, ...]] = []
+    for turn in range(draw(st.integers(1, 6))):
+        sender, receiver = draw(st.permutations(range(ranks)))[:2]
+        slot, into = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+        kind = draw(st.sampled_from((Kind.RECEIVE, Kind.REDUCE)))
+        first, second = (turn + draw(st.integers(0, 2)) for _ in range(2))
+        columns.append((sender, first, Kind.SEND, slot, 1, receiver, -1))
+        columns.append((receiver, second, kind, into, 1, sender, -1))
+    table = dict(zip(COLUMNS, np.array(columns).T, strict=True))
+    return CollectiveProgram("reduce-scatter", "scramble", ranks, ranks, Steps.arranged(**table))
+
+
+@given(scrambles(), st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_a_deadlock_is_seen_exactly_when_the_ranks_get_stuck(program: CollectiveProgram, seed: int) -> None:
+    try:
+        check_collective(program)
+        reason = ""
+    except ProgramError as error:
+        reason = str(error)
+    assume("has no receive" not in reason and "has no send" not in reason)
+    assert ("deadlock" in reason) == (failure(program, seed) == "stuck")
