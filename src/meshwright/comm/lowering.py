@@ -1,0 +1,249 @@
+"""One rank's part of a checked collective program, brought into the order in which it posts, waits and computes.
+
+Adjacent slots that travel together become one message. A send is waited for only when its slots are about to change,
+and receives of the next group are posted with this group's sends wherever nothing of this group touches their slots:
+what a rank waits for is then already on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.program.check_collective import CheckedCollective
+from meshwright.program.collective import CollectiveProgram, Kind
+from meshwright.program.order import Integers
+
+
+class Message(NamedTuple):
+    """Adjacent slots on their way. `size` 0: a signal. `staging`: where they arrive, as a slot of the staging buffer;
+    -1: in their own place. `step`: the first step of the program that it belongs to."""
+
+    number: int
+    peer: int
+    slot: int
+    size: int
+    staging: int
+    step: int
+
+
+class Arrive(NamedTuple):
+    """Wait until a message has arrived."""
+
+    message: Message
+
+
+class Leave(NamedTuple):
+    """Wait until a message that was sent has left its slots."""
+
+    message: Message
+
+
+class Reduce(NamedTuple):
+    """Add staged slots to the slots from `slot` on."""
+
+    slot: int
+    size: int
+    staging: int
+
+
+class Local(NamedTuple):
+    """Copy the slots from `source` on to those from `slot` on, or with `combine` add them."""
+
+    slot: int
+    size: int
+    source: int
+    combine: bool
+
+
+@dataclass(slots=True)
+class Group:
+    """Wait for what is in `before`; post `receives`, `sends` and `ahead` (receives of the next group); do `after`."""
+
+    before: list[Leave] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    ahead: list[Message] = field(default_factory=list)
+    after: list[Arrive | Leave | Reduce | Local] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """All groups of a rank. messages: how many; staging: slots of the staging buffer; sent: slots put on the wire."""
+
+    groups: list[Group]
+    messages: int
+    staging: int
+    sent: int
+
+
+def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
+    """The part of `rank`. Without `merge` every slot travels alone, for memory in which slots are not adjacent."""
+    steps = checked.program.steps
+    own = steps.of_rank(rank)
+    groups = [Group() for _ in range(int(steps.group[own[-1]]) + 1 if len(own) else 0)]
+    arriving: list[list[_Part]] = [[] for _ in groups]
+    messages = 0
+    for parts in _messages(checked, rank, merge):
+        first, count = parts[0], sum(part.size for part in parts)
+        message = Message(messages, int(steps.peer[first.step]), first.slot, count, -1, first.step)
+        messages += 1
+        group = int(steps.group[first.step])
+        if first.outgoing:
+            groups[group].sends.append(message)
+        else:
+            groups[group].receives.append(message)
+            arriving[group] += [part._replace(message=message) for part in parts]
+    staging = _arrivals(groups, arriving)
+    for step in own:
+        kind = Kind(int(steps.kind[step]))
+        if kind in (Kind.COPY, Kind.COMBINE):
+            local = Local(int(steps.slot[step]), int(steps.count[step]), int(steps.source[step]), kind == Kind.COMBINE)
+            groups[int(steps.group[step])].after.append(local)
+    for group_ in groups:
+        group_.sends.sort(key=lambda message: (message.step, message.slot))
+    _waits(groups)
+    sent = sum(message.size for group_ in groups for message in group_.sends)
+    return RankProgram(groups, messages, staging, sent)
+
+
+class _Part(NamedTuple):
+    """This rank's end of one transfer of the program, as part of a message."""
+
+    step: int
+    slot: int
+    size: int
+    outgoing: bool
+    reduces: bool
+    offset: int  # slots of the message before it
+    message: Message | None = None
+
+
+def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_Part]]:
+    """The transfers that `rank` takes part in, joined to messages. Both ends come to the same ones: transfers join that
+    follow each other between two ranks, in one group, and are adjacent at both ends. Messages between the same ranks in
+    the same direction come in the order in which they are sent."""
+    program, s = checked.program, checked.program.steps
+    here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
+    send, receive = checked.sends[here], checked.receives[here]
+    order = np.lexsort((send, s.rank[send] * program.ranks + s.rank[receive]))
+    send, receive = send[order], receive[order]
+    count, inside = s.count[send], np.zeros(len(send), np.int64)
+    if not merge:  # slot by slot
+        repeat = np.maximum(count, 1)
+        inside = np.arange(int(repeat.sum())) - np.repeat(np.cumsum(repeat) - repeat, repeat)
+        send, receive, count = (
+            np.repeat(send, repeat),
+            np.repeat(receive, repeat),
+            np.repeat(np.minimum(count, 1), repeat),
+        )
+    ends = [(s.slot[step] + inside, step) for step in (send, receive)]
+    joins = np.full(max(len(send) - 1, 0), merge) & (count[1:] > 0) & (s.kind[receive][1:] == s.kind[receive][:-1])
+    for slot, step in ends:
+        joins &= (s.group_index[step][1:] == s.group_index[step][:-1]) & (s.peer[step][1:] == s.peer[step][:-1])
+        joins &= slot[1:] == (slot + count)[:-1]
+        joins &= _region(program, slot)[1:] == _region(program, slot)[:-1]
+    parts: list[_Part] = []
+    for index in range(len(send)):
+        if index and not joins[index - 1]:
+            yield parts
+            parts = []
+        outgoing = bool(s.rank[send[index]] == rank)
+        slot, step = ends[0] if outgoing else ends[1]
+        reduces = s.kind[receive[index]] == Kind.REDUCE
+        offset = parts[-1].offset + parts[-1].size if parts else 0
+        parts.append(_Part(int(step[index]), int(slot[index]), int(count[index]), outgoing, bool(reduces), offset))
+    if parts:
+        yield parts
+
+
+def _region(program: CollectiveProgram, slot: Integers) -> Integers:
+    """0 for data, 1 for output, 2 for scratch: they need not lie beside each other."""
+    return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
+
+
+def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
+    """Give what is reduced its place in the staging buffer, and write down what happens when messages arrive: sums are
+    formed in the order of the steps. Even and odd groups have an area each, as two groups may be under way. Returns
+    the size of the staging buffer."""
+    sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
+    base = max(sizes[::2], default=0)
+    for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):
+        free = number % 2 * base
+        staged: dict[Message | None, Message] = {}
+        for part in parts:
+            if part.reduces and part.offset == 0:
+                assert part.message is not None
+                staged[part.message] = part.message._replace(staging=free)
+                free += part.message.size
+        group.receives = [staged.get(message, message) for message in group.receives]
+        waited: set[Message | None] = set()
+        for part in sorted((part for part in parts if part.reduces), key=lambda part: (part.step, part.slot)):
+            message = staged[part.message]
+            if message not in waited:
+                waited.add(message)
+                group.after.append(Arrive(message))
+            reduce = Reduce(part.slot, part.size, message.staging + part.offset)
+            last = group.after[-1]
+            if isinstance(last, Reduce) and (last.slot + last.size, last.staging + last.size) == (
+                reduce.slot,
+                reduce.staging,
+            ):
+                group.after[-1] = last._replace(size=last.size + reduce.size)
+            else:
+                group.after.append(reduce)
+        group.after += [Arrive(message) for message in group.receives if message not in waited]
+    return base + max(sizes[1::2], default=0)
+
+
+def _waits(groups: list[Group]) -> None:
+    """Put in where sends are waited for, and bring receives forward."""
+    leaving: list[Message] = []  # sends that have not been waited for
+
+    def leave(slot: int, count: int) -> list[Leave]:
+        """Wait for those that read slots which are about to change."""
+        over = [message for message in leaving if _overlap(message.slot, message.size, slot, count)]
+        for message in over:
+            leaving.remove(message)
+        return [Leave(message) for message in over]
+
+    for number, group in enumerate(groups):
+        for message in group.receives:
+            if message.staging < 0:
+                group.before += leave(message.slot, message.size)
+        leaving += group.sends
+        touched = [(message.slot, message.size) for message in leaving]
+        after: list[Arrive | Leave | Reduce | Local] = []
+        for event in group.after:
+            if isinstance(event, (Reduce, Local)):
+                touched.append((event.slot, event.size))
+                after += leave(event.slot, event.size)
+            if isinstance(event, Local):
+                touched.append((event.source, event.size))
+            if isinstance(event, Arrive) and event.message.staging < 0:
+                touched.append((event.message.slot, event.message.size))
+            after.append(event)
+        group.after = after
+        if number + 1 < len(groups):
+            _bring_forward(group, groups[number + 1], touched)
+    if groups:
+        groups[-1].after += [Leave(message) for message in leaving]
+
+
+def _bring_forward(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
+    """Post receives of the following group with this one. Those from one rank stay in order."""
+    held: set[int] = set()
+    for message in following.receives:
+        in_use = message.staging < 0 and any(_overlap(message.slot, message.size, *other) for other in touched)
+        if in_use or message.peer in held:
+            held.add(message.peer)
+        else:
+            group.ahead.append(message)
+    following.receives = [message for message in following.receives if message not in group.ahead]
+
+
+def _overlap(slot: int, count: int, other: int, others: int) -> bool:
+    return slot < other + others and other < slot + count

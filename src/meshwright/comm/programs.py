@@ -1,0 +1,345 @@
+"""Runs collective programs on tensors over torch.distributed: prepared once for a rank, run many times.
+
+On CPU tensors a long vector is cut into segments. The program runs on each of them by itself, on a few at a time: while
+one segment is on its way another is added up, and what is added up is still in the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
+from meshwright.errors import RankLost, UserError
+from meshwright.program.check_collective import CheckedCollective
+
+SEGMENT_BYTES = 2**22  # of the vector, about
+CHUNK_BYTES = 2**18  # of a chunk within a segment, at least
+UNDER_WAY = 2  # segments
+TAG = 77  # of the first segment under way; calls that are no programs use lower tags
+
+OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
+"""Operations in which every rank has its share of the vector."""
+
+_COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+}
+
+Memory = Callable[[int, int], torch.Tensor]
+"""The memory of adjacent slots: (first, count) -> 1-D tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A part of the vector that the program runs on by itself, in chunks of `n` elements."""
+
+    plan: RankProgram
+    n: int
+    data: Memory
+    output: Memory | None = None
+    finish: Callable[[], object] | None = None
+
+
+class Executable:
+    """A checked program as one rank runs it. All ranks of `group` make it and run it, in the same order.
+
+    group: a process group with as many ranks as the program, in its order; None: the world.
+    timeout_seconds: how long one wait may last (CPU tensors); then `RankLost` says who waits for whom, in which step.
+    """
+
+    def __init__(
+        self, checked: CheckedCollective, group: dist.ProcessGroup | None = None, timeout_seconds: float = 600.0
+    ) -> None:
+        program = self.program = checked.program
+        self.checked = checked
+        self.group: Any = dist.group.WORLD if group is None else group
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.rank = dist.get_rank(self.group)
+        if len(self.ranks) != program.ranks:
+            raise UserError(f"{self.name} is for {program.ranks} ranks; there are {len(self.ranks)}")
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._adjacent = lower(checked, self.rank)
+        self._slot_by_slot: RankProgram | None = None
+        self._combine = _COMBINE[program.reduction]
+        self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+        self._batched = dist.get_backend(self.group) == "nccl"
+        # The chunks of rank r are first[r] .. first[r + 1].
+        owner = program.owner(np.arange(program.chunks))
+        self._first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
+
+    @property
+    def name(self) -> str:
+        """`all-reduce ring`."""
+        return f"{self.program.operation} {self.program.algorithm}"
+
+    def sent_bytes(self, numel: int, itemsize: int) -> int:
+        """Bytes that this rank puts on the wire for a vector of `numel` elements, padding included."""
+        if self.program.operation in OWNED:
+            return self._adjacent.sent * self._chunk_of_share(numel) * itemsize
+        return self._adjacent.sent * sum(n for _, n in self._cut(numel, itemsize)) * itemsize
+
+    # --- running
+
+    def run(self, vector: torch.Tensor | None, output: torch.Tensor | None = None) -> None:
+        """Run in place on `vector`, the operation's whole vector, contiguous (None: barrier). All-to-all leaves its
+        result in `output`. In all-gather, gather, scatter and reduce-scatter a rank's share stands at the rank's place;
+        what the operation does not promise, such as the other shares after a reduce-scatter, is undefined afterwards.
+
+        Raises RankLost, and UserError for vectors that the program cannot take.
+        """
+        assert (output is not None) == self.program.has_output, self.name
+        if vector is None:
+            device = f"cuda:{torch.cuda.current_device()}" if self._batched else "cpu"
+            vector = torch.zeros(1, dtype=torch.uint8, device=device)
+        assert vector.is_contiguous() and (output is None or output.is_contiguous()), self.name
+        if vector.numel() == 0:
+            return
+        if vector.is_cpu or self._batched:
+            self._run(vector.view(-1), None if output is None else output.view(-1))
+            return
+        host = vector.cpu().view(-1)  # gloo moves host memory
+        result = host if output is None else torch.empty_like(host)
+        self._run(host, None if output is None else result)
+        (vector if output is None else output).view(-1).copy_(result)
+
+    def _run(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+        if self.program.reduction == "mean" and not vector.is_floating_point():
+            raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
+        if self.program.operation not in OWNED:
+            self._advance([self._part(vector, *cut) for cut in self._cut(vector.numel(), vector.element_size())])
+        elif self._in_place(vector.numel()):
+            self._advance(self._pieces(vector, output))
+        else:
+            self._padded(vector, output)
+        if self.program.reduction == "mean":
+            self._divide(vector)
+
+    def _advance(self, segments: list[_Segment]) -> None:
+        if self._batched:
+            for segment in segments:
+                self._run_in_batches(segment)
+            return
+        lanes = [self._lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
+        # Each lane one group further in turn. No circle of ranks can wait for each other: a group that a rank has not
+        # posted stands, there and in the program, behind the one that the rank waits in.
+        while lanes:
+            lanes = [lane for lane in lanes if next(lane, False)]
+
+    def _lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
+        """One segment after another, with a pause in each group, when its transfers are under way. A lane's messages
+        have a tag of their own, so that their order says which receive each is for."""
+        tag = TAG + lane
+        for segment in segments:
+            memory = self._memory(segment, lane)
+            staging = self._beside("staging", lane, segment, segment.plan.staging)
+            works: list[Any] = [None] * segment.plan.messages
+            for group in segment.plan.groups:
+                for sent in group.before:
+                    self._wait(works, sent.message)
+                for message in group.receives:
+                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                for message in group.sends:
+                    self._post(works, message, self.group.send, self._where(message, memory, staging), tag)
+                for message in group.ahead:
+                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                yield True
+                for event in group.after:
+                    if isinstance(event, (Arrive, Leave)):
+                        self._wait(works, event.message)
+                    else:
+                        self._apply(event, memory, staging)
+            if segment.finish is not None:
+                segment.finish()
+
+    def _run_in_batches(self, segment: _Segment) -> None:
+        """Each group as one call, as NCCL wants it: one ncclGroup, in the order of the current stream."""
+        memory, staging = self._memory(segment, 0), self._beside("staging", 0, segment, segment.plan.staging)
+        early: list[Message] = []
+        for group in segment.plan.groups:
+            transfers = [
+                dist.P2POp(call, self._where(message, memory, staging), group=self.group, group_peer=message.peer)
+                for call, messages in ((dist.irecv, early + group.receives), (dist.isend, group.sends))
+                for message in messages
+            ]
+            for work in dist.batch_isend_irecv(transfers) if transfers else ():
+                work.wait()
+            early = group.ahead
+            for event in group.after:
+                if isinstance(event, (Reduce, Local)):
+                    self._apply(event, memory, staging)
+        if segment.finish is not None:
+            segment.finish()
+
+    def _where(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
+        """What a message is read from or written to."""
+        if message.size == 0:
+            return self._kept_tensor("signal", 0, 1, memory(0, 1))
+        return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
+
+    def _post(
+        self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
+    ) -> None:
+        try:
+            works[message.number] = call([tensor], message.peer, tag)
+        except RuntimeError as error:  # a connection that is gone fails at once
+            raise self._lost(message, error) from error
+
+    def _wait(self, works: list[Any], message: Message) -> None:
+        try:
+            works[message.number].wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+        works[message.number] = None
+
+    def _lost(self, message: Message, error: RuntimeError) -> RankLost:
+        """Who waits for whom."""
+        group = int(self.program.steps.group[message.step])
+        among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
+        reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
+        return RankLost(
+            f"rank {self.ranks[self.rank]} waits for rank {self.ranks[message.peer]}: step {group} "
+            f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"
+        )
+
+    def _apply(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
+        target = memory(event.slot, event.size)
+        source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
+        if isinstance(event, Local) and not event.combine:
+            target.copy_(source)
+        else:
+            self._combine(target, source, out=target)
+
+    def _divide(self, vector: torch.Tensor) -> None:
+        """Sums to means, where this rank has sums."""
+        operation, size = self.program.operation, vector.numel() // self.program.ranks
+        if operation == "reduce-scatter":
+            vector = vector[self.rank * size : (self.rank + 1) * size]
+        if operation != "reduce" or self.rank == self.program.root:
+            vector.div_(self.program.ranks)
+
+    # --- memory
+
+    def _cut(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
+        """First element and chunk length of each segment of a vector that belongs to nobody."""
+        chunks = self.program.chunks
+        wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
+        count = 1 if self._batched else max(1, round(numel / wanted))
+        n = -(-numel // (count * chunks))
+        starts = range(0, numel, n * chunks)
+        return [(start, min(n, -(-(numel - start) // chunks))) for start in starts]
+
+    def _part(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
+        """A segment of a vector that belongs to nobody. A last one that chunks do not divide runs in a padded copy."""
+        length = n * self.program.chunks
+        part = vector[start : start + length]
+        if part.numel() == length:
+            return _Segment(self._adjacent, n, _adjacent(part, n))
+        padded = self._kept_tensor("padded", 0, length, vector)
+        padded[: part.numel()] = part
+        padded[part.numel() :] = 0
+        return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
+
+    def _chunk_of_share(self, numel: int) -> int:
+        """Chunk length when every rank has an equal share of the vector."""
+        ranks = self.program.ranks
+        if numel % ranks:
+            raise UserError(f"{self.name}: {numel} elements are no equal shares for {ranks} ranks")
+        fewest = min(stop - start for start, stop in pairwise(self._first))
+        if fewest == 0:
+            raise UserError(
+                f"{self.name}: {self.program.chunks} chunks are fewer than {ranks} ranks; not each has a share"
+            )
+        return -(-numel // (ranks * fewest))
+
+    def _in_place(self, numel: int) -> bool:
+        """Whether chunks are exact parts of the shares."""
+        return (
+            self._chunk_of_share(numel) * self.program.chunks == numel and self.program.chunks % self.program.ranks == 0
+        )
+
+    def _pieces(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
+        """Segments of a vector in shares: a piece of every chunk each."""
+        chunks = self.program.chunks
+        n = vector.numel() // chunks
+        wanted = max(SEGMENT_BYTES // chunks, CHUNK_BYTES) // vector.element_size()
+        count = 1 if self._batched else max(1, round(n / wanted))
+        if count == 1:
+            return [_Segment(self._adjacent, n, _adjacent(vector, n), None if output is None else _adjacent(output, n))]
+        if self._slot_by_slot is None:
+            self._slot_by_slot = lower(self.checked, self.rank, merge=False)
+        length = -(-n // count)
+        return [
+            _Segment(
+                self._slot_by_slot,
+                min(length, n - start),
+                _single(vector, n, start, length),
+                None if output is None else _single(output, n, start, length),
+            )
+            for start in range(0, n, length)
+        ]
+
+    def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+        """Run on a copy in which every share is filled up to whole chunks."""
+        n, ranks = self._chunk_of_share(vector.numel()), self.program.ranks
+        padded = self._kept_tensor("padded", 0, n * self.program.chunks, vector).zero_()
+        result = padded if output is None else self._kept_tensor("padded output", 0, padded.numel(), vector)
+        target = vector if output is None else output
+        share = vector.numel() // ranks
+        places = [slice(first * n, first * n + share) for first in self._first[:-1]]
+        for rank, place in enumerate(places):
+            padded[place] = vector[rank * share : (rank + 1) * share]
+        data, after = _adjacent(padded, n), None if output is None else _adjacent(result, n)
+        self._advance([_Segment(self._adjacent, n, data, after)])
+        for rank, place in enumerate(places):
+            target[rank * share : (rank + 1) * share] = result[place]
+
+    def _memory(self, segment: _Segment, lane: int) -> Memory:
+        """All slots of a segment: data, output, scratch."""
+        program, data, output = self.program, segment.data, segment.output
+        if output is None and program.scratch == 0:
+            return data
+        scratch = self._beside("scratch", lane, segment, program.scratch)
+        chunks, first_scratch = program.chunks, program.first_scratch
+
+        def memory(slot: int, count: int) -> torch.Tensor:
+            if slot < chunks:
+                return data(slot, count)
+            if slot >= first_scratch:
+                return scratch(slot - first_scratch, count)
+            assert output is not None
+            return output(slot - chunks, count)
+
+        return memory
+
+    def _beside(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
+        """Slots of a lane's own, kept from run to run."""
+        return _adjacent(self._kept_tensor(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
+
+    def _kept_tensor(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory of this executable, with the dtype and device of `like`."""
+        size, key = numel * like.element_size(), (name, lane, like.device)
+        if key not in self._kept or self._kept[key].numel() < size:
+            self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._kept[key][:size].view(like.dtype)
+
+
+def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
+    """Slots of n elements, one after another."""
+    return lambda slot, count: tensor[slot * n : (slot + count) * n]
+
+
+def _single(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
+    """The same piece of each chunk of n elements."""
+    pieces = tensor.view(-1, n)[:, start : start + length].unbind()
+    return lambda slot, count: pieces[slot]
