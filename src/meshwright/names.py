@@ -51,10 +51,10 @@ REDUCTIONS = ("sum", "mean", "minimum", "maximum")
 COLLECTIVE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "send-receive": ("direct", "auto"),
     "barrier": ("dissemination", "binomial-tree", "auto"),
-    "broadcast": ("binomial-tree", "ring", "scatter-all-gather", "hierarchical", "auto"),
+    "broadcast": ("binomial-tree", "ring", "scatter-all-gather", "double-binary-tree", "hierarchical", "auto"),
     "scatter": ("binomial-tree", "linear", "auto"),
     "gather": ("binomial-tree", "linear", "auto"),
-    "reduce": ("binomial-tree", "ring", "reduce-scatter-gather", "hierarchical", "auto"),
+    "reduce": ("binomial-tree", "ring", "reduce-scatter-gather", "double-binary-tree", "hierarchical", "auto"),
     "all-gather": (
         *("ring", "bidirectional-ring", "recursive-doubling", "bruck", "pairwise", "all-pairs", "hierarchical"),
         *("2d-torus", "3d-torus", "torus", "2d-mesh", "mesh", "auto"),

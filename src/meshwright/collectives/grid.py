@@ -6,9 +6,12 @@ Ranks lie in a grid row by row (the last coordinate runs fastest); a node's rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.program.order import Integers
 
 
 def factorisations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
@@ -30,19 +33,22 @@ def nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
     return min(factorisations(ranks, dimensions), key=sum, default=None)
 
 
-def sides(what: str, ranks: int, dimensions: int, dims: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The sides of a grid: `dims`, or as square as the number of ranks allows. `what` is named in errors.
+def sides(what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> tuple[int, ...]:
+    """The sides of a grid: `dims`, or else as square as the number of ranks allows, or one line without `dimensions`.
 
-    Raises UserError where `dims` does not multiply to `ranks`, or where no sides of at least 2 do.
+    `what` is named in errors. Raises UserError where `dims` does not multiply to `ranks`, or where no sides of at
+    least 2 do.
     """
     if dims is not None:
         given = tuple(int(side) for side in dims)
         written = "x".join(map(str, given))
-        if len(given) != dimensions:
-            raise UserError(f"{what} has {dimensions} dimensions; dims {written} has {len(given)}")
-        if min(given) < 1 or math.prod(given) != ranks:
+        if len(given) != (dimensions or len(given)):
+            raise UserError(f"{what}: dims {written} are {len(given)} sides, not {dimensions}")
+        if min(given, default=0) < 1 or math.prod(given) != ranks:
             raise UserError(f"{what}: dims {written} hold {math.prod(given)} ranks, not {ranks}")
         return given
+    if dimensions is None:
+        return (ranks,)
     found = nearly_cubic(ranks, dimensions)
     if found is None:
         near = [
@@ -67,3 +73,20 @@ def ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
         legal = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         raise UserError(f"{what}: nodes of {groups} ranks do not divide {ranks} ranks; right would be one of {legal}")
     return groups
+
+
+def phases(
+    grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
+) -> list[tuple[Integers, Integers, int]]:
+    """How a reduce-scatter goes through a grid, one axis after the other; an all-gather takes them in reverse.
+
+    grid: [X, Y ...] ranks. order: of the axes. The vector begins at slot `first` and has `count` slots a rank. For each
+    axis: its lines of ranks, [..., n]; the first slot of the block that each rank has after it; slots of that block.
+    """
+    coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
+    result = []
+    for axis in order:
+        size //= grid.shape[axis]
+        own = own + coordinate[axis] * size
+        result.append((np.moveaxis(grid, axis, -1), np.moveaxis(own, axis, -1), size))
+    return result

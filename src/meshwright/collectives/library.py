@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from meshwright.collectives import pairwise, recursive, ring
+from meshwright.collectives import (
+    binomial_tree,
+    bruck,
+    chain,
+    direct,
+    dissemination,
+    double_binary_tree,
+    halving_doubling,
+    hierarchical,
+    mesh,
+    pairwise,
+    recursive,
+    ring,
+    ring_all_to_all,
+    scatter_first,
+    torus,
+)
 from meshwright.errors import UserError
 from meshwright.names import ALGORITHM_ALIASES, OPERATIONS, unknown
 from meshwright.program.collective import CollectiveProgram
@@ -14,12 +31,37 @@ from meshwright.program.collective import CollectiveProgram
 Generator: TypeAlias = Callable[..., CollectiveProgram]
 
 ALGORITHMS: dict[str, dict[str, Generator]] = {
+    "send-receive": {"direct": direct.send_receive},
+    "barrier": {"dissemination": dissemination.barrier, "binomial-tree": binomial_tree.barrier},
+    "broadcast": {
+        "binomial-tree": binomial_tree.broadcast,
+        "ring": chain.broadcast,
+        "scatter-all-gather": scatter_first.broadcast,
+        "double-binary-tree": double_binary_tree.broadcast,
+        "hierarchical": hierarchical.broadcast,
+    },
+    "scatter": {"binomial-tree": binomial_tree.scatter, "linear": direct.scatter},
+    "gather": {"binomial-tree": binomial_tree.gather, "linear": direct.gather},
+    "reduce": {
+        "binomial-tree": binomial_tree.reduce,
+        "ring": chain.reduce,
+        "reduce-scatter-gather": scatter_first.reduce,
+        "double-binary-tree": double_binary_tree.reduce,
+        "hierarchical": hierarchical.reduce,
+    },
     "all-gather": {
         "ring": ring.all_gather,
         "bidirectional-ring": ring.bidirectional_all_gather,
         "recursive-doubling": recursive.all_gather,
+        "bruck": bruck.all_gather,
         "pairwise": pairwise.all_gather,
         "all-pairs": pairwise.all_pairs_all_gather,
+        "hierarchical": hierarchical.all_gather,
+        "2d-torus": partial(torus.all_gather, dimensions=2),
+        "3d-torus": partial(torus.all_gather, dimensions=3),
+        "torus": torus.all_gather,
+        "2d-mesh": partial(mesh.all_gather, dimensions=2),
+        "mesh": mesh.all_gather,
     },
     "reduce-scatter": {
         "ring": ring.reduce_scatter,
@@ -27,25 +69,46 @@ ALGORITHMS: dict[str, dict[str, Generator]] = {
         "recursive-halving": recursive.reduce_scatter,
         "pairwise": pairwise.reduce_scatter,
         "all-pairs": pairwise.all_pairs_reduce_scatter,
+        "hierarchical": hierarchical.reduce_scatter,
+        "2d-torus": partial(torus.reduce_scatter, dimensions=2),
+        "3d-torus": partial(torus.reduce_scatter, dimensions=3),
+        "torus": torus.reduce_scatter,
+        "2d-mesh": partial(mesh.reduce_scatter, dimensions=2),
+        "mesh": mesh.reduce_scatter,
     },
     "all-reduce": {
         "ring": ring.all_reduce,
-        "bidirectional-ring": ring.bidirectional_all_reduce,
+        "halving-doubling": halving_doubling.all_reduce,
         "rabenseifner": recursive.rabenseifner,
         "butterfly": recursive.butterfly,
+        "binomial-tree": binomial_tree.all_reduce,
+        "double-binary-tree": double_binary_tree.all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+        "hierarchical-scatter": hierarchical.all_reduce_scattered,
+        "2d-torus": partial(torus.all_reduce, dimensions=2),
+        "2d-mesh": partial(mesh.all_reduce, dimensions=2),
+        "3d-torus": partial(torus.all_reduce, dimensions=3),
+        "torus": torus.all_reduce,
+        "mesh": mesh.all_reduce,
         "all-pairs": pairwise.all_pairs_all_reduce,
+        "bidirectional-ring": ring.bidirectional_all_reduce,
     },
     "all-to-all": {
         "pairwise": pairwise.all_to_all,
+        "ring": ring_all_to_all.all_to_all,
+        "bruck": bruck.all_to_all,
         "all-pairs": pairwise.all_pairs_all_to_all,
+        "hierarchical": hierarchical.all_to_all,
     },
 }
+OPTIONS = ("root", "segments", "groups", "dims")
 ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
 def options(operation: str, algorithm: str) -> tuple[str, ...]:
     """What `generate` takes for an algorithm beside the number of ranks: of root, segments, groups, dims."""
-    return tuple(inspect.signature(find(operation, algorithm)).parameters)[1:]
+    parameters = inspect.signature(find(operation, algorithm)).parameters
+    return tuple(option for option in OPTIONS if option in parameters)
 
 
 def find(operation: str, algorithm: str) -> Generator:

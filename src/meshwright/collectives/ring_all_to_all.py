@@ -1,0 +1,31 @@
+"""All-to-all around a ring: every rank sends to the next one only, which keeps what is for it and passes on the rest.
+
+D. Bertsekas, J. Tsitsiklis, Parallel and distributed computation, 1989, section 1.3 (total exchange).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.program.collective import Builder, CollectiveProgram
+
+
+def all_to_all(ranks: int) -> CollectiveProgram:
+    """Best where there are no links but those of a ring, else `pairwise` sends less.
+
+    n-1 rounds; (n-1)/2 S bytes a rank, as every block takes all hops between its ends; (n-1) alpha + (n-1)/2 S beta.
+    """
+    program = Builder("all-to-all", "ring", ranks, chunks=ranks, scratch=2 * ranks)
+    rank, following = np.arange(ranks), (np.arange(ranks) + 1) % ranks
+    output, here, coming = ranks, 2 * ranks, 3 * ranks  # here: blocks in the order in which ranks follow
+    with program.round():
+        program.copy(rank[:, None], source=(rank[:, None] + rank) % ranks, into=here + rank)
+        program.copy(rank, source=here, into=output + rank)
+    here += 1
+    for step in range(1, ranks):
+        left = ranks - 1 - step  # blocks to pass on
+        with program.round():
+            program.transfer(rank, following, here, into=output + (following - step) % ranks)
+            program.transfer(rank, following, here + 1, left, into=coming)
+        here, coming = coming, 5 * ranks - coming
+    return program.build()
