@@ -1,0 +1,61 @@
+"""Programs from files: the text form or the JSON form, told apart by the first character."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, overload
+
+from meshwright.errors import UserError
+from meshwright.program.collective import CollectiveProgram
+from meshwright.program.collective_text import parse_collective
+from meshwright.program.json_form import from_json
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.program.pipeline_text import parse_pipeline
+
+
+@overload
+def load_program(path: str | Path, dialect: Literal["collective"]) -> CollectiveProgram: ...
+@overload
+def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProgram: ...
+
+
+def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
+    """The program of a file; a leading `@`, as people write it on the command line, is left out.
+
+    Raises `UserError` with the file's name, and where there is one the line.
+    """
+    name = str(path).removeprefix("@")
+    text = read_text(name)
+    if not text.lstrip().startswith("{"):
+        return parse_collective(text, name) if dialect == "collective" else parse_pipeline(text, name)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}, line {error.lineno}: not JSON: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{name}: not JSON that a program has: {error}") from None
+    program = from_json(value, name)
+    if isinstance(program, CollectiveProgram) != (dialect == "collective"):
+        other = "pipeline" if dialect == "collective" else "collective"
+        raise UserError(f"{name}: a {other} program where a {dialect} program is wanted")
+    return program
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a program file; `UserError` for what is no file, cannot be read, or is no text."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: a directory; a program file is wanted") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if "\0" in text:
+        raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program")
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty; a program starts with a line that says what it is")
+    return text

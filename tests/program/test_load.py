@@ -1,0 +1,82 @@
+"""Programs from files: both forms, both dialects, and a sentence for everything that is no program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.program import collective, pipeline
+from meshwright.program.collective_text import print_collective
+from meshwright.program.json_form import print_json
+from meshwright.program.load import load_program
+from meshwright.program.pipeline_text import print_pipeline
+
+
+def exchange() -> collective.CollectiveProgram:
+    program = collective.Builder("all-reduce", "exchange", 2, chunks=1)
+    with program.round():
+        program.transfer([0, 1], [1, 0], chunk=0, reduce=True)
+    return program.build()
+
+
+def one_stage() -> pipeline.PipelineProgram:
+    program = pipeline.Builder("small", 1, 1, (pipeline.straight(1),))
+    program.ranks[0].forward(0)
+    program.ranks[0].backward(0)
+    return program.build()
+
+
+def test_both_forms_of_both_dialects_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "program"
+    for text in (print_collective(exchange()), print_json(exchange()), "\ufeff\n" + print_json(exchange())):
+        path.write_text(text)
+        assert load_program(path, "collective") == exchange()
+        assert load_program(f"@{path}", "collective") == exchange()
+    for text in (print_pipeline(one_stage()), print_json(one_stage())):
+        path.write_text(text)
+        assert load_program(path, "pipeline") == one_stage()
+
+
+def test_a_program_of_the_other_dialect_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "program"
+    path.write_text(print_json(one_stage()))
+    with pytest.raises(UserError, match="a pipeline program where a collective program is wanted"):
+        load_program(path, "collective")
+    path.write_text(print_pipeline(one_stage()))
+    with pytest.raises(UserError, match=r"program, line 1: "):
+        load_program(path, "collective")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n", "the file is empty"),
+        (b"\x7fELF\x01\xff", "not text"),
+        (b"a\0b", "not text"),
+        (b'{\n"dialect": }', "line 2: not JSON: Expecting value"),
+        (b"[" * 10 + b"]", "line 1: "),
+        (b'{"a":' * 100_000, "not JSON"),
+        (b'{"dialect": "collective", "format": ' + b"9" * 5000 + b"}", "not JSON that a program has"),
+        (b'{"dialect": "collective", "format": NaN}', '"format" should be 1, not NaN'),
+    ],
+)
+def test_what_is_no_program_is_named_with_its_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "program"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_program(path, "collective")
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such file"):
+        load_program(tmp_path / "nothing", "collective")
+    with pytest.raises(UserError, match="a directory; a program file is wanted"):
+        load_program(tmp_path, "pipeline")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_program("a" * 5000, "pipeline")
