@@ -17,19 +17,19 @@ COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "send": ((214, 60, 46), (214, 60, 46)),
     "reduce": ((24, 74, 46), (24, 74, 46)),
 }
-ROW, GAP, MARGIN, NAMES = 26, 6, 14, 64
+ROW, GAP, STRIP, MARGIN, NAMES = 26, 6, 9, 14, 64  # pixels; a strip below each row shows its level
 STYLE = """
 .mw { font: 12px ui-sans-serif, system-ui, sans-serif; background: #fff }
 .mw text { fill: #222 } .mw .muted { fill: #666 } .mw .small { font-size: 11px }
 .mw .row { fill: #eef0f3 } .mw .line { stroke: #9aa3ad }
 .mw .label { fill: #fff; font-size: 10.5px; text-anchor: middle; pointer-events: none } .mw .dark { fill: #16202c }
-.mw .level { fill: none; stroke: #222; stroke-opacity: .55; stroke-width: 1.2 }
+.mw .level { fill: #7d8894; fill-opacity: .55 }
 .mw .arrow { stroke: #555; stroke-opacity: .5 }
 @media (prefers-color-scheme: dark) {
   .mw { background: #15191e } .mw text { fill: #e4e7ea } .mw .muted { fill: #9aa3ad }
   .mw .row { fill: #232a32 } .mw .line { stroke: #5b6570 }
   .mw .label { fill: #fff } .mw .dark { fill: #10161d }
-  .mw .level { stroke: #e4e7ea } .mw .arrow { stroke: #aaa }
+  .mw .arrow { stroke: #aaa }
 }
 """
 PAGE_STYLE = """
@@ -56,10 +56,11 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, title:
     if spans:
         shortest = min(span.end - span.start for span in spans)
         labels = max(len(span.label) for span in spans)
-        plot = min(max(plot, round(end / shortest * (6.2 * labels + 3))), 8 * width)
+        plot = min(max(plot, round(end / shortest * (7.4 * labels + 3))), 8 * width)
     scale = plot / end
     top, left = (52 if title else 30), MARGIN + NAMES
-    height = top + len(timeline.tracks) * (ROW + GAP) + 34
+    pitch = ROW + GAP + (STRIP if timeline.levels else 0)
+    height = top + len(timeline.tracks) * pitch + 34
     total = left + plot + notes + 2 * MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mw" width="{total}" height="{height}" '
@@ -72,23 +73,23 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, title:
             f'<text x="{MARGIN}" y="20" style="font-size:14px;font-weight:600">{escape(timeline.title)}</text>'
         )
     for track, name in enumerate(timeline.tracks):
-        y = top + track * (ROW + GAP)
+        y = top + track * pitch
         parts.append(f'<text x="{MARGIN}" y="{y + 17}">{escape(name)}</text>')
         parts.append(f'<rect class="row" x="{left}" y="{y}" width="{plot:.1f}" height="{ROW}"/>')
         if timeline.notes:
             parts.append(
                 f'<text class="muted" x="{left + plot + 10:.1f}" y="{y + 17}">{escape(timeline.notes[track])}</text>'
             )
-    parts += [_bar(span, left, top, scale) for span in spans]
-    parts += _levels(timeline, left, top, scale)
+    parts += [_bar(span, left, top + span.track * pitch, scale) for span in spans]
+    parts += _levels(timeline, left, top + ROW, pitch, scale)
     if arrows:
         for arrow in timeline.arrows:
-            y1, y2 = (top + track * (ROW + GAP) + ROW // 2 for track in (arrow.source, arrow.target))
+            y1, y2 = (top + track * pitch + ROW // 2 for track in (arrow.source, arrow.target))
             parts.append(
                 f'<line class="arrow" x1="{left + arrow.start * scale:.1f}" y1="{y1}" '
                 f'x2="{left + arrow.end * scale:.1f}" y2="{y2}"><title>{escape(arrow.name)}</title></line>'
             )
-    parts += _axis(end, scale, left, top + len(timeline.tracks) * (ROW + GAP))
+    parts += _axis(end, scale, left, top + len(timeline.tracks) * pitch)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -117,7 +118,7 @@ def _colour(span: Span) -> tuple[str, bool]:
 def _bar(span: Span, left: int, top: int, scale: float) -> str:
     height = ROW / span.lanes
     x, width = left + span.start * scale, (span.end - span.start) * scale
-    y = top + span.track * (ROW + GAP) + span.lane * height
+    y = top + span.lane * height
     fill, dark = _colour(span)
     box = (
         f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width - 0.8, 0.3):.2f}" height="{height:.1f}" rx="2" '
@@ -133,12 +134,12 @@ def _bar(span: Span, left: int, top: int, scale: float) -> str:
 
 
 def _legend(spans: Sequence[Span], left: int, y: int) -> list[str]:
-    """A swatch for each kind of step in the picture, in order of first use."""
+    """A swatch for each kind of step in the picture."""
     parts, x = [], float(left)
     seen: dict[tuple[str, float, bool], Span] = {}
     for span in spans:
         seen.setdefault((span.kind, span.shade, span.mirrored), span)
-    for kind, shade, mirrored in seen:
+    for kind, shade, mirrored in sorted(seen, key=lambda key: (key[2], [*COLOURS].index(key[0]), key[1])):
         words = kind + (", second replica" if mirrored else "")
         chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
         if len(chunks) > 1:
@@ -150,22 +151,22 @@ def _legend(spans: Sequence[Span], left: int, y: int) -> list[str]:
     return parts
 
 
-def _levels(timeline: Timeline, left: int, top: int, scale: float) -> list[str]:
-    """A thin line over each row: the level over time, the highest of all tracks at the row's top."""
+def _levels(timeline: Timeline, left: int, top: int, pitch: int, scale: float) -> list[str]:
+    """A strip below each row: the level over time, as high as the strip where it is the highest of all tracks."""
     highest = max((value for points in timeline.levels.values() for _, value in points), default=0.0)
     if not highest:
         return []
     parts = []
     for track, points in timeline.levels.items():
-        base = top + track * (ROW + GAP) + ROW
-        path, before = [], 0.0
-        for time, value in points:
+        base = top + track * pitch + STRIP
+        path, before = [f"{left},{base}"], 0.0
+        for time, value in [*points, (timeline.end, 0.0)]:
             x = left + time * scale
-            path.append(f"{x:.1f},{base - before / highest * ROW:.1f} {x:.1f},{base - value / highest * ROW:.1f}")
+            path.append(f"{x:.1f},{base - before / highest * STRIP:.1f} {x:.1f},{base - value / highest * STRIP:.1f}")
             before = value
-        parts.append(
-            f'<polyline class="level" points="{" ".join(path)}"><title>{timeline.level_name}</title></polyline>'
-        )
+        most = max((value for _, value in points), default=0.0)
+        title = f"{timeline.level_name} of {timeline.tracks[track]}: at most {most:g}"
+        parts.append(f'<polygon class="level" points="{" ".join(path)}"><title>{escape(title)}</title></polygon>')
     return parts
 
 
