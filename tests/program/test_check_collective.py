@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.program.check_collective import check_collective
 from meshwright.program.collective import Builder, CollectiveProgram, Kind, Steps
 from meshwright.program.order import ProgramError
@@ -22,7 +25,7 @@ def ring(ranks: int) -> CollectiveProgram:
     return program.build()
 
 
-def program_of(operation: str, ranks: int, chunks: int, *rows: tuple[int, ...], **more: int) -> CollectiveProgram:
+def program_of(operation: str, ranks: int, chunks: int, *rows: tuple[int, ...], **more: Any) -> CollectiveProgram:
     """rows: rank, group, kind, slot, count, peer, source."""
     names = ("rank", "group", "kind", "slot", "count", "peer", "source")
     columns = np.array(rows, np.int64).reshape(-1, 7).T
@@ -64,10 +67,6 @@ def reduce(rank: int, group: int, peer: int, slot: int = 0, count: int = 1) -> t
     return rank, group, Kind.REDUCE, slot, count, peer, -1
 
 
-def copy(rank: int, group: int, source: int, slot: int, count: int = 1, kind: Kind = Kind.COPY) -> tuple[int, ...]:
-    return rank, group, kind, slot, count, -1, source
-
-
 def test_a_missing_receive_is_named_with_the_send_that_waits_for_it() -> None:
     error = refused(without(ring(2), 1))
     assert str(error) == (
@@ -94,6 +93,198 @@ def test_sends_that_block_in_a_circle_are_a_deadlock_that_names_the_circle() -> 
     )
 
 
-def test_a_rank_that_does_not_exist_is_named() -> None:
-    error = refused(program_of("all-reduce", 2, 1, send(0, 0, 7)))
-    assert str(error) == "rank 0, step 0 (send data[0] to 7): there is no rank 7; ranks are 0 to 1"
+def local(rank: int, group: int, source: int, slot: int, count: int = 1, kind: Kind = Kind.COPY) -> tuple[int, ...]:
+    return rank, group, kind, slot, count, -1, source
+
+
+def signal(rank: int, group: int, peer: int) -> tuple[int, ...]:
+    return rank, group, Kind.SIGNAL, 0, 0, peer, -1
+
+
+def wait(rank: int, group: int, peer: int) -> tuple[int, ...]:
+    return rank, group, Kind.WAIT, 0, 0, peer, -1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (send(0, 0, 7), "(send data[0] to 7): there is no rank 7; ranks are 0 to 1"),
+        (send(0, 0, -1), "(send data[0] to -1): there is no rank -1; ranks are 0 to 1"),
+        (send(0, 0, 0), "(send data[0] to 0): a rank does not exchange with itself; copy does that"),
+        ((0, 0, 9, 0, 1, 1, -1), "(kind 9): there is no step of kind 9"),
+        (send(0, 0, 1, slot=-1), "(send slot[-1] to 1): reaches beyond a rank's slots; a rank has data[0:2] and"),
+        (send(0, 0, 1, slot=3), "(send scratch[1] to 1): reaches beyond a rank's slots"),
+        (send(0, 0, 1, slot=1, count=2), "(send data[1:3] to 1): reaches beyond a rank's slots"),
+        (send(0, 0, 1, count=0), "(send data[0:0] to 1): 0 slots; a step takes at least one"),
+        ((0, 0, Kind.SEND, 0, 1, 1, 0), "(send data[0] to 1): a source slot is for local steps"),
+        ((0, 0, Kind.COPY, 0, 1, 1, 1), "(copy data[1] into data[0]): a local step has no peer"),
+        ((0, 0, Kind.SIGNAL, 0, 1, 1, -1), "(signal 1): a signal carries no slots"),
+        (local(0, 0, 5, 0), "(copy scratch[3] into data[0]): reaches beyond a rank's slots"),
+        (local(0, 0, 0, 0), "(copy data[0] into data[0]): what is read and what is written overlap"),
+    ],
+)  # fmt: skip
+def test_a_step_that_makes_no_sense_by_itself_is_named(row: tuple[int, ...], message: str) -> None:
+    error = refused(program_of("all-reduce", 2, 2, row, scratch=1))
+    assert str(error).startswith("rank 0, step 0 " + message)
+
+
+def test_a_rank_that_is_none_is_named() -> None:
+    assert str(refused(program_of("all-reduce", 2, 1, send(2, 0, 1)))).startswith("rank 2, step 0")
+
+
+def test_slots_of_data_and_output_make_no_range() -> None:
+    error = refused(program_of("all-to-all", 2, 2, send(0, 0, 1, slot=1, count=2)))
+    assert "a rank has data[0:2], output[0:2]" in str(error)
+
+
+def test_a_local_step_beside_a_transfer_is_refused() -> None:
+    error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), local(0, 0, 0, 1), receive(1, 0, 0)))
+    assert str(error) == (
+        "rank 0, step 0 (copy data[0] into data[1]): a local step stands in a group without transfers"
+    )
+
+
+def test_ends_of_a_transfer_have_to_agree_in_kind_and_number_of_slots() -> None:
+    error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1, count=2), receive(1, 0, 0)))
+    assert str(error) == (
+        "rank 0, step 0 (send data[0:2] to 1): "
+        "meets rank 1, step 0 (receive data[0] from 0), which has another number of slots"
+    )
+    error = refused(program_of("all-reduce", 2, 2, signal(0, 0, 1), receive(1, 0, 0)))
+    assert str(error) == (
+        "rank 0, step 0 (signal 1): meets rank 1, step 0 (receive data[0] from 0), which is not of its kind"
+    )
+
+
+def test_a_deadlock_between_two_of_many_names_those_two() -> None:
+    rows = [send(0, 0, 1), receive(1, 0, 0)]  # fine
+    rows += [send(2, 0, 3), receive(2, 1, 3), send(3, 0, 2), receive(3, 1, 2)]
+    rows += [receive(4, 0, 2), send(2, 2, 4)]  # only waits for the two
+    error = refused(program_of("all-gather", 5, 5, *rows))
+    assert error.reason == (
+        "deadlock when sends block: "
+        "rank 2, step 0 (send data[0] to 3) waits for rank 3 to reach step 1 (receive data[0] from 2); "
+        "rank 3, step 0 (send data[0] to 2) waits for rank 2 to reach step 1 (receive data[0] from 3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (send(1, 0, 0), "writes data[0] while send data[0] to 0 of the same step uses it"),
+        (reduce(1, 0, 0), "writes data[0] while reduce data[0] from 0 of the same step uses it"),
+        (receive(1, 0, 0), "writes data[0] while receive data[0] from 0 of the same step uses it"),
+    ],
+)
+def test_what_a_receive_writes_no_other_step_of_its_group_may_touch(step: tuple[int, ...], message: str) -> None:
+    answer = receive(0, 0, 1, slot=1) if step[2] == Kind.SEND else send(0, 0, 1)
+    error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), answer, receive(1, 0, 0), step))
+    assert (error.rank, error.reason) == (1, message)
+
+
+def test_an_exchange_in_place_is_no_race_since_reductions_are_applied_last() -> None:
+    check_collective(program_of("all-reduce", 2, 1, send(0, 0, 1), reduce(0, 0, 1), reduce(1, 0, 0), send(1, 0, 0)))
+
+
+def test_a_send_that_is_taken_late_still_carries_what_the_slot_held_before_its_groups_reductions() -> None:
+    # Rank 0 has rank 2's part at once, but rank 1 takes rank 0's value only in its second step.
+    rows = [send(0, 0, 1), reduce(0, 0, 2), reduce(1, 0, 2), reduce(1, 1, 0), send(2, 0, 0), send(2, 0, 1)]
+    check_collective(program_of("reduce", 3, 1, *rows, root=1))
+
+
+def test_a_slot_that_holds_nothing_is_not_sent_copied_or_added_to() -> None:
+    error = refused(program_of("broadcast", 2, 1, send(1, 0, 0), receive(0, 0, 1)))
+    assert str(error) == "rank 1, step 0 (send data[0] to 0): data[0] holds nothing yet"
+    error = refused(program_of("all-reduce", 2, 1, local(1, 0, 1, 0), scratch=1))
+    assert str(error) == "rank 1, step 0 (copy scratch[0] into data[0]): scratch[0] holds nothing yet"
+    error = refused(program_of("all-reduce", 2, 1, send(0, 0, 1), reduce(1, 0, 0, slot=1), scratch=1))
+    assert str(error) == ("rank 1, step 0 (reduce scratch[0] from 0): reduces into scratch[0], which holds nothing yet")
+
+
+def test_a_part_that_is_added_twice_is_named() -> None:
+    error = refused(program_of("reduce", 2, 1, reduce(0, 0, 1), reduce(0, 1, 1), send(1, 0, 0), send(1, 1, 0)))
+    assert str(error) == (
+        "rank 0, step 1 (reduce data[0] from 1): adds rank 1's part of chunk 0 to data[0] a second time"
+    )
+    error = refused(program_of("all-reduce", 2, 1, local(0, 0, 0, 1), local(0, 1, 1, 0, kind=Kind.COMBINE), scratch=1))
+    assert "(combine scratch[0] into data[0]): adds rank 0's part of chunk 0 to data[0] a second time" in str(error)
+
+
+def test_different_chunks_are_not_added_together() -> None:
+    error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), reduce(1, 0, 0, slot=1)))
+    assert str(error) == "rank 1, step 0 (reduce data[1] from 0): reduces chunk 0 into chunk 1 in data[1]"
+
+
+def test_a_result_that_lacks_a_part_names_it_and_the_last_step_that_wrote_the_slot() -> None:
+    error = refused(program_of("all-reduce", 4, 1, send(1, 0, 0), reduce(0, 0, 1)))
+    assert str(error) == (
+        "rank 0, step 1 (end): data[0] lacks rank 2's and 3's part of chunk 0; "
+        "last written in step 0 (reduce data[0] from 1)"
+    )
+    error = refused(program_of("all-reduce", 6, 1))
+    assert str(error) == (
+        "rank 0, step 0 (end): data[0] lacks rank 1's, 2's, 3's and 2 others' part of chunk 0; no step writes it"
+    )
+
+
+def test_a_result_in_the_wrong_place_is_named() -> None:
+    error = refused(program_of("all-gather", 2, 2, send(0, 0, 1), receive(1, 0, 0)))
+    assert str(error) == (
+        "rank 0, step 1 (end): data[1] holds nothing; it has to end with chunk 1 of rank 1; no step writes it"
+    )
+    exchanged = [send(0, 0, 1), receive(0, 0, 1, slot=1), send(1, 0, 0, slot=1), receive(1, 0, 0)]
+    check_collective(program_of("all-gather", 2, 2, *exchanged))
+    error = refused(program_of("all-gather", 2, 2, *exchanged, local(1, 1, 1, 0)))
+    assert str(error) == (
+        "rank 1, step 2 (end): data[0] holds rank 1's part of chunk 1; it has to end with chunk 0 of rank 0; "
+        "last written in step 1 (copy data[1] into data[0])"
+    )
+
+
+def test_a_reduce_scatter_that_adds_too_much_is_no_all_to_all() -> None:
+    rows = [send(0, 0, 1, slot=1), send(1, 0, 0), local(0, 1, 0, 2), local(1, 1, 1, 3)]
+    rows += [receive(0, 0, 1, slot=3), receive(1, 0, 0, slot=2)]
+    check_collective(program_of("all-to-all", 2, 2, *rows))
+    error = refused(program_of("all-to-all", 2, 2, *rows, send(0, 2, 1, slot=3), reduce(1, 2, 0, slot=3)))
+    assert error.reason == "reduces chunk 0 into chunk 1 in output[1]"
+
+
+def test_a_barrier_that_lets_a_rank_through_alone_is_refused() -> None:
+    both = [signal(0, 0, 1), wait(0, 0, 1), signal(1, 0, 0), wait(1, 0, 0)]
+    assert check_collective(program_of("barrier", 2, 1, *both)).rounds == 1
+    error = refused(program_of("barrier", 3, 1, *both))
+    assert str(error) == "rank 0, step 1 (end): has not heard from rank 2"
+    error = refused(program_of("barrier", 2, 1, send(0, 0, 1), receive(1, 0, 0)))
+    assert error.reason == "a barrier moves no data, only signals"
+
+
+def test_signals_may_order_the_steps_of_any_operation_and_cost_no_bytes() -> None:
+    rows = [send(0, 0, 1), signal(0, 1, 1), receive(1, 0, 0), wait(1, 1, 0)]
+    checked = check_collective(program_of("broadcast", 2, 1, *rows))
+    assert checked.rounds == 2
+    assert checked.bytes_sent(100).tolist() == [100, 0]
+
+
+def test_ranks_times_rounds_counts_only_dependent_transfers() -> None:
+    # A chain of three, beside it a single exchange; local steps between are no rounds.
+    rows = [send(0, 0, 1), receive(1, 0, 0), local(1, 1, 0, 1), send(1, 2, 2), receive(2, 0, 1), send(2, 1, 3)]
+    rows += [receive(3, 0, 2)]
+    assert check_collective(program_of("broadcast", 4, 1, *rows, scratch=1)).rounds == 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "more", "message"),
+    [
+        ("all-reduce", {"ranks": 0}, "program: ranks is 0; it has to be at least 1"),
+        ("all-reduce", {"chunks": 0}, "program: chunks is 0; it has to be at least 1"),
+        ("broadcast", {"root": 2}, "program: root is 2; ranks are 0 to 1"),
+        ("all-to-all", {"chunks": 3}, "program: all-to-all gives every rank an equal share of the chunks"),
+        ("all-reduce", {"ranks": 100_000, "chunks": 100_000}, "program: 100000 ranks of 100000 slots are too many"),
+    ],
+)
+def test_a_program_that_cannot_be_is_a_mistake_of_its_writer(
+    operation: str, more: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_collective(program_of(operation, **{"ranks": 2, "chunks": 2, **more}))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)

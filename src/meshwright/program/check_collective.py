@@ -101,9 +101,8 @@ def _check_steps(program: CollectiveProgram) -> None:
     if program.operation == "barrier":
         refuse(~empty, "a barrier moves no data, only signals")
     refuse(empty & ((s.slot != 0) | (s.count != 0)), "a signal carries no slots")
-    refuse(
-        (across & (s.source != -1)) | (inside & (s.peer != -1)), "a transfer has no source slot, a local step no peer"
-    )
+    refuse(across & (s.source != -1), "a source slot is for local steps")
+    refuse(inside & (s.peer != -1), "a local step has no peer")
     refuse(~empty & (s.count < 1), "{count} slots; a step takes at least one")
     refuse(beyond(s.slot) | (inside & beyond(s.source)), f"reaches beyond a rank's slots; {there}")
     overlap = inside & (np.abs(s.slot - s.source) < s.count)
