@@ -45,9 +45,11 @@ def peak_activations(flow: Dataflow) -> Floats:
 def weight_copies(program: PipelineProgram) -> Floats:
     """Most versions of its weights that each rank holds at once, in units of one copy of its share of the model.
 
-    A program without updates holds one version of each replica's stages. An update makes a new version in the place
-    where it stands; a forward uses the newest version on its rank, its backward the same one. A version that a later
-    one replaced is held until the last backward that uses it.
+    A program without updates holds one version of each replica's stages. An update brings a new version into use in the
+    place where it stands; a forward uses the newest version on its rank, its backward the same one. A version that a
+    later one replaced is held until the last backward that uses it. Where gradients that an update does not apply are
+    computed before it, those that it applies must be kept apart from them: the version is made, and held, from there on
+    (PipeDream-2BW's second buffer).
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks
@@ -55,7 +57,8 @@ def weight_copies(program: PipelineProgram) -> Floats:
         return held.astype(np.float64)
     newest: dict[tuple[int, int], int] = {}
     used: dict[tuple[int, int, int], int] = {}
-    made: dict[tuple[int, int], list[int]] = {}
+    updates: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where each version is made, and brought into use
+    waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # gradients that no update has applied, and where
     last_use: dict[tuple[int, int, int], int] = {}
     columns = (s.kind.tolist(), s.replica.tolist(), s.stage.tolist(), s.micro_batch.tolist(), s.group.tolist())
     for kind, replica, stage, micro_batch, group in zip(*columns, strict=True):
@@ -65,15 +68,20 @@ def weight_copies(program: PipelineProgram) -> Floats:
             last_use[replica, stage, used.get((replica, stage, micro_batch), 0)] = group
         elif kind == Kind.UPDATE:
             newest[replica, stage] = newest.get((replica, stage), 0) + 1
-            made.setdefault((replica, stage), []).append(group)
+            later = [gradient for gradient in waiting.get((replica, stage), []) if gradient[0] > micro_batch]
+            waiting[replica, stage] = later
+            made = min((where for _, where in later), default=group)
+            updates.setdefault((replica, stage), []).append((made, group))
+        if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            waiting.setdefault((replica, stage), []).append((micro_batch, group))
     # At an update, in this order: a version in no further use goes and the new one comes; after a backward, a replaced
     # version goes.
     events: list[list[tuple[int, int, int]]] = [[] for _ in range(program.ranks)]
-    for (replica, stage), updates in made.items():
+    for (replica, stage), versions in updates.items():
         of_rank = events[program.placement[replica][stage]]
-        for version, replaced in enumerate(updates):
+        for version, (made, replaced) in enumerate(versions):
             until = last_use.get((replica, stage, version), -1)
             of_rank.append((replaced, 0, -1) if until < replaced else (until, 2, -1))
-            of_rank.append((replaced, 1, +1))
+            of_rank.append((made, 1, +1))
     most = [max(np.cumsum([0, *(change for *_, change in sorted(rank))])) for rank in events]
     return np.asarray(held + np.array(most) / program.chunks, np.float64)

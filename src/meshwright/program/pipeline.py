@@ -28,7 +28,7 @@ class Kind(IntEnum):
     BACKWARD = 1
     INPUT_GRADIENT = 2
     WEIGHT_GRADIENT = 3
-    UPDATE = 4  # apply the gradients collected so far: from here on, forwards use the next version of the weights
+    UPDATE = 4  # from here on, forwards use the version made of the gradients up to the step's micro-batch
     SEND_FORWARD = 5  # an activation, to the next stage
     RECEIVE_FORWARD = 6
     SEND_BACKWARD = 7  # a gradient, to the stage before

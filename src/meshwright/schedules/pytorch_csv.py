@@ -1,0 +1,164 @@
+"""PyTorch's schedule CSV, read and written: one row a rank, one cell a step, as `torch.distributed.pipelining` 2.13 has
+it in `_load_csv` and `_dump_csv`, both as `compute_only` and as `compute_comms`.
+
+A cell is stage, kind and micro-batch: `2F0`, `3SEND_B1`; a forward and a backward that overlap are
+`(0F4;7B1)OVERLAP_F_B`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from itertools import groupby
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.program.pipeline import (
+    COMPUTING,
+    LETTERS,
+    Builder,
+    Component,
+    Kind,
+    PipelineProgram,
+    Placement,
+    RankBuilder,
+)
+
+KINDS = {letters: kind for kind, letters in LETTERS.items() if kind != Kind.UPDATE}
+# When sharded parameters are gathered and gradients reduced: no step of a pipeline program, and rebuilt when written.
+SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+CELL = re.compile(rf"(\d{{1,9}})({'|'.join([*KINDS, *SHARDING])})(\d{{0,9}})")
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+Step = tuple[Kind, int, int]  # kind, stage, micro-batch
+
+
+def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
+    """The program of a CSV. Empty cells, and those about sharded parameters, are left out.
+
+    There are as many stages as the highest number says, and as many micro-batches as the busiest stage has forwards;
+    `check_pipeline` finds what does not fit them. Raises UserError, with row and cell, for what is not such a CSV.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error as error:
+        raise UserError(f"{where}: not a CSV of a schedule: {error}") from None
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    groups = [
+        [group for column, cell in enumerate(row, 1) if (group := _read(cell, f"{where}, row {number}, cell {column}"))]
+        for number, row in enumerate(rows, 1)
+    ]
+    steps = [(rank, step) for rank, row in enumerate(groups) for group in row for step in group]
+    placement = _placement([(rank, step) for rank, step in steps if step[0] in COMPUTING], len(rows), where)
+    forwards: dict[int, set[int]] = {}
+    for _, (kind, stage, micro_batch) in steps:
+        if kind == Kind.FORWARD:
+            forwards.setdefault(stage, set()).add(micro_batch)
+    program = Builder(where, len(rows), max(map(len, forwards.values()), default=0), placement)
+    for rank, row in zip(program.ranks, groups, strict=True):
+        for group in row:
+            if len(group) == 1:
+                _add(rank, group[0])
+            else:
+                with rank.together():
+                    for step in group:
+                        _add(rank, step)
+    return program.build()
+
+
+def _add(rank: RankBuilder, step: Step) -> None:
+    kind, stage, micro_batch = step
+    rank.add(kind, micro_batch, stage)
+
+
+def _read(cell: str, where: str) -> list[Step]:
+    """The steps of a cell: one, several that overlap, or none."""
+    cell = cell.strip()
+    if overlap := OVERLAP.fullmatch(cell):
+        return [step for part in overlap[1].split(";") for step in _read(part, where)]
+    found = CELL.fullmatch(cell)
+    if cell and (not found or (not found[3] and found[2] in KINDS)):
+        raise UserError(f'{where}: "{cell}" is no step; steps are written as 2F0, 2I0, 2W0, 2B0, 2SEND_F0 or 2RECV_B0')
+    if not found or found[2] in SHARDING:
+        return []
+    return [(KINDS[found[2]], int(found[1]), int(found[3]))]
+
+
+def _placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
+    """The rank of each stage: the one that computes it."""
+    home: dict[int, int] = {}
+    for rank, (_, stage, _) in computing:
+        if home.setdefault(stage, rank) != rank:
+            raise UserError(
+                f"{where}: stage {stage} is computed on rank {home[stage]} and on rank {rank}; right is one"
+            )
+    if not home:
+        raise UserError(f"{where}: no rank computes anything")
+    stages = max(home) + 1
+    absent = next((stage for stage in range(stages) if stage not in home), None)
+    if absent is not None:
+        raise UserError(f"{where}: no rank computes stage {absent} of {stages}")
+    held = np.bincount(list(home.values()), minlength=ranks)
+    if len(set(held.tolist())) > 1:
+        raise UserError(f"{where}: ranks hold {', '.join(map(str, held))} stages; right is the same number on each")
+    return (tuple(home[stage] for stage in range(stages)),)
+
+
+def to_csv(program: PipelineProgram) -> str:
+    """The CSV of a program: `compute_only` or, where its transfers are written out, `compute_comms`.
+
+    PyTorch adds nothing to the second form, so the cells about sharded parameters are there: a stage is gathered before
+    its first step; after its last one its gradients are reduced and it is let go.
+    Raises UserError for what PyTorch cannot express, with the reason.
+    """
+    _refuse(program)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for rank in range(program.ranks):
+        writer.writerow(_row(program, rank))
+    return out.getvalue()
+
+
+def _row(program: PipelineProgram, rank: int) -> list[str]:
+    s = program.steps
+    steps = s.of_rank(rank)
+    computing = [step for step in steps if s.kind[step] in COMPUTING]
+    first = {int(s.stage[step]): step for step in reversed(computing)} if program.has_transfers else {}
+    last = {int(s.stage[step]): step for step in computing} if program.has_transfers else {}
+    cells: list[str] = []
+    for _, group in groupby(steps, key=lambda step: int(s.group[step])):
+        members = list(group)
+        cells += [f"{stage}UNSHARD" for stage, step in first.items() if step in members]
+        names = [program.describe(step) for step in members]
+        together = len(members) > 1 and any(s.kind[step] in COMPUTING for step in members)
+        cells += [f"({';'.join(names)})OVERLAP_F_B"] if together else names
+        for stage in [stage for stage, step in last.items() if step in members]:
+            cells += [f"{stage}REDUCE_GRAD", f"{stage}RESHARD"]
+    return cells
+
+
+def _refuse(program: PipelineProgram) -> None:
+    """UserError for a program that PyTorch's CSV has no words for."""
+    s = program.steps
+    why = None
+    if program.replicas > 1:
+        why = f"it has {program.replicas} replicas, and PyTorch has one rank a stage"
+    elif program.asynchronous:
+        why = "it updates weights while micro-batches are under way, and PyTorch has no step for that"
+    elif (s.component != Component.WHOLE).any():
+        why = "its steps are parts of layers, and PyTorch's are whole stages"
+    else:
+        kinds_of_group: dict[int, list[int]] = {}
+        for kind, group in zip(s.kind.tolist(), s.group_index.tolist(), strict=True):
+            kinds_of_group.setdefault(group, []).append(kind)
+        allowed = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRADIENT])
+        for group, kinds in kinds_of_group.items():
+            if len(kinds) > 1 and min(kinds) <= Kind.WEIGHT_GRADIENT and sorted(kinds) not in allowed:
+                rank = int(s.group_rank[group])
+                why = f"rank {rank} overlaps other steps than one forward and one backward"
+                break
+    if why:
+        raise UserError(f"{program.name} cannot be written as PyTorch's CSV: {why}")
