@@ -1,0 +1,337 @@
+"""The check of pipeline programs: what it says of each kind of mistake, and that it says it of nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.order import ProgramError
+from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, program_of, straight
+from meshwright.program.pipeline_text import parse_pipeline
+from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.transfers import with_transfers
+from tests.program.pipeline_interpreter import failure, random_program, rows_of, with_rows
+
+TWO_RANKS = """
+pipeline two
+ranks 2
+micro-batches 1
+placement 0 1
+"""
+SEEDS = st.integers(0, 2**32)
+
+
+def program(*ranks: str, header: str = TWO_RANKS) -> PipelineProgram:
+    """Each rank's groups, separated by commas."""
+    sections = [f"rank {rank}\n" + "\n".join(groups.split(",")) for rank, groups in enumerate(ranks)]
+    return parse_pipeline(header + "\n".join(sections))
+
+
+def refused(*ranks: str, header: str = TWO_RANKS) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        check_pipeline(program(*ranks, header=header))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (("0F0, 0B0", "1F0"), "rank 1, step 0 (1B0): missing: the rank never computes it, on stage 1 that it holds"),
+        (("0B0", "1F0, 1B0"), "rank 0, step 0 (0F0): missing: the rank never computes it, on stage 0 that it holds"),
+        (("0F0, 0I0", "1F0, 1B0"), "rank 0, step 0 (0W0): missing"),
+        (("0F0, 0F0, 0B0", "1F0, 1B0"), "rank 0, step 1 (0F0): computed twice, before as step 0"),
+        (("0F0, 0B0, 0I0", "1F0, 1B0"), "rank 0, step 2 (0I0): computed twice: there is a backward of it too"),
+        (("0F0, 0B0, 0W0", "1F0, 1B0"), "rank 0, step 2 (0W0): computed twice: the backward of it holds it too"),
+        (("0F0, 0W0, 0I0", "1F0, 1B0"), "rank 0, step 1 (0W0): needs 0I0, which comes after it, as step 2"),
+        (("0B0, 0F0", "1F0, 1B0"), "rank 0, step 0 (0B0): needs 0F0, which comes after it, as step 1"),
+        (("0F0 | 0B0", "1F0, 1B0"), "rank 0, step 0 (0B0): needs 0F0, which is in the same group"),
+        (("0F0, 1F0, 0B0", "1B0"), "rank 0, step 1 (1F0): rank 0 does not hold the stage; rank 1 does"),
+        (
+            ("0F0, 0SEND_F0, 0RECV_B0, 0B0", "1F0, 1B0, 1SEND_B0"),
+            "rank 1, step 0 (1F0): waits for 0F0, which rank 1 never receives",
+        ),
+        (
+            ("0F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
+            "rank 1, step 1 (1F0): waits for 0F0, which rank 0 never sends",
+        ),
+        (
+            ("0SEND_F0, 0F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
+            "rank 0, step 0 (0SEND_F0): needs 0F0, which comes after it, as step 1",
+        ),
+        (
+            ("0F0, 0SEND_F0, 0B0, 0RECV_B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
+            "rank 0, step 2 (0B0): needs 0RECV_B0, which comes after it, as step 3",
+        ),
+        (
+            ("0F0, 0SEND_F0, 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
+            "rank 0, step 2 (0SEND_F0): sent twice, before as step 1",
+        ),
+        (
+            ("0F0 | 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
+            "rank 0, step 0 (0F0): its group mixes computation, updates and transfers",
+        ),
+        (
+            ("0F0, 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1SEND_F0, 1B0, 1SEND_B0"),
+            "rank 1, step 2 (1SEND_F0): there is no stage after the last one",
+        ),
+        (("0F0, 0SEND_B0, 0B0", "1F0, 1B0"), "rank 0, step 1 (0SEND_B0): there is no stage before the first one"),
+        (
+            ("0F0, 0B0, 0U0, 0U0", "1F0, 1B0, 1U0"),
+            "rank 0, step 3 (0U0): its gradients were applied by an update before",
+        ),
+        (
+            ("0F0, 0U0, 0B0", "1F0, 1B0, 1U0"),
+            "rank 0, step 1 (0U0): applies gradients that are not there yet: 0B0 comes as step 2",
+        ),
+        (("0F0, 0B0", "1F0, 1B0, 1U0"), "rank 0, step 1 (0B0): no update of rank 0 applies this gradient"),
+    ],
+)
+def test_a_mistake_is_named_with_rank_step_and_reason(ranks: tuple[str, ...], message: str) -> None:
+    assert str(refused(*ranks)).startswith(message)
+
+
+def test_a_program_without_mistakes_passes_with_its_peaks() -> None:
+    checked = check_pipeline(program("0F0, 0B0", "1F0, 1I0, 1W0"))
+    assert checked.peak_activations.tolist() == [1, 1]
+    assert check_pipeline(program("0F0, 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0")).sends.tolist() == [
+        1,
+        7,
+    ]
+
+
+def test_ranks_that_wait_for_each_other_are_all_named() -> None:
+    header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
+    error = refused("0F0, 0B0, 0F1, 0B1", "1F1, 1F0, 1B0, 1B1", header=header)
+    assert str(error) == (
+        "rank 0, step 1 (0B0): waits in a circle: waits for 1B0 of rank 1; rank 1, step 0 (1F1) waits for 0F1 of rank 0"
+    )
+
+
+def test_sends_that_deadlock_only_when_they_block_are_named() -> None:
+    header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
+    first = "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
+    error = refused(first, "1RECV_F0, 1F0, 1B0, 1SEND_B0, 1RECV_F1, 1F1, 1B1, 1SEND_B1", header=header)
+    assert str(error) == (
+        "rank 0, step 3 (0SEND_F1): with blocking sends, ranks wait in a circle: "
+        "rank 0 waits at step 3 for rank 1, step 4 (1RECV_F1); rank 1 waits at step 3 for rank 0, step 4 (0RECV_B0)"
+    )
+    check_pipeline(
+        program(
+            first.replace("0SEND_F1, 0RECV_B0", "0SEND_F1 | 0RECV_B0"),
+            "1RECV_F0, 1F0, 1B0, 1SEND_B0 | 1RECV_F1, 1F1, 1B1, 1SEND_B1",
+            header=header,
+        )
+    )
+
+
+def test_messages_received_in_another_order_than_sent_are_refused() -> None:
+    header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
+    first = "0F0, 0F1, 0SEND_F0, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
+    error = refused(first, "1RECV_F1, 1RECV_F0, 1F0, 1F1, 1B0, 1SEND_B0, 1B1, 1SEND_B1", header=header)
+    assert (error.rank, error.step) == (1, "1RECV_F1")
+    assert "meets rank 0, step 2 (0SEND_F0)" in error.reason
+
+
+def test_nothing_is_sent_within_a_rank() -> None:
+    header = "pipeline v\nranks 1\nmicro-batches 1\nplacement 0 0\n"
+    error = refused("0F0, 0SEND_F0, 1RECV_F0, 1F0, 1B0, 0B0", header=header)
+    assert str(error) == "rank 0, step 1 (0SEND_F0): stage 1 is on this rank as well; nothing is sent within a rank"
+
+
+def test_a_micro_batch_runs_through_one_replica() -> None:
+    header = "pipeline both\nranks 2\nmicro-batches 1\nplacement 0 1\nplacement 1 0\n"
+    error = refused("0F0, 1'F0, 1'B0, 0B0", "1F0, 1B0, 0'F0, 0'B0", header=header)
+    assert "micro-batch 0 runs through another replica too" in str(error)
+    assert "runs through no stage" in str(refused("", "", header=header))
+
+
+def test_an_update_after_other_micro_batches_than_on_the_first_stage_is_refused() -> None:
+    header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
+    error = refused("0F0, 0B0, 0F1, 0B1, 0U1", "1F0, 1B0, 1U0, 1F1, 1B1, 1U1", header=header)
+    assert str(error) == "rank 1, step 2 (1U0): stage 0 is not updated after micro-batch 0"
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (((0, 2),), "rank 2, step 0 (placement): stage 1 of replica 0 is there; ranks are 0 to 1"),
+        (((0, 0),), "rank 1, step 0 (placement): holds 0 stages of replica 0, rank 0 holds 2; right is equally many"),
+        (((0, 1), (0,)), "rank 0, step 0 (placement): replica 1 has 1 stages, replica 0 has 2"),
+        ((), "rank 0, step 0 (placement): 2 ranks, 1 micro-batches, 0 stages; a program has at least one of each"),
+    ],
+)
+def test_a_placement_that_no_program_has_is_refused(placement: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        check_pipeline(program_of("bad", 2, 1, placement, []))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, 7, "rank 7, step 0 (0F0): there is no rank 7; ranks are 0 to 1"),
+        (2, 9, "rank 0, step 0 (kind 9, component 0): there is no step of kind 9"),
+        (2, -1, "rank 0, step 0 (kind -1, component 0): there is no step of kind -1"),
+        (3, 2, "rank 0, step 0 (2F0): there is no stage 2; stages are 0 to 1"),
+        (3, -1, "rank 0, step 0 (-1F0): there is no stage -1; stages are 0 to 1"),
+        (4, 1, "rank 0, step 0 (0'F0): there is no replica 1 of 1"),
+        (5, 4, "rank 0, step 0 (0F4): there is no micro-batch 4; micro-batches are 0 to 0"),
+        (6, 5, "rank 0, step 0 (kind 0, component 5): there is no such part of a layer"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(column: int, value: int, message: str) -> None:
+    good = program("0F0, 0B0", "1F0, 1B0")
+    rows = rows_of(good)
+    rows[0][column] = value
+    with pytest.raises(ProgramError) as caught:
+        check_pipeline(with_rows(good, rows))
+    assert str(caught.value) == message
+
+
+def test_the_parts_of_a_layer_make_a_whole_and_run_in_their_order() -> None:
+    def cut(forward: list[Component], backward: list[Component], weights: list[Component]) -> PipelineProgram:
+        builder = Builder("cut", 1, 1, (straight(1),))
+        for kind, parts in (
+            (Kind.FORWARD, forward),
+            (Kind.INPUT_GRADIENT, backward),
+            (Kind.WEIGHT_GRADIENT, weights),
+        ):
+            for part in parts:
+                builder.ranks[0].add(kind, 0, component=part)
+        return builder.build()
+
+    attention, dispatch, mlp, combine = (part for part in Component if part)
+    parts = [attention, dispatch, mlp, combine]
+    check_pipeline(cut(parts, parts[::-1], [mlp, attention]))
+    check_pipeline(cut(parts, parts[::-1], [attention, mlp]))
+    check_pipeline(cut(parts, parts[::-1], [Component.WHOLE]))
+    for wrong, message in (
+        (cut(parts[1:], parts[::-1], [mlp, attention]), "its parts are not attention, dispatch, MLP and combine"),
+        (cut(parts[::-1], parts[::-1], [mlp, attention]), "0F0.combine): needs 0F0.mlp, which comes after it"),
+        (cut(parts, parts, [mlp, attention]), "needs 0I0.dispatch, which comes after it"),
+        (cut(parts, parts[::-1], [mlp]), "its parts are not those of the input gradient that have weights"),
+        (cut([*parts, mlp], parts[::-1], [mlp, attention]), "0F0.mlp): computed twice"),
+    ):
+        with pytest.raises(ProgramError, match="rank 0, step") as caught:
+            check_pipeline(wrong)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_passes_with_and_without_transfers_and_runs(name: str) -> None:
+    schedule = generate(name, 4, 8)
+    check_pipeline(schedule)
+    rng = random.Random(0)
+    assert failure(schedule, rng) is None
+    written = with_transfers(schedule)
+    check_pipeline(written)
+    assert failure(written, rng) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEEDS)
+def test_random_programs_pass_and_run_in_any_interleaving(seed: int) -> None:
+    rng = random.Random(seed)
+    random_one = random_program(rng)
+    check_pipeline(random_one)
+    written = with_transfers(random_one)
+    check_pipeline(written)
+    for each in (random_one, written):
+        assert failure(each, rng) is None
+
+
+def mutated(good: PipelineProgram, rng: random.Random) -> PipelineProgram:
+    """One step deleted, doubled, moved, or changed in one number."""
+    rows = rows_of(good)
+    chosen = rng.randrange(len(rows))
+    what = rng.choice(["delete", "double", "move", "move", "move", "merge", "change"])
+    if what == "change":
+        column = rng.choice([2, 3, 4, 5])
+        limit = (0, 0, len(Kind), good.stages, good.replicas, good.micro_batches)[column]
+        rows[chosen][column] = rng.randrange(limit)
+        return with_rows(good, rows)
+    if what == "merge":
+        mine = [row for row in rows if row[0] == rows[chosen][0]]
+        rows[chosen][1] = rng.choice(mine)[1]
+        return with_rows(good, sorted(rows, key=lambda row: row[:2]))
+    row = list(rows[chosen])
+    if what != "double":
+        del rows[chosen]
+    if what != "delete":
+        row[1] = -1  # a group of its own
+        mine = [at for at, other in enumerate(rows) if other[0] == row[0]]
+        at = rng.choice(mine) if mine else 0
+        while 0 < at < len(rows) and rows[at - 1][:2] == rows[at][:2]:
+            at += 1  # groups stay together
+        rows.insert(at, row)
+    return with_rows(good, rows)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEEDS)
+def test_a_mutated_program_is_refused_or_still_right(seed: int) -> None:
+    rng = random.Random(seed)
+    good = random_program(rng)
+    if rng.random() < 0.7:
+        good = with_transfers(good)
+    spoiled = mutated(good, rng)
+    try:
+        check_pipeline(spoiled)
+    except ProgramError:
+        return
+    for _ in range(3):
+        assert failure(spoiled, rng) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEEDS)
+def test_a_computation_deleted_or_doubled_is_always_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    good = random_program(rng)
+    if rng.random() < 0.5:
+        good = with_transfers(good)
+    rows = rows_of(good)
+    chosen = rng.randrange(len(rows))
+    if rng.random() < 0.5:
+        del rows[chosen]
+    else:
+        rows.insert(chosen, [rows[chosen][0], -1, *rows[chosen][2:]])
+    with pytest.raises(ProgramError):
+        check_pipeline(with_rows(good, rows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEEDS)
+def test_a_step_moved_is_refused_only_where_the_program_fails(seed: int) -> None:
+    """The other direction: the check does not cry wolf."""
+    rng = random.Random(seed)
+    good = random_program(rng)
+    if rng.random() < 0.7:
+        good = with_transfers(good)
+    rows = rows_of(good)
+    row = rows.pop(rng.randrange(len(rows)))
+    mine = [at for at, other in enumerate(rows) if other[0] == row[0]]
+    at = rng.choice(mine) if mine else 0
+    while 0 < at < len(rows) and rows[at - 1][:2] == rows[at][:2]:
+        at += 1
+    rows.insert(at, [row[0], -1, *row[2:]])
+    moved = with_rows(good, rows)
+    try:
+        check_pipeline(moved)
+    except ProgramError as error:
+        assert failure(moved, rng) is not None, error
+
+
+def test_the_order_that_is_found_respects_everything_that_waits() -> None:
+    checked = check_pipeline(with_transfers(generate("zb-v", 4, 8)))
+    turn = np.empty(len(checked.order))
+    turn[checked.order] = np.arange(len(checked.order))
+    s = checked.program.steps
+    assert (np.diff(turn)[np.diff(s.group_rank) == 0] > 0).all()
+    both = np.concatenate([checked.sends, checked.receives])
+    assert len(np.unique(both)) == len(both) == int((s.kind >= Kind.SEND_FORWARD).sum())
