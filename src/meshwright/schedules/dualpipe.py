@@ -16,7 +16,7 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
     Costs (table 2 of the report; F, B: a forward and a whole backward of a rank's stage, W: the weight gradient's part
     of B, F&B: a forward and a backward that overlap):
-    - bubble: (ranks/2 - 1) (F&B + B - 3W)
+    - bubble: (ranks/2 - 1) (F&B + B - 3W), exact where forward = input gradient >= W
     - peak activations: ranks + 1 micro-batches
     - weight copies: 2
     - transfers: those of 1F1B

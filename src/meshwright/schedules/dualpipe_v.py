@@ -17,8 +17,8 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
 
     Costs, with p = 2 x ranks stages (F, B: a forward and a whole backward of one stage, half a rank's share; W: the
     weight gradient's part of B, F&B: a forward and a backward that overlap):
-    - bubble: (p/2 - 1) (F&B + B - 3W); (ranks - 1) / 2 where forward, input and weight gradient take 1 a rank each
-      and overlap gains nothing
+    - bubble: (p/2 - 1) (F&B + B - 3W), exact where forward = input gradient >= W. Where overlap gains nothing and all
+      three take 1 on a rank, that is ranks - 1, or half of it if the forward of a pair is sent on before its backward
     - peak activations: p + 1 stages' worth, or ranks + 1/2 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
