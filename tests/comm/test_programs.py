@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from functools import cache
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.comm import programs
 from meshwright.comm.local import LocalRanks
+from meshwright.comm.measure_program import combined, measure
 from meshwright.comm.programs import Executable
-from meshwright.errors import UserError
+from meshwright.errors import CheckFailed, RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective, check_collective
 
 EVERY = [(operation, algorithm) for operation, named in ALGORITHMS.items() for algorithm in named]
@@ -53,7 +57,7 @@ def expected(operation: str, rank: int, ranks: int, root: int, everybody: torch.
     raise AssertionError(operation)
 
 
-def run_and_compare(checked: CheckedCollective, numel: int, dtype: torch.dtype, runs: int = 2) -> None:
+def run_and_compare(checked: CheckedCollective, numel: int, dtype: torch.dtype, runs: int = 1) -> None:
     """Run a program and compare with the definition; in all-reduce, all ranks must have the same bits."""
     program = checked.program
     executable = Executable(checked, timeout_seconds=20)
@@ -102,10 +106,83 @@ def run_in_small_segments(cases: list[tuple[str, str, int, int, str]]) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_every_algorithm_of_the_library_is_exact(ranks: int):
-    lengths = (ranks, 13 * ranks * ranks, 840 * ranks)
-    cases = [(*which, 0, numel, "int64") for which in EVERY for numel in lengths]
-    cases += [(*which, 0, 7 * ranks + 1, "int64") for which in EVERY if which[0] not in programs.OWNED]
-    cases += [(*which, ranks - 1, 60 * ranks, "bfloat16") for which in EVERY]
+    cases = [(*which, 0, 840 * ranks, "int64") for which in EVERY]
+    uneven = [(*which, ranks - 1, 13 * ranks, "bfloat16") for which in EVERY]
+    uneven += [(*which, 0, 7 * ranks + 1, "int64") for which in EVERY if which[0] not in programs.OWNED]
     with LocalRanks(ranks) as started:
-        assert started.run(run_all, cases)[0] > len(EVERY)
-        assert started.run(run_in_small_segments, cases)[0] > len(EVERY)
+        assert started.run(run_all, uneven)[0] > len(EVERY) / 2
+        assert started.run(run_in_small_segments, cases)[0] > len(EVERY) / 2
+
+
+# --- beside torch.distributed
+
+
+def test_measuring_compares_every_operation_with_torch_distributed():
+    with LocalRanks(4) as world:
+        for operation, algorithm in dict(reversed(EVERY)).items():
+            checked = program_of(operation, algorithm, 4)
+            if checked is not None:
+                found = measure(checked, 4 * 5040, repeats=1, world=world)
+                assert found["exact"]
+                assert found["bytes_sent"] == checked.bytes_sent(found["total_bytes"]).tolist()
+
+
+def test_a_result_that_differs_is_a_failed_check():
+    checked = program_of("all-reduce", "ring", 2)
+    assert checked is not None
+    answer = {"exact": True, "native": "all_reduce", "ours": [1.0], "theirs": [1.0], "bytes_sent": 4, "backend": "gloo"}
+    assert combined(checked, 8, [answer, answer])["ratio"] == 1
+    with pytest.raises(
+        CheckFailed, match="all-reduce ring: rank 1 has another result than torch.distributed's all_reduce"
+    ):
+        combined(checked, 8, [answer, answer | {"exact": False}])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "said"),
+    [
+        (17, 1024, "17 ranks: this machine runs a program on at most 16 processes; take fewer ranks"),
+        (16, 1e13, "16 ranks with 10,000,000,000,000 bytes each need about .* GiB, and this machine has"),
+        (2, -4, "-4 bytes; there must be at least 0"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_refused(ranks: int, size: float, said: str):
+    checked = program_of("all-reduce", "ring", ranks)
+    assert checked is not None
+    with pytest.raises(UserError, match=said):
+        measure(checked, size)
+
+
+# --- missing peers
+
+
+def stopped(checked: CheckedCollective, which: int) -> None:
+    executable = Executable(checked, timeout_seconds=0.4)
+    executable.run(torch.ones(600))
+    if executable.rank == which:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    executable.run(torch.ones(600))
+
+
+def test_a_rank_that_stands_still_is_named_by_those_who_wait_for_it():
+    checked = program_of("all-reduce", "ring", 3)
+    with LocalRanks(3) as ranks, pytest.raises(RankLost) as error:
+        ranks.run(stopped, checked, 1, timeout=20)
+    assert re.match(
+        r"rank (2 waits for rank 1|0 waits for rank 2): step \d \((reduce|receive) data\[\d\] from \d\) of all-reduce "
+        "ring: ",
+        str(error.value),
+    )
+
+
+def ended(checked: CheckedCollective, which: int) -> None:
+    executable = Executable(checked, timeout_seconds=10)
+    if executable.rank == which:
+        os._exit(1)
+    executable.run(torch.ones(600))
+
+
+def test_a_rank_that_has_ended_is_named():
+    checked = program_of("all-reduce", "ring", 3)
+    with LocalRanks(3) as ranks, pytest.raises(RankLost, match="local rank 1 died in"):
+        ranks.run(ended, checked, 1, timeout=20)

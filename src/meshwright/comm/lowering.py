@@ -101,8 +101,11 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
     for step in own:
         kind = Kind(int(steps.kind[step]))
         if kind in (Kind.COPY, Kind.COMBINE):
-            local = Local(int(steps.slot[step]), int(steps.count[step]), int(steps.source[step]), kind == Kind.COMBINE)
-            groups[int(steps.group[step])].after.append(local)
+            slot, size, source = (int(column[step]) for column in (steps.slot, steps.count, steps.source))
+            at_once = size if merge else 1
+            groups[int(steps.group[step])].after += [
+                Local(slot + i, at_once, source + i, kind == Kind.COMBINE) for i in range(0, size, at_once)
+            ]
     for group_ in groups:
         group_.sends.sort(key=lambda message: (message.step, message.slot))
     _waits(groups)
@@ -188,10 +191,8 @@ def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
                 group.after.append(Arrive(message))
             reduce = Reduce(part.slot, part.size, message.staging + part.offset)
             last = group.after[-1]
-            if isinstance(last, Reduce) and (last.slot + last.size, last.staging + last.size) == (
-                reduce.slot,
-                reduce.staging,
-            ):
+            adjacent = isinstance(last, Reduce) and last.slot + last.size == reduce.slot
+            if isinstance(last, Reduce) and adjacent and part.offset > 0 and last.staging + last.size == reduce.staging:
                 group.after[-1] = last._replace(size=last.size + reduce.size)
             else:
                 group.after.append(reduce)

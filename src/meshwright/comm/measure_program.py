@@ -1,0 +1,264 @@
+"""Runs a collective program on processes of this machine, beside torch.distributed's own call for the same operation:
+the same result, exactly, and how long both take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.programs import OWNED, Executable
+from meshwright.errors import CheckFailed, UserError
+from meshwright.names import unknown
+from meshwright.program.check_collective import CheckedCollective
+
+MOST_RANKS = 16  # processes on one machine
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
+
+
+def measure(
+    checked: CheckedCollective,
+    total_bytes: float,
+    *,
+    repeats: int = 20,
+    dtype: str = "float32",
+    timeout_seconds: float = 60.0,
+    world: LocalRanks | None = None,
+) -> dict[str, Any]:
+    """Run the program on gloo processes of this machine, one thread each, alternating with torch.distributed's call.
+
+    total_bytes: of the operation's whole vector, rounded up to whole elements (and equal shares, where ranks have
+    shares). world: processes to run on, as many as the program has ranks; new ones unless given.
+
+    Returns exact (the same integers came out; compared before anything is timed), measured_seconds, native_seconds
+    (medians of the slowest rank), ratio (median over the runs of native / measured: above 1 the program is faster),
+    total_bytes, bytes_sent (per rank, padding included), backend, repeats.
+
+    Raises UserError for what this machine cannot hold, CheckFailed where results differ, and RankLost when a rank ends
+    or keeps others waiting for longer than `timeout_seconds`: it says who waits for whom in which step.
+    """
+    program = checked.program
+    if dtype not in DTYPES:
+        raise UserError(unknown("dtype", dtype, DTYPES))
+    if repeats < 1:
+        raise UserError(f"{repeats} repeats; there must be at least 1")
+    if program.ranks > MOST_RANKS:
+        raise UserError(
+            f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; take fewer ranks, "
+            "or leave out the run"
+        )
+    numel = elements(checked, total_bytes, getattr(torch, dtype).itemsize)
+    needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(
+            f"{program.ranks} ranks with {total_bytes:,.0f} bytes each need about {needed / 2**30:.1f} GiB, and this "
+            f"machine has {memory / 2**30:.1f} GiB; take fewer bytes"
+        )
+    ranks = LocalRanks(program.ranks, timeout=timeout_seconds) if world is None else world
+    try:
+        # Every wait has its own time-out; all of them together may take longer.
+        answers = ranks.run(measure_rank, checked, numel, repeats, dtype, timeout_seconds, timeout=repeats * 600.0)
+    finally:
+        if world is None:
+            ranks.close()
+    return combined(checked, numel * getattr(torch, dtype).itemsize, answers)
+
+
+def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
+    """Elements of the vector that is run on."""
+    if total_bytes < 0:
+        raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
+    numel = max(1, -int(-total_bytes // itemsize))
+    ranks = checked.program.ranks
+    return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
+
+
+def combined(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` returns, from the answers of all ranks."""
+    wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
+    if wrong:
+        named = f"{checked.program.operation} {checked.program.algorithm}"
+        raise CheckFailed(
+            f"{named}: rank {wrong[0]} has another result than torch.distributed's {answers[0]['native']}"
+        )
+    ours, native = ([max(runs) for runs in zip(*(a[key] for a in answers), strict=True)] for key in ("ours", "theirs"))
+    return {
+        "exact": True,
+        "measured_seconds": statistics.median(ours),
+        "native_seconds": statistics.median(native),
+        "ratio": statistics.median(theirs / mine for mine, theirs in zip(ours, native, strict=True)),
+        "total_bytes": total_bytes,
+        "bytes_sent": [answer["bytes_sent"] for answer in answers],
+        "backend": answers[0]["backend"],
+        "native": answers[0]["native"],
+        "repeats": len(ours),
+    }
+
+
+def measure_rank(
+    checked: CheckedCollective,
+    numel: int,
+    repeats: int,
+    dtype: str,
+    timeout_seconds: float,
+    device: str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """One rank's part, wherever its process group reaches: exact, seconds of each run (ours, theirs), bytes_sent."""
+    executable = Executable(checked, group, timeout_seconds)
+    name, native = NATIVE[checked.program.operation]
+    exact = _same(executable, native, numel, device)
+    vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
+    output = torch.empty_like(vector) if checked.program.has_output else None
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": lambda: executable.run(None if checked.program.operation == "barrier" else vector, output),
+        "theirs": lambda: native(executable, vector),
+    }
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for turn in range(repeats + 2):
+        for which, call in calls.items():
+            vector.fill_(1)
+            dist.barrier(group)
+            begun = time.perf_counter()
+            call()
+            if vector.is_cuda:
+                torch.cuda.synchronize()
+            if turn >= 2:  # the first ones make connections and buffers
+                seconds[which].append(time.perf_counter() - begun)
+    return {
+        "exact": exact,
+        **seconds,
+        "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
+        "backend": dist.get_backend(group),
+        "native": name,
+    }
+
+
+def _same(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
+    """Whether the program gives what torch.distributed gives, on whole numbers."""
+    program = executable.program
+    if program.operation == "barrier":
+        executable.run(None)
+        return True
+    dtype = torch.float64 if program.reduction == "mean" else torch.int32
+    start = (torch.arange(numel, device=device) * 7 + 13 * executable.rank).remainder_(31).sub_(15).to(dtype)
+    mine, theirs = start.clone(), start.clone()
+    output = torch.empty_like(mine) if program.has_output else None
+    executable.run(mine, output)
+    result = native(executable, theirs)
+    place = promised(executable, numel)
+    found = (mine if output is None else output)[place]
+    return torch.equal(found, (theirs if result is None else result)[place])
+
+
+def promised(executable: Executable, numel: int) -> slice:
+    """The part of the vector that the operation promises to this rank."""
+    program, rank = executable.program, executable.rank
+    if program.operation in ("reduce-scatter", "scatter"):
+        share = numel // program.ranks
+        return slice(rank * share, (rank + 1) * share)
+    if program.operation in ("reduce", "gather") and rank != program.root:
+        return slice(0)
+    if program.operation == "send-receive" and rank != _receiver(executable):
+        return slice(0)
+    return slice(0, numel)
+
+
+# --- torch.distributed's own calls on a whole vector: in place, or they return the result
+
+
+def _receiver(executable: Executable) -> int:
+    last = executable.program.ranks - 1
+    return last if executable.program.root != last else 0
+
+
+def _reduction(executable: Executable) -> Any:
+    operations = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}
+    return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
+
+
+def _mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
+    return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
+
+
+def _share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+    return vector.view(executable.program.ranks, -1)[executable.rank]
+
+
+def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(vector, op=_reduction(e), group=e.group)
+    return _mean(e, vector)
+
+
+def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    dist.reduce(vector, group_dst=e.program.root, op=_reduction(e), group=e.group)
+    return _mean(e, vector)
+
+
+def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    share = torch.empty_like(_share(e, vector))
+    _native_reduce_scatter(share, vector, op=_reduction(e), group=e.group)
+    _share(e, vector).copy_(_mean(e, share))
+    return vector
+
+
+def _all_gather(e: Executable, vector: torch.Tensor) -> None:
+    _native_all_gather(vector, _share(e, vector).clone(), group=e.group)
+
+
+def _broadcast(e: Executable, vector: torch.Tensor) -> None:
+    dist.broadcast(vector, group_src=e.program.root, group=e.group)
+
+
+def _scatter(e: Executable, vector: torch.Tensor) -> None:
+    parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
+    dist.scatter(_share(e, vector), parts, group_src=e.program.root, group=e.group)
+
+
+def _gather(e: Executable, vector: torch.Tensor) -> None:
+    parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
+    dist.gather(_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
+
+
+def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    result = torch.empty_like(vector)
+    dist.all_to_all_single(result, vector, group=e.group)
+    return result
+
+
+def _send_receive(e: Executable, vector: torch.Tensor) -> None:
+    if e.rank == e.program.root:
+        dist.send(vector, group_dst=_receiver(e), group=e.group)
+    elif e.rank == _receiver(e):
+        dist.recv(vector, group_src=e.program.root, group=e.group)
+
+
+def _barrier(e: Executable, vector: torch.Tensor) -> None:
+    dist.barrier(group=e.group)
+
+
+# torch 2.13 renamed these two.
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+NATIVE: dict[str, tuple[str, Callable[[Executable, torch.Tensor], torch.Tensor | None]]] = {
+    "all-reduce": ("all_reduce", _all_reduce),
+    "reduce": ("reduce", _reduce),
+    "reduce-scatter": ("reduce_scatter_single", _reduce_scatter),
+    "all-gather": ("all_gather_single", _all_gather),
+    "broadcast": ("broadcast", _broadcast),
+    "scatter": ("scatter", _scatter),
+    "gather": ("gather", _gather),
+    "all-to-all": ("all_to_all_single", _all_to_all),
+    "send-receive": ("send and recv", _send_receive),
+    "barrier": ("barrier", _barrier),
+}
+"""operation -> (name in torch.distributed, call)"""
