@@ -29,7 +29,7 @@ def in_order_tree(n: int) -> Integers:
     node = np.arange(n + 1)
     lowest_bit = node & -node
     above = node - lowest_bit  # whose right side the node lies on
-    beside = above + 2 * lowest_bit  # the parent in a complete tree
+    beside = above | 2 * lowest_bit  # the parent in a complete tree
     parent = np.where(beside <= n, beside, above)
     parent[0] = -1
     return parent
