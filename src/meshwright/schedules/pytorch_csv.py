@@ -11,6 +11,7 @@ import csv
 import io
 import re
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     for _, (kind, stage, micro_batch) in steps:
         if kind == Kind.FORWARD:
             forwards.setdefault(stage, set()).add(micro_batch)
-    program = Builder(where, len(rows), max(map(len, forwards.values()), default=0), placement)
+    program = Builder(Path(where).stem, len(rows), max(map(len, forwards.values()), default=0), placement)
     for rank, row in zip(program.ranks, groups, strict=True):
         for group in row:
             if len(group) == 1:

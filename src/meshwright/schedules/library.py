@@ -1,0 +1,123 @@
+"""Every pipeline schedule by its name, and what each of them can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.names import SCHEDULE_CHUNKS, unknown
+from meshwright.names import SCHEDULES as KNOWN
+from meshwright.program.durations import Durations
+from meshwright.program.load import load_program, read_text
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.schedules.asynchronous import pipedream, pipedream_2bw
+from meshwright.schedules.chimera import chimera
+from meshwright.schedules.dualpipe import dualpipe
+from meshwright.schedules.dualpipe_v import dualpipe_v
+from meshwright.schedules.gems import gems
+from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
+from meshwright.schedules.pytorch_csv import from_csv
+from meshwright.schedules.synchronous import gpipe, one_f_one_b
+from meshwright.schedules.v_shape import v_half, v_min
+from meshwright.schedules.zb_v import zb_v
+from meshwright.schedules.zero_bubble import zb_h1, zb_h2
+
+# Each takes ranks and micro-batches and, where the number of chunks is free, chunks. `auto` searches instead.
+SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "interleaved-zb": interleaved_zero_bubble,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "chimera": chimera,
+    "gems": gems,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
+}
+MOST_STEPS = 4_000_000  # some seconds and a gigabyte
+
+
+def generate(
+    name: str,
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    chunks: int | None = None,
+    durations: Durations | None = None,
+    memory: float | None = None,
+) -> PipelineProgram:
+    """The program of a named schedule, or the one in a file (`@FILE`): computing steps, without transfers.
+
+    chunks: stages a rank and replica; None: as many as the schedule has unless said. durations, memory (activations of
+    whole micro-batches that a rank can hold): for `auto` alone. A file says itself how many ranks and micro-batches it
+    has; where they are given, they must agree.
+
+    Raises UserError for an unknown name and for numbers that the schedule cannot take, with those that it could.
+    """
+    if name == "@":
+        raise UserError("@: the name of the schedule's file is missing")
+    if name.startswith("@"):
+        return _agree(load(name[1:]), name, ranks, micro_batches, chunks)
+    if name not in KNOWN:
+        raise UserError(unknown("schedule", name, KNOWN))
+    ranks = _positive(name, "ranks", "on", ranks)
+    micro_batches = _positive(name, "micro-batches", "with", micro_batches)
+    count = _chunks(name, chunks)
+    if (steps := 3 * ranks * micro_batches * count) > MOST_STEPS:
+        size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
+        raise UserError(f"{name} on {size}; programs have at most {MOST_STEPS:,}: take fewer micro-batches")
+    if name == "auto":
+        from meshwright.schedules.auto import find_schedule  # it looks at the named ones, too
+
+        return find_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
+    least, most = SCHEDULE_CHUNKS[name][1:]
+    return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+
+
+def load(path: str) -> PipelineProgram:
+    """The pipeline program in a file: PyTorch's CSV where it is called `.csv`, else our text or JSON form.
+
+    Raises UserError for a file that cannot be read, with the line that is wrong.
+    """
+    if Path(path).suffix.lower() == ".csv":
+        return from_csv(read_text(path), where=path)
+    return load_program(path, "pipeline")
+
+
+def _positive(name: str, what: str, preposition: str, number: int | None) -> int:
+    if number is None:
+        raise UserError(f"{name}: the number of {what} is missing")
+    if number < 1:
+        raise UserError(f"{name} {preposition} {number} {what}: right is 1 or more")
+    return number
+
+
+def _chunks(name: str, chunks: int | None) -> int:
+    default, least, most = SCHEDULE_CHUNKS[name]
+    if chunks is None:
+        return default
+    if chunks < least or (most is not None and chunks > most):
+        right = f"exactly {least}" if least == most else f"at least {least}"
+        raise UserError(f"{name} with {chunks} chunk{'s' * (chunks != 1)} a rank: right is {right}")
+    return chunks
+
+
+def _agree(
+    program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
+) -> PipelineProgram:
+    """The program, if it has the numbers that were asked for."""
+    for what, asked, has in (
+        ("ranks", ranks, program.ranks),
+        ("micro-batches", micro_batches, program.micro_batches),
+        ("chunks a rank", chunks, program.chunks),
+    ):
+        if asked is not None and asked != has:
+            raise UserError(f"schedule {name} is written for {has} {what}, not {asked}")
+    return program

@@ -1,0 +1,73 @@
+"""Schedules by name, and what is said about those that cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.names import SCHEDULE_CHUNKS
+from meshwright.names import SCHEDULES as KNOWN
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.pipeline_text import print_pipeline
+from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.pytorch_csv import to_csv
+from meshwright.schedules.synchronous import one_f_one_b
+
+
+def test_every_known_name_has_a_generator():
+    assert [*SCHEDULES, "auto"] == list(KNOWN)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_called_by_its_name_and_holds(name: str):
+    program = generate(name, 4, 16)
+    check_pipeline(program)
+    assert (program.name, program.ranks, program.micro_batches) == (name, 4, 16)
+    assert program.chunks == SCHEDULE_CHUNKS[name][0]
+    assert not program.has_transfers
+
+
+def test_the_number_of_chunks_is_free_where_the_schedule_has_any():
+    assert generate("interleaved", 2, 4, chunks=5).chunks == 5
+    assert generate("zb-v", 2, 4, chunks=2).chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("1f1", 4, 8), 'unknown schedule "1f1"; did you mean "1f1b"?'),
+        (("1f1b", 0, 8), "1f1b on 0 ranks: right is 1 or more"),
+        (("1f1b", 4, -1), "1f1b with -1 micro-batches: right is 1 or more"),
+        (("1f1b", None, 8), "1f1b: the number of ranks is missing"),
+        (("1f1b", 4, 8, 2), "1f1b with 2 chunks a rank: right is exactly 1"),
+        (("interleaved", 4, 8, 1), "interleaved with 1 chunk a rank: right is at least 2"),
+        (("zb-v", 4, 8, 3), "zb-v with 3 chunks a rank: right is exactly 2"),
+        (("gpipe", 1000, 100_000), "gpipe on 1000 ranks with 100000 micro-batches has about 300,000,000 steps"),
+        (("pipedream-2bw", 4, 3), "pipedream-2bw on 4 ranks needs at least 4 micro-batches, not 3"),
+    ],
+)
+def test_what_a_schedule_cannot_take_is_said_with_what_would_be_right(arguments: tuple, said: str):
+    with pytest.raises(UserError) as caught:
+        generate(*arguments)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".txt", print_pipeline), (".csv", to_csv)])
+def test_a_file_serves_as_a_name(suffix: str, write, tmp_path: Path):
+    program, path = one_f_one_b(3, 5), tmp_path / f"schedule{suffix}"
+    path.write_text(write(program))
+    read = generate(f"@{path}")
+    assert read.steps == program.steps and read.placement == program.placement
+    assert generate(f"@{path}", 3, 5, 1).steps == program.steps
+    with pytest.raises(UserError, match=r"is written for 5 micro-batches, not 8"):
+        generate(f"@{path}", 3, 8)
+    with pytest.raises(UserError, match=r"is written for 3 ranks, not 4"):
+        generate(f"@{path}", 4, 5)
+
+
+@pytest.mark.parametrize("name", ["@", "@missing.csv", "@missing.txt"])
+def test_a_missing_file_is_said(name: str):
+    with pytest.raises(UserError, match=r"missing|name"):
+        generate(name)

@@ -1,0 +1,124 @@
+"""Every figure in docs/schedules.md, computed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.names import SCHEDULES as KNOWN
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.pipeline import LETTERS, PipelineProgram, program_of
+from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
+from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.pytorch_csv import to_csv
+from meshwright.schedules.synchronous import one_f_one_b
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text()
+RANKS, MICRO_BATCHES = 8, 32
+
+
+def rows(head: str) -> list[list[str]]:
+    """The rows of the table whose header begins with `head`."""
+    [table] = re.findall(rf"^\| {re.escape(head)}.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", PAGE, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def span(values: np.ndarray) -> str:
+    low, high = f"{values.min():g}", f"{values.max():g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def test_the_table_of_figures_is_what_the_clock_says():
+    found = []
+    for name in SCHEDULES:
+        program = generate(name, RANKS, MICRO_BATCHES)
+        timing = simulate_pipeline(program, Durations.per_rank(program))
+        found.append(
+            [
+                f"`{name}`",
+                f"{timing.makespan:g}",
+                f"{100 * timing.bubble_fraction:.1f} %",
+                f"{timing.idle.max():g}",
+                span(timing.peak_activations),
+                f"{timing.weight_copies.max():g}",
+                str(timing.transfers.max()),
+            ]
+        )
+    assert rows("schedule | makespan") == found
+
+
+def test_the_published_comparison_is_what_the_clock_says():
+    D, N = RANKS, MICRO_BATCHES
+    published = {
+        "0": 0.0,
+        "(D−1)/(N+D−1)": (D - 1) / (N + D - 1),
+        "about (D−1)/(D+1/2)": (D - 1) / (D + 0.5),
+        "(D−2)/(2N+D−2)": (D - 2) / (2 * N + D - 2),
+    }
+    table = rows("published as")
+    assert len(table) == 6
+    for _, name, formula, value, simulated, _, weights, _, activations in table:
+        program = generate(name.strip("`"), D, N)
+        half = 0.5 if name == "`chimera`" else 1.0  # of the backward: Chimera's formula takes it to be as long as F
+        timing = simulate_pipeline(program, Durations.per_rank(program, 1, half, half))
+        bubble = timing.steady_bubble_fraction if program.asynchronous else timing.bubble_fraction
+        assert value == f"{100 * published[formula]:.1f} %"
+        assert simulated == f"{100 * bubble:.1f} %"
+        assert bubble == pytest.approx(published[formula], abs=0.003)
+        assert [weights, activations] == [span(timing.weight_copies), span(timing.peak_activations)]
+
+
+def straight_on(program: PipelineProgram, steps: int) -> PipelineProgram:
+    """Several training steps, each rank going on with the next as soon as it has ended the one before."""
+    s = program.steps
+    columns = [s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component]
+    once = np.stack(columns, axis=1)
+    again = [once + np.array([0, k * len(s), 0, 0, 0, k * program.micro_batches, 0]) for k in range(steps)]
+    return program_of(
+        program.name, program.ranks, steps * program.micro_batches, program.placement, np.concatenate(again)
+    )
+
+
+def test_what_a_step_costs_when_ranks_meet_at_its_end_and_when_they_go_straight_on():
+    [heads] = re.findall(r"^\| 8 ranks, 32 micro-batches, F = I = W = 1 \|(.*)\|$", PAGE, re.MULTILINE)
+    meets, goes_on = rows("8 ranks, 32")
+    for head, meeting, going in zip(heads.split("|"), meets[1:], goes_on[1:], strict=True):
+        program = generate(head.strip(" `"), RANKS, MICRO_BATCHES)
+
+        def lasts(steps: int, program: PipelineProgram = program) -> float:
+            several = straight_on(program, steps)
+            check_pipeline(several)
+            return simulate_pipeline(several, Durations.per_rank(several)).makespan
+
+        assert float(meeting) == lasts(1)
+        assert float(going) == lasts(4) - lasts(3)
+
+
+def test_every_schedule_has_its_section_and_every_kind_of_step_its_row():
+    sections = re.findall(r"^### (.*)$", PAGE.partition("## The schedules")[2].partition("\n## ")[0], re.MULTILINE)
+    assert [name for section in sections for name in section.split(" and ")] == list(KNOWN)
+    assert re.findall(r"`([A-Z_]+)`", " ".join(row[0] for row in rows("kind | step"))) == list(LETTERS.values())
+
+
+@pytest.mark.parametrize("write", [print_pipeline, to_csv])
+def test_the_forms_of_1f1b_that_are_shown_are_the_real_ones(write: Callable[[PipelineProgram], str]):
+    blocks = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert write(one_f_one_b(2, 2)) in blocks
+
+
+def test_the_text_that_is_shown_is_read():
+    [text] = [
+        text for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "pipeline" in text
+    ]
+    assert parse_pipeline(text).steps == one_f_one_b(2, 2).steps
+
+
+def test_the_python_that_is_shown_runs(capsys: pytest.CaptureFixture[str]):
+    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert "27.0 " in capsys.readouterr().out
