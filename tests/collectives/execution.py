@@ -97,10 +97,11 @@ def _no_race(group: list[tuple[int, ...]]) -> None:
     """No slot that a receive writes is touched by another step of the group; local steps stand alone."""
     local = [step[0] in (Kind.COPY, Kind.COMBINE) for step in group]
     assert all(local) or not any(local)
-    if len(group) > 1 and not any(local):
-        writes = np.concatenate([np.arange(s, s + c) for k, s, c, _, _ in group if k == Kind.RECEIVE] or [[]])
-        others = np.concatenate([np.arange(s, s + c) for k, s, c, _, _ in group if k != Kind.RECEIVE] or [[]])
-        assert len(np.unique(writes)) == len(writes) and not np.isin(writes, others).any()
+    touched = [slot for kind, slot, count, _, _ in group if kind == Kind.RECEIVE for slot in range(slot, slot + count)]
+    written = set(touched)
+    assert len(written) == len(touched)
+    for kind, slot, count, _, _ in group:
+        assert kind == Kind.RECEIVE or written.isdisjoint(range(slot, slot + count))
 
 
 def assert_right(program: CollectiveProgram, seed: int = 0) -> None:

@@ -18,7 +18,7 @@ from meshwright.program.order import Integers
 def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Reduce inside each node, all-reduce among the nodes' first ranks, broadcast inside.
 
-    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205, section 4.2.
+    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205.
     Binomial trees inside, a ring across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; 2L (alpha + S beta) inside
     + 2(k-1) alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, of which the last part leaves
     its node.
@@ -73,7 +73,7 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Across first, among the ranks with the same place; then what each has gathered inside the node.
 
-    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022, section 3.3.
+    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022.
     (k-1) + (g-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node;
     (k-1) alpha + (k-1)/n S beta across + (g-1) alpha + (g-1)/g S beta inside, in messages of k blocks.
     """
