@@ -167,6 +167,17 @@ def test_one_unit_of_chimera_where_a_backward_takes_two_forwards(d: int):
     assert timed(chimera(d, d)).bubble_fraction == pytest.approx((d - 2) / (1.5 * d + d - 2))
 
 
+@pytest.mark.parametrize("d", [2, 4, 6, 8])
+def test_chimera_with_forward_doubling_has_no_gaps_between_its_units(d: int):
+    for n in (2 * d, 4 * d, 8 * d):
+        program = chimera(d, n, forward_doubling=True)
+        check_pipeline(program)
+        timing = timed(program)
+        assert timing.bubble_fraction == pytest.approx((d - 2) / (2 * n + d - 2))
+        assert timing.peak_activations.min() == d + 2 and timing.peak_activations.max() == 2 * d
+        assert d == 2 or timing.makespan < timed(chimera(d, n)).makespan
+
+
 @pytest.mark.parametrize("d", [2, 3, 4, 8])
 def test_gems_has_the_figures_of_chimeras_table_2(d: int):
     n = 400

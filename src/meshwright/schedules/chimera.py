@@ -6,20 +6,24 @@ from meshwright.errors import UserError
 from meshwright.program.pipeline import Builder, Kind, PipelineProgram, straight
 
 
-def chimera(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Chimera (Li, Hoefler, SC 2021, arXiv 2107.06925, sections 3.1 and 3.2; more micro-batches than ranks: by direct
-    concatenation, section 3.5).
+def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
+    """Chimera (Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5).
 
     Replica 0 runs down the ranks, replica 1 up. In slots of one forward or one backward, the i-th micro-batch of a
     direction enters at slot 2i, goes on by a stage a slot, turns at the last stage and comes back. As the number of
     ranks is even, one direction meets a rank in even slots where the other meets it in odd ones: they never collide.
-    ranks/2 micro-batches a direction make a unit; a unit starts 2 x ranks slots after the one before. Ranks and
-    micro-batches must be even (`UserError`).
+    ranks/2 micro-batches a direction make a unit; units follow each other without a gap (direct concatenation). Ranks
+    and micro-batches must be even (`UserError`).
 
-    Costs, for N micro-batches and D ranks (table 2 of the paper):
-    - bubble: D - 2 slots, a ratio of (D-2) / (2N+D-2) where a backward takes as long as a forward. Where it takes
-      longer, the joints between units wait too; the paper's forward doubling avoids that for twice the activations
-    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones, for N >= D
+    forward_doubling: a slot holds the forwards of two micro-batches or the backward of one, which last equally long
+    where a backward takes two forwards. A unit then has twice the micro-batches. The paper runs the two as one batch;
+    here they stay two, and the first is sent on while the second is computed.
+
+    Costs, for N >= D micro-batches in whole units on D ranks (table 2 of the paper):
+    - bubble: a ratio of (D-2) / (2N+D-2) where a backward takes as long as a forward. Where it takes two, that is
+      (D-2) / (3N/2+D-2) for N = D, and with more units ranks wait at every joint; with forward doubling they do not,
+      and the ratio is (D-2) / (2N+D-2) again
+    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with doubling twice that
     - weight copies: 2
     - transfers: those of 1F1B
     """
@@ -31,15 +35,18 @@ def chimera(ranks: int, micro_batches: int) -> PipelineProgram:
         )
     placement = (straight(ranks), tuple(reversed(straight(ranks))))
     program = Builder("chimera", ranks, micro_batches, placement)
-    half = micro_batches // 2
+    half, a_slot = micro_batches // 2, 2 if forward_doubling else 1
     for rank in program.ranks:
-        slots: dict[int, tuple[Kind, int, int, int]] = {}
+        steps: list[tuple[int, int, Kind, int, int]] = []  # slot, micro-batch, kind, stage, replica
         for replica, (stage,) in enumerate(rank.held):
             for i in range(half):
-                unit, place = divmod(i, ranks // 2)
-                enters = 2 * (ranks * unit + place)
-                slots[enters + stage] = Kind.FORWARD, i + half * replica, stage, replica
-                slots[enters + 2 * ranks - 1 - stage] = Kind.BACKWARD, i + half * replica, stage, replica
-        for slot in sorted(slots):
-            rank.add(*slots[slot])
+                unit, place = divmod(i, a_slot * ranks // 2)
+                begins = unit * (1 + a_slot) * ranks
+                forward = begins + 2 * (place // a_slot) + stage
+                backward = begins + 2 * place + 2 * ranks - 1 - stage
+                micro_batch = i + half * replica
+                steps.append((forward, micro_batch, Kind.FORWARD, stage, replica))
+                steps.append((backward, micro_batch, Kind.BACKWARD, stage, replica))
+        for _, micro_batch, kind, stage, replica in sorted(steps):
+            rank.add(kind, micro_batch, stage, replica)
     return program.build()
