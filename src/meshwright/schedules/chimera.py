@@ -23,7 +23,7 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     - bubble: a ratio of (D-2) / (2N+D-2) where a backward takes as long as a forward. Where it takes two, that is
       (D-2) / (3N/2+D-2) for N = D, and with more units ranks wait at every joint; with forward doubling they do not,
       and the ratio is (D-2) / (2N+D-2) again
-    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with doubling twice that
+    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; doubled 3D/2 + 1 to 2D
     - weight copies: 2
     - transfers: those of 1F1B
     """
