@@ -9,20 +9,9 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_collective import check_collective
-from meshwright.program.collective import Builder, CollectiveProgram, Kind, Steps
+from meshwright.program.collective import CollectiveProgram, Kind, Steps
 from meshwright.program.order import ProgramError
-
-
-def ring(ranks: int) -> CollectiveProgram:
-    program = Builder("all-reduce", "ring", ranks, chunks=ranks)
-    rank = np.arange(ranks)
-    for step in range(ranks - 1):
-        with program.round():
-            program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
-    for step in range(ranks - 1):
-        with program.round():
-            program.transfer(rank, (rank + 1) % ranks, chunk=(rank + 1 - step) % ranks)
-    return program.build()
+from tests.program.example_collectives import ring
 
 
 def program_of(operation: str, ranks: int, chunks: int, *rows: tuple[int, ...], **more: Any) -> CollectiveProgram:

@@ -78,7 +78,8 @@ def receiver(program: CollectiveProgram) -> int:
 
 
 def initial(program: CollectiveProgram) -> Memory:
-    """What the slots hold before the first step. A barrier has one slot: the ranks that a rank has heard from."""
+    """What the slots hold before the first step. A barrier has one slot: the ranks that a rank has heard from
+    (from signals alone: that a blocking send was taken tells its sender something too, but no buffered one)."""
     ranks, chunks = program.ranks, program.chunks
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)
     match program.operation:

@@ -1,0 +1,187 @@
+"""The buffers of all ranks round by round, for drawings that teach: what each slot holds, and who sent what to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.program import contract
+from meshwright.program.check_collective import CheckedCollective
+from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
+from meshwright.program.contributions import Contributions, local, transfers
+from meshwright.program.order import Integers, Schedule
+
+LETTERS = "abcdefghijklmnop"  # of the ranks
+MOST_RANKS = len(LETTERS)
+MOST_SLOTS = 64
+MOST_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a slot holds. whole: what the operation promises for it. fresh: written in this frame."""
+
+    label: str  # empty where the slot holds nothing
+    origins: tuple[int, ...]
+    whole: bool
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Slots that one rank sends another, or moves within itself; count 0: a signal."""
+
+    source: int
+    slot: int
+    target: int
+    into: int
+    count: int
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """title: `start`, `round 3 of 6`, `before round 3: on each rank`. cells: [rank][slot], after it."""
+
+    title: str
+    round: int
+    arrows: tuple[Arrow, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+
+def frames(checked: CheckedCollective) -> list[Frame]:
+    """The start, then one frame a round (`CheckedCollective.rounds`), with one before it where ranks copy or combine.
+
+    Raises `UserError` where a drawing would be too large to read.
+    """
+    program = checked.program
+    for what, number, most in (
+        ("ranks", program.ranks, MOST_RANKS),
+        ("slots a rank", program.slots, MOST_SLOTS),
+        ("rounds", checked.rounds, MOST_ROUNDS),
+    ):
+        if number > most:
+            raise UserError(
+                f"the buffers of {program.operation} {program.algorithm} cannot be drawn: {number} {what}, and a "
+                f"picture has room for {most}; draw the same algorithm smaller"
+            )
+    order, width = _by_rounds(checked)
+    s = program.steps
+    ends = np.stack([order.level[s.group_index[checked.sends]], order.level[s.group_index[checked.receives]]])
+    key = ends.max(axis=0)
+    flow = Contributions(program)
+    shot: list[Frame] = [Frame("start", 0, (), _cells(program, flow.memory, set()))]
+    fresh: set[tuple[int, int]] = set()
+    arrows: list[Arrow] = []
+
+    def watch(level: int) -> None:
+        turn, place = divmod(level, width)
+        for step in np.flatnonzero(s.is_one_of(LOCAL) & (order.level[s.group_index] == level)).tolist():
+            arrows.append(_arrow(program, step, step))
+        for at in np.flatnonzero(key == level).tolist():
+            arrows.append(_arrow(program, int(checked.sends[at]), int(checked.receives[at])))
+        if arrows and place >= width - 2:
+            across = place == width - 1
+            for arrow in arrows:
+                fresh.update((arrow.target, arrow.into + i) for i in range(max(arrow.count, across)))
+            title = f"round {turn + 1} of {checked.rounds}"
+            if not across:
+                title = f"before {title}: on each rank" if turn < checked.rounds else "at the end: on each rank"
+            shot.append(Frame(title, turn + across, tuple(arrows), _cells(program, flow.memory, fresh)))
+            arrows.clear()
+            fresh.clear()
+
+    inside = local(program, order)
+    flow.run(transfers(program, checked.sends, checked.receives, order, key), inside, watch)
+    return shot
+
+
+def _by_rounds(checked: CheckedCollective) -> tuple[Schedule, int]:
+    """Levels counted so that all transfers of a round share the last of `width` levels, after the local groups that
+    come before them on their rank."""
+    s, rounds = checked.program.steps, checked.order.rounds
+    is_local = np.zeros(len(s.group_rank), np.bool_)
+    is_local[s.group_index[s.is_one_of(LOCAL)]] = True
+    place = np.zeros(len(is_local), np.int64)
+    for i in range(1, len(is_local)):
+        if is_local[i - 1] and s.group_rank[i] == s.group_rank[i - 1]:
+            place[i] = place[i - 1] + 1
+    chain = int(place[is_local].max(initial=0)) + 1
+    # Local groups at the end of a short chain wait for the longest: their frame is drawn once.
+    level: Integers = rounds * (chain + 1) + np.where(is_local, place, chain)
+    return Schedule(level, rounds, checked.order.depth), chain + 1
+
+
+def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
+    s = program.steps
+    inside = s.kind[writer] in LOCAL
+    slot = s.source[reader] if inside else s.slot[reader]
+    adds = s.kind[writer] in (Kind.REDUCE, Kind.COMBINE)
+    return Arrow(
+        int(s.rank[reader]), int(slot), int(s.rank[writer]), int(s.slot[writer]), int(s.count[writer]), bool(adds)
+    )
+
+
+def _cells(
+    program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
+) -> tuple[tuple[Cell, ...], ...]:
+    need = contract.required(program)
+    everyone = tuple(range(program.ranks))
+    promised = {
+        (rank, slot): (chunk, everyone if origin == contract.ALL else (origin,))
+        for rank, slot, chunk, origin in zip(
+            need.rank.tolist(), need.slot.tolist(), need.chunk.tolist(), need.origin.tolist(), strict=True
+        )
+    }
+
+    def cell(rank: int, slot: int) -> Cell:
+        chunk = int(memory.chunk[rank, slot])
+        origins = tuple(memory.ranks_in(rank, slot))
+        whole = promised.get((rank, slot)) == (chunk, origins)
+        return Cell(label(program, chunk, origins), origins if chunk >= 0 else (), whole, (rank, slot) in fresh)
+
+    slots = 1 if program.operation == "barrier" else program.slots
+    return tuple(tuple(cell(rank, slot) for slot in range(slots)) for rank in range(program.ranks))
+
+
+def reduces(program: CollectiveProgram) -> bool:
+    """Whether slots come to hold the parts of several ranks (a barrier's: whom a rank has heard from)."""
+    return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
+
+
+def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
+    """`a0`, `a0+b0`, `a…e0` for five and more in a row, `Σ0` for all; of a barrier the ranks heard from: `a+b`."""
+    if chunk < 0:
+        return ""
+    number = "" if program.operation == "barrier" else str(chunk)
+    if len(origins) == program.ranks and program.ranks > 1:
+        if program.operation == "barrier":
+            return "all"
+        if reduces(program):
+            return f"Σ{number}"
+    if len(origins) <= 4:
+        return "+".join(f"{LETTERS[rank]}{number}" for rank in origins)
+    terms = []
+    for _, run in groupby(enumerate(origins), lambda pair: pair[1] - pair[0]):
+        letters = [LETTERS[rank] for _, rank in run]
+        terms += [f"{letters[0]}…{letters[-1]}{number}"] if len(letters) > 2 else [f"{x}{number}" for x in letters]
+    return "+".join(terms)
+
+
+def slot_title(program: CollectiveProgram, slot: int) -> str:
+    """What stands at the head of a row or column of slots."""
+    return "heard from" if program.operation == "barrier" else program.slot_name(slot)
+
+
+def legend(program: CollectiveProgram) -> str:
+    """What the letters mean, in a sentence."""
+    ranks = f"{LETTERS[0]} is rank 0" + (
+        f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
+    )
+    if program.operation == "barrier":
+        return f"{ranks}; a rank may go on when it has heard, directly or not, from all."
+    total = "; Σ0 has the parts of all ranks" if reduces(program) and program.ranks > 1 else ""
+    return f"{ranks}; {LETTERS[0]}0 is rank 0's part of chunk 0{total}."

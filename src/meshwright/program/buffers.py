@@ -1,0 +1,60 @@
+"""Teaching drawings of collective programs as textbooks print them: a0 -> a0+b0 -> a0+b0+c0 ... (the text; the page is
+drawn by `buffers_html`)."""
+
+from __future__ import annotations
+
+import textwrap
+
+from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, frames, legend, slot_title
+from meshwright.program.buffers_html import draw_buffers_html
+from meshwright.program.check_collective import CheckedCollective
+from meshwright.program.collective import CollectiveProgram
+
+__all__ = ["draw_buffers_html", "draw_buffers_text"]
+
+_WIDTH = 110
+
+
+def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
+    """One table a round: a line a rank, a column a slot, brackets around what the round wrote, and above it who sent
+    what to whom. last_rounds: draw only so many rounds from the end. Raises `UserError` if it is too large to draw."""
+    program, drawn = checked.program, frames(checked)
+    lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {legend(program)}"]
+    if last_rounds is not None and last_rounds < checked.rounds:
+        first = next(i for i, frame in enumerate(drawn) if frame.round > checked.rounds - last_rounds)
+        drawn = drawn[first - 1 :]
+    for frame in drawn:
+        lines += ["", frame.title, *_arrows(program, frame), *_table(program, frame)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
+    words = [_words(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
+    lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _words(program: CollectiveProgram, arrow: Arrow) -> str:
+    """`0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, `0 → 1` for a signal."""
+    here, there = (program.slot_name(slot, arrow.count) for slot in (arrow.slot, arrow.into))
+    if arrow.source == arrow.target:
+        return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
+    if arrow.count == 0:
+        return f"{arrow.source} → {arrow.target}"
+    into = "" if arrow.slot == arrow.into else f" {'to' if arrow.adds else 'into'} {there}"
+    return f"{arrow.source} → {arrow.target} {'adds ' if arrow.adds else ''}{here}{into}"
+
+
+def _table(program: CollectiveProgram, frame: Frame) -> list[str]:
+    heads = [""] + [slot_title(program, slot) for slot in range(len(frame.cells[0]))]
+    rows = [[f"rank {rank} {LETTERS[rank]}", *map(_text, cells)] for rank, cells in enumerate(frame.cells)]
+    width = max(len(text) for row in rows for text in row[1:]) + 2
+    width = max(width, *(len(head) + 3 for head in heads))
+    first = max(len(row[0]) for row in rows) + 2
+    lines = [" " * (first + 1) + "".join(head.ljust(width) for head in heads[1:])]
+    return lines + [row[0].ljust(first) + "".join(text.ljust(width) for text in row[1:]) for row in rows]
+
+
+def _text(cell: Cell) -> str:
+    text = cell.label or "·"
+    return f"[{text}]" if cell.fresh else f" {text} "

@@ -1,0 +1,170 @@
+"""The teaching drawing: what stands in the cells is what textbooks print, and every program ends as promised."""
+
+from __future__ import annotations
+
+import dataclasses
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.program.buffer_frames import Frame, frames, label
+from meshwright.program.buffers import draw_buffers_html, draw_buffers_text
+from meshwright.program.check_collective import check_collective
+from meshwright.program.collective import Steps
+from tests.program.example_collectives import all_to_one_and_back, programs, ring, star_barrier
+
+ROUNDS_OF_FOUR = """
+round 1 of 6
+  0 → 1 adds data[0]   1 → 2 adds data[1]   2 → 3 adds data[2]   3 → 0 adds data[3]
+           data[0]   data[1]   data[2]   data[3]
+rank 0 a   a0        a1        a2       [a3+d3]
+rank 1 b  [a0+b0]    b1        b2        b3
+rank 2 c   c0       [b1+c1]    c2        c3
+rank 3 d   d0        d1       [c2+d2]    d3
+
+round 2 of 6
+  0 → 1 adds data[3]   1 → 2 adds data[0]   2 → 3 adds data[1]   3 → 0 adds data[2]
+           data[0]     data[1]     data[2]     data[3]
+rank 0 a   a0          a1         [a2+c2+d2]   a3+d3
+rank 1 b   a0+b0       b1          b2         [a3+b3+d3]
+rank 2 c  [a0+b0+c0]   b1+c1       c2          c3
+rank 3 d   d0         [b1+c1+d1]   c2+d2       d3
+
+round 3 of 6
+  0 → 1 adds data[2]   1 → 2 adds data[3]   2 → 3 adds data[0]   3 → 0 adds data[1]
+           data[0]     data[1]     data[2]     data[3]
+rank 0 a   a0         [Σ1]         a2+c2+d2    a3+d3
+rank 1 b   a0+b0       b1         [Σ2]         a3+b3+d3
+rank 2 c   a0+b0+c0    b1+c1       c2         [Σ3]
+rank 3 d  [Σ0]         b1+c1+d1    c2+d2       d3
+"""
+
+
+def test_ring_all_reduce_on_four_ranks_is_drawn_as_textbooks_draw_it() -> None:
+    text = draw_buffers_text(check_collective(ring(4)))
+    assert text.startswith("all-reduce ring on 4 ranks: a is rank 0, d rank 3; a0 is rank 0's part of chunk 0; ")
+    assert ROUNDS_OF_FOUR in text
+    assert text.count("round ") == 6
+
+
+def test_only_the_last_rounds_may_be_asked_for() -> None:
+    whole = draw_buffers_text(check_collective(ring(4))).split("\n\n")
+    assert draw_buffers_text(check_collective(ring(4)), last_rounds=2).split("\n\n") == [
+        whole[0],
+        whole[-3],
+        whole[-2],
+        whole[-1],
+    ]
+    assert draw_buffers_text(check_collective(ring(4)), last_rounds=99).split("\n\n") == whole
+
+
+def shown(frame: Frame) -> list[list[str]]:
+    return [[cell.label for cell in cells] for cells in frame.cells]
+
+
+def test_local_steps_have_a_frame_of_their_own() -> None:
+    drawn = frames(check_collective(all_to_one_and_back(3)))
+    assert [frame.title for frame in drawn] == [
+        "start",
+        "round 1 of 2",
+        "before round 2 of 2: on each rank",
+        "round 2 of 2",
+    ]
+    assert shown(drawn[1]) == [["Σ0", "Σ1", "", ""], ["b0", "b1", "", ""], ["c0", "c1", "", ""]]
+    assert shown(drawn[2])[0] == ["Σ0", "Σ1", "Σ0", "Σ1"]
+    assert [cell.fresh for cell in drawn[2].cells[0]] == [True, False, True, True]
+    assert shown(drawn[3])[2] == ["Σ0", "Σ1", "", ""]
+
+
+def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
+    program = ring(2)
+    columns = {name: getattr(program.steps, name).tolist() for name in Steps.__annotations__}
+    for name, value in {"rank": 1, "group": 9, "kind": 3, "slot": 2, "count": 1, "peer": -1, "source": 0}.items():
+        columns[name].append(value)
+    checked = check_collective(dataclasses.replace(program, steps=Steps.arranged(**columns), scratch=1))
+    last = frames(checked)[-1]
+    assert last.title == "at the end: on each rank"
+    assert shown(last) == [["Σ0", "Σ1", ""], ["Σ0", "Σ1", "Σ0"]]
+
+
+def test_a_barrier_shows_who_has_heard_from_whom() -> None:
+    start, gathered, end = frames(check_collective(star_barrier(4)))
+    assert shown(start) == [["a"], ["b"], ["c"], ["d"]]
+    assert shown(gathered) == [["all"], ["b"], ["c"], ["d"]]
+    assert shown(end) == [["all"]] * 4
+
+
+def test_many_parts_are_written_shortly() -> None:
+    program = ring(8)
+    assert label(program, 3, (0, 1)) == "a3+b3"
+    assert label(program, 3, (0, 1, 2, 3, 4)) == "a…e3"
+    assert label(program, 3, (0, 1, 3, 4, 5, 7)) == "a3+b3+d…f3+h3"
+    assert label(program, 3, tuple(range(8))) == "Σ3"
+    assert label(program, -1, ()) == ""
+
+
+def test_every_program_has_a_frame_a_round_and_ends_as_promised() -> None:
+    for program in programs():
+        checked = check_collective(program)
+        drawn = frames(checked)
+        assert sum(frame.title.startswith("round") for frame in drawn) == checked.rounds
+        held = sum(cell.whole for cells in drawn[-1].cells for cell in cells)
+        n, c = program.ranks, program.chunks
+        promised = {"reduce": c, "gather": c, "reduce-scatter": c, "scatter": c, "send-receive": c, "barrier": n}
+        assert held == promised.get(program.operation, n * c), (program.operation, program.algorithm, n)
+        # What a round did not write stays as it was.
+        for before, after in pairwise(drawn):
+            for old, new in zip(before.cells, after.cells, strict=True):
+                assert all(a.label == b.label for a, b in zip(old, new, strict=True) if not b.fresh)
+
+
+class Tags(HTMLParser):
+    """Open tags that were not closed, and every attribute that points elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elsewhere: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elsewhere += [name for name, _ in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_shows_every_cell() -> None:
+    program = dataclasses.replace(ring(5), algorithm="<ring> & more")
+    page = draw_buffers_html(check_collective(program))
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == [] and tags.elsewhere == []
+    assert "<ring>" not in page and "&lt;ring&gt; &amp; more" in page
+    assert page.count("<svg") == 1 + 8
+    assert page.count('class="whole') + page.count('class="part') == 9 * 25
+    assert page.count('class="head"') == 8 * 5
+    assert "prefers-color-scheme: dark" in page
+    assert page.count(">Σ4</text>") == sum(
+        row.count("Σ4") for f in frames(check_collective(program)) for row in shown(f)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "message"), [(17, "17 ranks, and a picture has room for 16"), (40, "40 ranks")])
+def test_too_large_a_program_is_not_drawn_but_named(ranks: int, message: str) -> None:
+    for draw in (draw_buffers_text, draw_buffers_html):
+        with pytest.raises(UserError, match=message):
+            draw(check_collective(ring(ranks)))
+
+
+def test_programs_of_every_operation_can_be_drawn_as_a_page() -> None:
+    for program in {program.operation: program for program in programs()}.values():
+        tags = Tags()
+        tags.feed(draw_buffers_html(check_collective(program)))
+        assert tags.open == []
