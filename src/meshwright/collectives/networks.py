@@ -32,6 +32,7 @@ def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -
         latency=np.full(2 * ranks, latency / 2),
         bandwidth=np.full(2 * ranks, float(bandwidth)),
         find_routes=lambda source, target: Routes.from_hops(np.stack([source, ranks + target], axis=1)),
+        tiers=((latency, bandwidth),) * 2,
         partitions=(np.append(rank, -1),),
         switches=("switch",),
     )
@@ -50,6 +51,7 @@ def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH
         latency=np.full(len(source), float(latency)),
         bandwidth=np.full(len(source), float(bandwidth)),
         find_routes=lambda a, b: Routes.from_hops(number[a * ranks + b][:, None]),
+        tiers=((latency, bandwidth),) * 2,
         partitions=(np.arange(ranks), np.arange(ranks) * 2 // ranks),
     )
 
@@ -120,6 +122,7 @@ def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, ar
         latency=np.full(links, float(latency)),
         bandwidth=np.full(links, float(bandwidth)),
         find_routes=find_routes,
+        tiers=((latency, bandwidth),) * 2,
         partitions=tuple(partitions),
         dims=dims,
     )
@@ -188,6 +191,7 @@ def nodes(
         latency=half,
         bandwidth=np.repeat([float(inner[1]), float(outer[1])], [2 * ranks, 2 * ports]),
         find_routes=find_routes,
+        tiers=(inner, outer),
         partitions=(
             np.concatenate([rank, np.full(nodes + outsides, -1)]),
             np.concatenate([node, np.arange(nodes), np.full(outsides, -1)]),
@@ -240,6 +244,7 @@ def spine_leaf(
         latency=np.full(2 * (ranks + leaves * spines), latency / 2),
         bandwidth=np.repeat([float(bandwidth), trunk], [2 * ranks, 2 * leaves * spines]),
         find_routes=find_routes,
+        tiers=((latency, bandwidth), (2 * latency, bandwidth / oversubscription)),
         partitions=(
             np.concatenate([rank, np.full(leaves + spines, -1)]),
             np.concatenate([leaf, np.arange(leaves), np.full(spines, -1)]),

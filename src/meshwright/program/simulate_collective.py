@@ -102,7 +102,13 @@ class CollectiveSimulator:
         on_route = totals(self._route, message_bytes, len(self._routes))
         on_link = totals(self._routes.link, on_route[self._routes.route], self.network.links)
         sent = totals(self._source, message_bytes, self.ranks)
-        return CollectiveTiming(seconds, start[self._message], end[self._message], sent, on_link, self.network)
+        return CollectiveTiming(float(seconds), start[self._message], end[self._message], sent, on_link, self.network)
+
+
+def _distinct(numbers: Integers) -> Integers:
+    """Each number once, ascending; for the few of an event several times as quick as `np.unique`."""
+    numbers = np.sort(numbers)
+    return numbers[np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))] if len(numbers) > 1 else numbers
 
 
 class _What(IntEnum):
@@ -166,7 +172,7 @@ class _Run:
         self.end[messages] = self.now
         ends = np.concatenate([self.plan._sender[messages], self.plan._receiver[messages]])
         np.subtract.at(self.open_messages, ends, 1)
-        self._groups_finish(np.unique(ends[self.open_messages[ends] == 0]))
+        self._groups_finish(_distinct(ends[self.open_messages[ends] == 0]))
 
     def _groups_finish(self, groups: Integers) -> None:
         """Groups whose messages are all here end when what arrived has been reduced."""
@@ -187,7 +193,7 @@ class _Run:
         plan = self.plan
         messages = plan._of_group[ranges(plan._first[groups], plan._first[groups + 1])]
         np.add.at(self.ends_posted, messages, 1)
-        starting = np.unique(messages[self.ends_posted[messages] == 2])
+        starting = _distinct(messages[self.ends_posted[messages] == 2])
         self.start[starting] = self.now
         self._schedule(starting, plan._latency[starting], _What.BYTES_FLOW)
         alone = groups[plan._messages_in[groups] == 0]

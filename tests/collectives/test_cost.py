@@ -1,0 +1,277 @@
+"""Closed forms against the simulator, and lower bounds against every program of the library on every network."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.collectives.bounds import lower_bound_seconds
+from meshwright.collectives.cost import CLOSED_FORMS, closed_form_seconds
+from meshwright.collectives.grid import nearly_cubic, ranks_per_node
+from meshwright.collectives.library import ALGORITHMS, ROOTED, generate, options
+from meshwright.collectives.topologies import topology
+from meshwright.errors import UserError
+from meshwright.names import OPERATIONS
+from meshwright.program.check_collective import check_collective
+from meshwright.program.network import Network
+from meshwright.program.simulate_collective import CollectiveSimulator
+
+SIZES = (1e3, 1e7)
+RANKS = (1, 2, 3, 4, 6, 7, 8, 12)
+each_algorithm = pytest.mark.parametrize(
+    ("operation", "algorithm"), [(operation, name) for operation in ALGORITHMS for name in ALGORITHMS[operation]]
+)
+
+
+@functools.cache
+def checked(operation: str, algorithm: str, ranks: int, **said: Any) -> Any:
+    """A checked program, or None where the algorithm does not take so many ranks."""
+    try:
+        program = generate(operation, algorithm, ranks, **said)
+    except UserError:
+        return None
+    return check_collective(program)
+
+
+def meant_for(algorithm: str, ranks: int, dims: tuple[int, ...] | None = None) -> Network:
+    """The network that an algorithm was made for."""
+    if "torus" in algorithm or "mesh" in algorithm:
+        kind = "torus" if "torus" in algorithm else "mesh"
+        dims = dims or (nearly_cubic(ranks, int(algorithm[0])) if algorithm[0].isdigit() else (ranks,))
+        return topology(f"{kind}:{'x'.join(map(str, dims))}", ranks)
+    if algorithm.startswith("hierarchical"):
+        return topology(f"nodes:{ranks_per_node('', ranks)},inner=100GB/s,2us,outer=10GB/s,7us", ranks)
+    return topology("ring" if algorithm == "bidirectional-ring" else "switch", ranks)
+
+
+def seconds(program: Any, network: Network, size: float) -> float:
+    return CollectiveSimulator(program, network).run(size).seconds
+
+
+def is_power_of_two(ranks: int) -> bool:
+    return ranks & (ranks - 1) == 0
+
+
+def bounds_of_the_form(algorithm: str, ranks: int) -> tuple[float, float]:
+    """Between which parts of the closed form the simulated time lies: both 1, where the form neglects nothing."""
+    if algorithm == "double-binary-tree":
+        return 0.4, 1.0  # while the pipeline fills and empties, links have less to do than the form says
+    if algorithm == "reduce-scatter-gather" and not is_power_of_two(ranks):
+        return 0.8, 1.0  # the two parts overlap: what is complete early is on its way up before the rest is
+    return 1.0, 1.0
+
+
+def test_every_algorithm_has_a_closed_form():
+    assert {operation: set(forms) for operation, forms in CLOSED_FORMS.items()} == {
+        operation: set(algorithms) for operation, algorithms in ALGORITHMS.items()
+    }
+
+
+@each_algorithm
+def test_the_simulator_takes_as_long_as_the_closed_form_says(operation: str, algorithm: str):
+    for ranks in RANKS:
+        program = checked(operation, algorithm, ranks)
+        if program is None:
+            continue
+        network = meant_for(algorithm, ranks)
+        least, most = bounds_of_the_form(algorithm, ranks)
+        for size in SIZES:
+            form = closed_form_seconds(operation, algorithm, network, size)
+            assert form is not None
+            simulated = seconds(program, network, size)
+            assert least * form * (1 - 1e-9) <= simulated <= most * form * (1 + 1e-9), (ranks, size)
+
+
+@each_algorithm
+def test_roots_other_than_0_take_as_long(operation: str, algorithm: str):
+    if operation not in ROOTED or algorithm in ("reduce-scatter-gather",):
+        return
+    for ranks, root in ((5, 3), (8, 7), (12, 5)):
+        program = checked(operation, algorithm, ranks, root=root)
+        network = meant_for(algorithm, ranks)
+        form = closed_form_seconds(operation, algorithm, network, 1e6)
+        least, most = bounds_of_the_form(algorithm, ranks)
+        assert form is not None
+        assert least * form <= seconds(program, network, 1e6) * (1 + 1e-9) <= most * form * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("name", ["torus", "mesh"])
+@pytest.mark.parametrize("dims", [(2, 3), (3, 5), (4, 4), (2, 2, 2), (3, 3, 3), (2, 3, 4), (1, 6), (2, 2, 2, 2)])
+@pytest.mark.parametrize("operation", ["all-reduce", "reduce-scatter", "all-gather"])
+def test_grids_of_any_sides_take_as_long_as_their_form(operation: str, name: str, dims: tuple[int, ...]):
+    ranks = math.prod(dims)
+    program = checked(operation, name, ranks, dims=dims)
+    network = meant_for(name, ranks, dims)
+    for size in SIZES:
+        form = closed_form_seconds(operation, name, network, size, dims=dims)
+        assert seconds(program, network, size) == pytest.approx(form)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize(
+    ("operation", "algorithm"),
+    [(operation, name) for operation in ALGORITHMS for name in ALGORITHMS[operation] if "hierarchical" in name],
+)
+def test_nodes_of_any_size_take_as_long_as_the_form(operation: str, algorithm: str, groups: int):
+    program = checked(operation, algorithm, 12, groups=groups)
+    network = topology(f"nodes:{groups},inner=100GB/s,2us,outer=10GB/s,7us", 12)
+    form = closed_form_seconds(operation, algorithm, network, 1e6, groups=groups)
+    assert seconds(program, network, 1e6) == pytest.approx(form)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5, 32])
+@pytest.mark.parametrize("operation", ["broadcast", "reduce"])
+def test_pipelines_of_any_depth_take_as_long_as_the_form(operation: str, segments: int):
+    for algorithm in ("ring", "double-binary-tree"):
+        for ranks in (4, 7, 16):
+            program = checked(operation, algorithm, ranks, segments=segments)
+            network = topology("switch", ranks)
+            form = closed_form_seconds(operation, algorithm, network, 1e7, segments=segments)
+            assert seconds(program, network, 1e7) == pytest.approx(form), (algorithm, ranks)
+
+
+def test_two_trees_come_near_their_form_when_the_pipeline_is_long():
+    network = topology("switch", 16)
+    program = checked("all-reduce", "double-binary-tree", 16, segments=64)
+    form = closed_form_seconds("all-reduce", "double-binary-tree", network, 1e9, segments=64)
+    assert form is not None
+    assert seconds(program, network, 1e9) == pytest.approx(form, rel=0.02)
+    assert form == pytest.approx((2 * 4 + 63) * (5e-6 + 2e9 / 64 / 25e9))
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "reduce", "all-reduce"])
+def test_a_binomial_tree_in_segments_takes_no_longer_than_its_form(operation: str):
+    for ranks in (4, 6, 16):
+        for segments in (2, 8):
+            program = checked(operation, "binomial-tree", ranks, segments=segments)
+            network = topology("switch", ranks)
+            form = closed_form_seconds(operation, "binomial-tree", network, 1e7, segments=segments)
+            assert form is not None and 0.4 * form < seconds(program, network, 1e7) <= form * (1 + 1e-9)
+
+
+def test_textbook_forms():
+    """As written in the literature, not as code of ours computes them."""
+    network = topology("switch,10GB/s,4us", 8)
+    alpha, beta, size = 4e-6, 1e-10, 3e6
+
+    def form(operation: str, algorithm: str) -> Any:
+        return pytest.approx(closed_form_seconds(operation, algorithm, network, size))
+
+    assert 14 * alpha + 2 * 7 / 8 * size * beta == form("all-reduce", "ring")
+    assert 6 * alpha + 2 * 7 / 8 * size * beta == form("all-reduce", "rabenseifner")
+    assert 3 * (alpha + size * beta) == form("all-reduce", "butterfly")
+    assert 6 * (alpha + size * beta) == form("all-reduce", "halving-doubling") == form("all-reduce", "binomial-tree")
+    assert 7 * alpha + 7 / 8 * size * beta == form("all-gather", "ring") == form("all-to-all", "pairwise")
+    assert 3 * alpha + 7 / 8 * size * beta == form("all-gather", "bruck") == form("reduce-scatter", "recursive-halving")
+    assert 3 * alpha + 3 * size / 2 * beta == form("all-to-all", "bruck")
+    assert 3 * (alpha + size * beta) == form("broadcast", "binomial-tree")
+    torus = topology("torus:3x3,10GB/s,4us", 9)  # both axes and both ways at once
+    assert 8 * alpha + 2 / 4 * size * (2 / 3 + 2 / 9) * beta == pytest.approx(
+        closed_form_seconds("all-reduce", "2d-torus", torus, size)
+    )
+    ring = topology("ring,10GB/s,4us", 8)
+    assert 14 * alpha + 7 / 8 * size * beta == pytest.approx(
+        closed_form_seconds("all-reduce", "bidirectional-ring", ring, size)
+    )
+
+
+def test_an_algorithm_of_nobody_has_no_closed_form():
+    assert closed_form_seconds("all-reduce", "by-hand", topology("switch", 4), 1.0) is None
+
+
+# --- lower bounds
+
+NETWORKS = {
+    1: ["switch"],
+    2: ["switch", "ring", "nodes:2x1"],
+    5: ["switch", "ring", "mesh:5"],
+    6: ["torus:2x3", "mesh:2x3", "nodes:2x3,adapters=1", "spine-leaf:3x2,oversubscription=4"],
+    8: ["full-mesh", "torus:2x4", "torus:2x2x2", "nodes:2x4", "nodes:2x4,rails"],
+    12: ["mesh:3x4", "nodes:3x4,adapters=2", "spine-leaf:3x4,oversubscription=8,spines=2"],
+}
+
+
+@each_algorithm
+def test_no_program_is_faster_than_the_lower_bound(operation: str, algorithm: str):
+    for ranks, names in NETWORKS.items():
+        program = checked(operation, algorithm, ranks)
+        if program is None:
+            continue
+        for name in names:
+            network = topology(name, ranks)
+            simulator = CollectiveSimulator(program, network)
+            for size in (1e4, 1e9):
+                assert simulator.run(size).seconds >= lower_bound_seconds(operation, network, size) * (1 - 1e-9), (
+                    name,
+                    size,
+                )
+
+
+@each_algorithm
+def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
+    generator = np.random.default_rng(hash((operation, algorithm)) % 2**32)
+    for _ in range(3):
+        ranks = int(generator.choice([4, 6, 8]))
+        has = options(operation, algorithm)
+        said: dict[str, Any] = {}
+        if "root" in has:
+            said["root"] = int(generator.integers(ranks))
+        if "segments" in has:
+            said["segments"] = int(generator.integers(1, 6))
+        if "groups" in has:
+            said["groups"] = 2
+        program = checked(operation, algorithm, ranks, **said)
+        if program is None:
+            continue
+        for name in ("switch", "ring", "full-mesh", "nodes:2,rails", "spine-leaf:2,oversubscription=3"):
+            network = topology(name, ranks, latency=float(generator.choice([0.0, 1e-6, 1e-3])))
+            for size in (1e2, 1e7):
+                bound = lower_bound_seconds(operation, network, size, said.get("root", 0))
+                assert seconds(program, network, size) >= bound * (1 - 1e-9), (name, size, said)
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "name"),
+    [
+        ("all-reduce", "ring", "switch"),
+        ("all-reduce", "bidirectional-ring", "ring"),
+        ("all-reduce", "rabenseifner", "switch"),
+        ("all-reduce", "torus", "torus:8"),
+        ("reduce-scatter", "ring", "switch"),
+        ("reduce-scatter", "bidirectional-ring", "ring"),
+        ("all-gather", "all-pairs", "full-mesh"),
+        ("all-to-all", "all-pairs", "full-mesh"),
+        ("all-to-all", "pairwise", "switch"),
+        ("scatter", "linear", "switch"),
+        ("gather", "linear", "switch"),
+        ("all-reduce", "hierarchical-scatter", "nodes:4x2,adapters=1,inner=1000000GB/s"),
+        ("send-receive", "direct", "switch"),
+    ],
+)
+def test_the_bound_is_reached_by_large_vectors_where_an_optimal_algorithm_is_known(
+    operation: str, algorithm: str, name: str
+):
+    network = topology(name, 8)
+    bound = lower_bound_seconds(operation, network, 1e11)
+    assert seconds(checked(operation, algorithm, 8), network, 1e11) == pytest.approx(bound, rel=1e-3)
+
+
+def test_the_bound_knows_the_slowest_cut():
+    leaves = topology("spine-leaf:2x4,10GB/s,0s,oversubscription=4", 8)  # 10 GB/s between the leaves
+    assert lower_bound_seconds("all-reduce", leaves, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9)
+    assert lower_bound_seconds("all-to-all", leaves, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
+    line = topology("mesh:8,10GB/s,0s", 8)  # one cable in the middle
+    assert lower_bound_seconds("all-to-all", line, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
+    assert lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
+
+
+def test_the_bound_knows_the_longest_way():
+    assert lower_bound_seconds("barrier", topology("ring,1us", 9), 0) == pytest.approx(4e-6)
+    assert lower_bound_seconds("broadcast", topology("mesh:3x3,1us", 9), 0, root=4) == pytest.approx(2e-6)
+    assert lower_bound_seconds("gather", topology("mesh:3x3,1us", 9), 0, root=8) == pytest.approx(4e-6)
+    assert lower_bound_seconds("send-receive", topology("ring,1us", 8), 0, root=0) == pytest.approx(1e-6)
+    assert all(lower_bound_seconds(operation, topology("switch", 1), 1e9) == 0 for operation in OPERATIONS)
