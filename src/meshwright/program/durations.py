@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import PipelineProgram
+from meshwright.program.pipeline import COMPUTING, Component, Kind, PipelineProgram
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -25,8 +25,10 @@ class Durations:
         one rank it takes no time.
     update: of one stage's weights. overlapped: a forward and a backward in one group (None: the sum of both); where
         they are of two stages, the mean of the stages' values.
-    parts: the share of attention, dispatch, MLP and combine in a forward and in a backward whose layers are cut. In a
-        group, attention and MLP run one after the other while dispatch and combine are under way beside them.
+    parts: the shares of attention, dispatch, MLP and combine in a step whose layers are cut: four numbers, of which a
+        weight gradient has those of attention and MLP, in their proportion; or four for each of forward, backward,
+        input gradient and weight gradient [4, 4]. In a group, attention and MLP run one after the other while dispatch
+        and combine are under way beside them.
     """
 
     forward: ArrayLike
@@ -35,7 +37,7 @@ class Durations:
     transfer: ArrayLike = 0.0
     update: ArrayLike = 0.0
     overlapped: ArrayLike | None = None
-    parts: tuple[float, float, float, float] = (0.25, 0.25, 0.25, 0.25)
+    parts: ArrayLike = (0.25, 0.25, 0.25, 0.25)
 
     @classmethod
     def per_rank(
@@ -91,3 +93,15 @@ class Durations:
         if not np.isfinite(array).all() or (array < 0).any():
             raise UserError(f"{name.replace('_', ' ')}: a duration is a finite number that is not negative")
         return np.broadcast_to(array, (program.replicas, columns))
+
+    def shares(self) -> Floats:
+        """Share of a whole step that a part of it takes, by [kind, component]; 1 for the whole."""
+        parts = np.asarray(self.parts, np.float64)
+        if parts.shape not in ((4,), (4, 4)):
+            raise UserError(f"parts: {parts.size} values; right is 4, or 4 for each of the 4 kinds of steps")
+        shares = np.ones((len(Kind), len(Component)))
+        shares[: len(COMPUTING), 1:] = parts
+        if parts.ndim == 1:
+            with_weights = np.array([1.0, 0.0, 1.0, 0.0]) * parts
+            shares[Kind.WEIGHT_GRADIENT, 1:] = with_weights / (with_weights.sum() or 1.0)
+        return shares

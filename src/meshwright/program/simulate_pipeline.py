@@ -156,7 +156,7 @@ def _group_durations(program: PipelineProgram, durations: Durations) -> Floats:
     of_step = np.stack([*by_kind, zero, zero, zero, zero])[s.kind, s.replica, s.stage]
     groups = len(s.group_rank)
     if s.component.any():
-        of_step = of_step * np.array([1.0, *durations.parts])[s.component]
+        of_step = of_step * durations.shares()[s.kind, s.component]
         beside = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
         computes = np.bincount(s.group_index, np.where(beside, 0.0, of_step), groups)
         result = np.maximum(computes, np.bincount(s.group_index, np.where(beside, of_step, 0.0), groups))

@@ -1,0 +1,177 @@
+"""Schedules cut into attention, dispatch, MLP and combine; and where their layers lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, straight
+from meshwright.program.simulate_pipeline import simulate_pipeline
+from meshwright.schedules.components import ComponentDurations, simulate_components, with_components
+from meshwright.schedules.dualpipe import dualpipe
+from meshwright.schedules.dualpipe_v import dualpipe_v
+from meshwright.schedules.placement import placement_table, stage_layers
+from meshwright.schedules.synchronous import one_f_one_b
+from meshwright.schedules.transfers import with_transfers
+from meshwright.schedules.v_shape import v_half
+from meshwright.schedules.zb_v import zb_v
+
+PROGRAMS = [dualpipe(2, 4), dualpipe(4, 10), dualpipe_v(3, 7), zb_v(2, 5), v_half(3, 4), one_f_one_b(3, 5)]
+each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+
+EVEN = ComponentDurations((1, 1, 1, 1), (1, 1, 1, 1), (1, 1))
+# Computation outlasts every all-to-all that stands beside it, so that nothing of it shows.
+HIDDEN = ComponentDurations((3, 2, 4, 2), (3, 2, 4, 2), (2, 3))
+COSTLY = ComponentDurations((1, 4, 2, 3), (1, 5, 2, 4), (1, 2), transfer=0.5)
+
+
+def groups(program: PipelineProgram, rank: int) -> list[list[str]]:
+    found: dict[int, list[str]] = {}
+    for step in program.steps.of_rank(rank):
+        found.setdefault(int(program.steps.group[step]), []).append(program.describe(step))
+    return list(found.values())
+
+
+@each_program
+def test_a_program_in_parts_still_holds_and_needs_the_same_memory(program: PipelineProgram):
+    cut = with_components(program)
+    whole = check_pipeline(program)
+    assert check_pipeline(cut).peak_activations.tolist() == whole.peak_activations.tolist()
+    kinds = cut.steps.kind
+    counts = np.bincount(program.steps.kind, minlength=4)
+    assert np.bincount(kinds, minlength=4).tolist() == [4 * counts[0], 4 * counts[1], 4 * counts[2], 2 * counts[3]]
+    assert not (cut.steps.component == Component.WHOLE).any()
+    assert with_components(cut) == cut
+
+
+def test_a_pair_becomes_the_four_groups_of_figure_4():
+    """In each, one direction computes and the other communicates."""
+    program = Builder("pair", 1, 2, (straight(1),))
+    (rank,) = program.ranks
+    rank.forward(0)
+    with rank.together():
+        rank.forward(1)
+        rank.backward(0)
+    rank.input_gradient(1)
+    rank.weight_gradient(1)
+    cut = with_components(program.build())
+    check_pipeline(cut)
+    assert groups(cut, 0) == [
+        *[["0F0.attention"], ["0F0.dispatch"], ["0F0.mlp"], ["0F0.combine"]],
+        ["0F1.attention", "0B0.combine"],
+        ["0F1.dispatch", "0B0.mlp"],
+        ["0F1.mlp", "0B0.dispatch"],
+        ["0F1.combine", "0B0.attention"],
+        *[["0I1.combine"], ["0I1.mlp"], ["0I1.dispatch"], ["0I1.attention"]],
+        *[["0W1.mlp"], ["0W1.attention"]],
+    ]
+
+
+def test_sends_and_receives_stay_where_they_are():
+    program = with_transfers(one_f_one_b(3, 4))
+    cut = with_components(program)
+    check_pipeline(cut)
+    assert (cut.steps.kind >= Kind.SEND_FORWARD).sum() == (program.steps.kind >= Kind.SEND_FORWARD).sum()
+    assert simulate_components(program, COSTLY).timing.makespan > 0
+
+
+@pytest.mark.parametrize(
+    ("durations", "apart", "overlapped"),
+    [(EVEN, 10, 6), (HIDDEN, 27, 19), (COSTLY, 25, 4 + 4 + 5 + 3)],
+)
+def test_an_overlapped_pair_takes_the_longer_stream_of_each_group(
+    durations: ComponentDurations, apart: float, overlapped: float
+):
+    """EVEN: attention 1 | combine; MLP's backward 2 | dispatch; MLP 1 | dispatch; attention's backward 2 | combine."""
+    assert durations.one_after_the_other == apart
+    assert durations.overlapped == overlapped
+
+
+@each_program
+@pytest.mark.parametrize("durations", [EVEN, HIDDEN, COSTLY])
+def test_a_program_takes_as_long_in_parts_as_with_whole_pairs_that_overlap(
+    program: PipelineProgram, durations: ComponentDurations
+):
+    parts, whole = simulate_components(program, durations), simulate_pipeline(program, durations.durations())
+    assert parts.timing.makespan == pytest.approx(whole.makespan)
+    assert parts.timing.busy == pytest.approx(whole.busy)
+    assert parts.timing.peak_activations.tolist() == whole.peak_activations.tolist()
+
+
+@each_program
+@pytest.mark.parametrize("durations", [EVEN, HIDDEN, COSTLY])
+def test_no_two_steps_share_a_stream_and_every_part_follows_the_one_before(
+    program: PipelineProgram, durations: ComponentDurations
+):
+    timing = simulate_components(program, durations)
+    cut = timing.timing.program
+    s = cut.steps
+    beside = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
+    for rank in range(cut.ranks):
+        for stream in (beside, ~beside):
+            steps = np.flatnonzero(stream & (s.rank == rank))
+            steps = steps[np.argsort(timing.start[steps], kind="stable")]
+            assert (timing.start[steps][1:] >= timing.end[steps][:-1] - 1e-9).all()
+    for kind, order in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1), (Kind.INPUT_GRADIENT, -1)):
+        mine = np.flatnonzero(s.kind == kind)
+        keys = (order * s.component[mine], s.micro_batch[mine], s.stage[mine], s.replica[mine])
+        mine = mine[np.lexsort(keys)].reshape(-1, 4)
+        assert (timing.start[mine][:, 1:] >= timing.end[mine][:, :-1] - 1e-9).all()
+
+
+def test_in_the_steady_state_all_to_all_vanishes_where_computation_outlasts_it():
+    """What shows is that of the steps that stand alone, outside the overlapped pairs."""
+    short, long = (simulate_components(dualpipe(4, m), HIDDEN) for m in (10, 30))
+    assert short.exposed.tolist() == long.exposed.tolist()
+    assert (long.all_to_all > short.all_to_all + 1).all()
+    alone = simulate_components(one_f_one_b(4, 10), HIDDEN)
+    assert alone.exposed.tolist() == alone.all_to_all.tolist()
+
+
+def test_dualpipe_beats_the_schedules_that_cannot_overlap_where_all_to_all_costs_as_much_as_computation():
+    """DeepSeek-V3 puts the ratio of computation to communication at about 1 to 1."""
+    p, m = 8, 20
+    costs = ComponentDurations((1, 1, 1, 1), (1, 1, 1, 1), (1, 1))
+    two_stages = ComponentDurations((0.5,) * 4, (0.5,) * 4, (0.5, 0.5))
+    overlapping = simulate_components(dualpipe(p, m), costs).timing.makespan
+    folded = simulate_components(dualpipe_v(p, m), two_stages).timing.makespan
+    others = [
+        simulate_components(one_f_one_b(p, m), costs).timing.makespan,
+        simulate_components(zb_v(p, m), two_stages).timing.makespan,
+    ]
+    assert max(overlapping, folded) < min(others)
+
+
+def test_first_and_last_layer_lie_on_the_first_rank():
+    assert placement_table(dualpipe_v(4, 8), 16) == (
+        "rank   chunk 0                          chunk 1\n"
+        "0      stage 0: embedding, layers 0-1   stage 7: layers 14-15, head\n"
+        "1      stage 1: layers 2-3              stage 6: layers 12-13\n"
+        "2      stage 2: layers 4-5              stage 5: layers 10-11\n"
+        "3      stage 3: layers 6-7              stage 4: layers 8-9\n"
+    )
+    assert placement_table(dualpipe(4, 8), 6) == (
+        "rank   replica 0                        replica 1\n"
+        "0      stage 0: embedding, layers 0-1   stage 3: layer 5, head\n"
+        "1      stage 1: layers 2-3              stage 2: layer 4\n"
+        "2      stage 2: layer 4                 stage 1: layers 2-3\n"
+        "3      stage 3: layer 5, head           stage 0: embedding, layers 0-1\n"
+    )
+
+
+def test_a_rank_with_one_stage_has_one_column():
+    assert placement_table(one_f_one_b(2, 2)) == (
+        "rank\n0      stage 0: embedding, layer 0\n1      stage 1: layer 1, head\n"
+    )
+
+
+def test_layers_that_do_not_divide_differ_by_one_at_most():
+    assert stage_layers(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    for layers, stages in ((61, 16), (5, 5), (32, 7)):
+        cut = stage_layers(layers, stages)
+        assert [layer for held in cut for layer in held] == list(range(layers))
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    with pytest.raises(UserError, match="at least 8 layers"):
+        placement_table(dualpipe_v(4, 8), 7)
