@@ -13,6 +13,7 @@ from meshwright.collectives.double_binary_tree import in_order_tree, two_trees
 from meshwright.collectives.grid import nearly_cubic, ranks_per_node
 from meshwright.collectives.library import generate
 from meshwright.errors import UserError
+from meshwright.program import collective
 from meshwright.program.collective import CollectiveProgram, Kind
 from meshwright.program.order import match, post_order
 from tests.collectives.execution import rounds, sent
@@ -368,6 +369,16 @@ def test_numbers_that_an_algorithm_cannot_take_are_refused_with_what_would_be_ri
     assert "root 4 is not one of ranks 0 to 3" in refusal("broadcast", "ring", 4, root=4)
     assert "there must be at least 1" in refusal("all-reduce", "ring", 0)
     assert "0 segments" in refusal("broadcast", "ring", 4, segments=0)
+
+
+def test_programs_that_no_memory_holds_are_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    assert "on 100,000 ranks is too large a program: 100,000 chunks on each rank" in refusal(
+        "all-reduce", "ring", 100000
+    )
+    assert "too large" in refusal("all-to-all", "bruck", 100000)
+    assert "too large" in refusal("broadcast", "ring", 4, segments=10**9)
+    monkeypatch.setattr(collective, "MOST_STEPS", 100)
+    assert "more than 100 steps" in refusal("all-reduce", "ring", 8)
 
 
 def test_options_and_names_that_an_algorithm_does_not_have_are_refused():

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, REDUCTIONS
 from meshwright.program.order import Integers
 
@@ -40,6 +41,10 @@ class Kind(IntEnum):
 SENDING = (Kind.SEND, Kind.SIGNAL)
 ARRIVING = (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)
 LOCAL = (Kind.COPY, Kind.COMBINE)
+
+# The largest programs that are written: as much as some gigabytes of memory and half a minute can hold.
+MOST_STEPS = 20_000_000
+MOST_CHUNKS = 1 << 25  # of all ranks together
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +193,8 @@ class Builder:
         with program.round():
             program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
     return program.build()
+
+    Raises UserError where the program would be too large.
     """
 
     operation: str
@@ -199,6 +206,14 @@ class Builder:
     _columns: list[tuple[Integers, ...]] = field(default_factory=list)
     _round: int = -1
     _open: bool = False
+    _written: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks * self.chunks > MOST_CHUNKS:
+            raise self._too_large(f"{self.chunks:,} chunks on each rank, {MOST_CHUNKS:,} on all are the most")
+
+    def _too_large(self, why: str) -> UserError:
+        return UserError(f"{self.algorithm} {self.operation} on {self.ranks:,} ranks is too large a program: {why}")
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -254,6 +269,9 @@ class Builder:
             *(np.asarray(a, np.int64) for a in (rank, self._round, int(kind), slot, count, peer, source))
         )
         self._columns.append(tuple(column.ravel() for column in columns))
+        self._written += columns[0].size
+        if self._written > MOST_STEPS:
+            raise self._too_large(f"more than {MOST_STEPS:,} steps")
 
     def build(self) -> CollectiveProgram:
         """The program."""
