@@ -70,7 +70,8 @@ class Durations:
             if array.shape == (stages,):
                 return array
             if array.shape == (ranks,):
-                return np.asarray(array[np.asarray(placement)] / chunks, np.float64)
+                by_replica = np.asarray(array[np.asarray(placement)] / chunks, np.float64)
+                return by_replica if len(placement) > 1 else by_replica[0]
             counts = f"{ranks} (one a rank)" + (f" or {stages} (one a stage)" if stages != ranks else "")
             raise UserError(f"{name}: {array.size} values; right is 1 or {counts}")
 
