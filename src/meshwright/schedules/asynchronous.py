@@ -1,7 +1,8 @@
 """Pipelines that are never drained: weights are updated while micro-batches are under way, which keep the version that
 their forward used.
 
-Both run in the order of 1F1B, for as long as training lasts; a program shows several updates of it. Costs: p ranks.
+Both run in the order of 1F1B, for as long as training lasts; a program shows several updates of it. Costs are for p
+ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from meshwright.schedules.interleaved import rounds
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     """PipeDream: an update after each backward (Narayanan et al. 2019, SOSP, arXiv 1806.03377, sections 3.2 and 3.3).
 
-    No bubble once the pipeline is full. Rank r keeps the activations of p - r micro-batches and as many versions of its
-    weights: *weight stashing*, since a backward uses the weights that its forward used. A gradient is p - 1 - r updates
-    late. Transfers as 1F1B. Any number of ranks and micro-batches.
+    A backward uses the weights that its forward used, which are stashed until then. A gradient is p - 1 - r updates late.
+
+    Any number of ranks and micro-batches. Costs:
+    - bubble: none once the pipeline is full
+    - peak activations: p - r micro-batches on rank r
+    - weight copies: p - r on rank r
+    - transfers: those of 1F1B
     """
     program = Builder("pipedream", ranks, micro_batches, (straight(ranks),))
     for rank in program.ranks:
@@ -36,10 +41,15 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     arXiv 2006.09503, section 3.1, figure 2).
 
     A batch is done on all ranks with one version: the one made of the gradients up to the batch before last, so each
-    update is exactly one late. A rank switches to a version just before the first forward that uses it, which is where
-    its update stands; by then all its gradients are there. No bubble once the pipeline is full. Rank r keeps p - r
-    micro-batches, and two versions of its weights whatever p. Transfers as 1F1B. At least `ranks` micro-batches; they
-    make as many batches of at least `ranks` as there are, as equal as can be.
+    gradient is one update late. A version is made when its last gradient is there, and kept in the second buffer; the
+    update stands where the rank switches to it, just before the first forward that uses it.
+
+    At least `ranks` micro-batches (`UserError`); they make as many batches of at least `ranks` as there are, as equal
+    as can be. Costs:
+    - bubble: none once the pipeline is full
+    - peak activations: p - r micro-batches on rank r
+    - weight copies: 2
+    - transfers: those of 1F1B
     """
     if micro_batches < ranks:
         raise UserError(

@@ -1,7 +1,7 @@
 """Several chunks a rank, stages in turn round the ranks: the bubble is counted in chunks, not in whole ranks.
 
 Costs are in F, B, I and W, a rank's forward, whole backward, input and weight gradient of one micro-batch over all of
-its chunks; p ranks, m micro-batches, v chunks. A micro-batch crosses v p - 1 borders between ranks, not p - 1.
+its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p - 1 borders between ranks, not p - 1.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ Order = list[tuple[int, int]]  # micro-batch and stage
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
     """1F1B over chunks, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4).
 
-    Bubble (p - 1)(F + B) / v from m = p on. Where p divides m, rank 0 keeps p + (p - 1) / v micro-batches and rank r
-    2r / v fewer; with rounds of g > p micro-batches, g - (g + 1 - 2p) / v. v times the transfers of 1F1B, one copy of
-    the weights. Any number of ranks and micro-batches (see `rounds`).
+    Any number of ranks and micro-batches (see `rounds`). Costs:
+    - bubble: (p - 1)(F + B) / v, from m = p on
+    - peak activations: where p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of
+      g > p micro-batches, g - (g + 1 - 2p) / v on rank 0
+    - weight copies: 1
+    - transfers: v times those of 1F1B
     """
     program = Builder("interleaved", ranks, micro_batches, (straight(ranks, chunks),))
     taken = rounds(ranks, micro_batches)
@@ -37,9 +40,11 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
     """ZB-H1 over chunks (as PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
 
-    Bubble (p - 1)(F + I - W) / v from m = p on. Where p divides m, every rank keeps p micro-batches; with rounds of
-    g > p, g - (g - p) / v. v times the transfers of 1F1B, one copy of the weights. Any number of ranks and
-    micro-batches.
+    Any number of ranks and micro-batches. Costs:
+    - bubble: (p - 1)(F + I - W) / v, from m = p on
+    - peak activations: where p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
+    - weight copies: 1
+    - transfers: v times those of 1F1B
     """
     program = Builder("interleaved-zb", ranks, micro_batches, (straight(ranks, chunks),))
     taken = rounds(ranks, micro_batches)
@@ -65,8 +70,13 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
     2211.05953, section 4; the backwards in PyTorch's order, last micro-batch first).
 
     A rank needs the weights of one chunk at a time, which is what this order is for: sharded weights are gathered once
-    a chunk and pass, not once a micro-batch. Bubble (p - 1)(F + B) / v from m = p on. Every rank keeps all m
-    micro-batches. v times the transfers of GPipe, one copy of the weights. Any number of ranks and micro-batches.
+    a chunk and pass, not once a round.
+
+    Any number of ranks and micro-batches. Costs:
+    - bubble: (p - 1)(F + B) / v, from m = p on
+    - peak activations: m micro-batches on every rank
+    - weight copies: 1
+    - transfers: v times those of GPipe
     """
     program = Builder("looped-bfs", ranks, micro_batches, (straight(ranks, chunks),))
     for rank in program.ranks:

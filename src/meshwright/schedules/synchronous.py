@@ -1,6 +1,6 @@
 """The schedules that everything else is measured against: all forwards first, or one forward and one backward in turn.
 
-Costs are in F and B, a rank's forward and whole backward of one micro-batch; p ranks, m micro-batches.
+Costs are in F and B, a rank's forward and whole backward of one micro-batch, for p ranks and m micro-batches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from meshwright.program.pipeline import Builder, PipelineProgram, straight
 def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; backwards in PyTorch's order).
 
-    Bubble (p - 1)(F + B). Every rank keeps the activations of all m micro-batches. One transfer between neighbours a
-    micro-batch and direction, one copy of the weights. Any number of ranks and micro-batches.
+    Any number of ranks and micro-batches. Costs:
+    - bubble: (p - 1)(F + B)
+    - peak activations: m micro-batches on every rank
+    - weight copies: 1
+    - transfers: one a micro-batch, border between ranks, and direction
     """
     program = Builder("gpipe", ranks, micro_batches, (straight(ranks),))
     for rank in program.ranks:
@@ -27,8 +30,11 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     """One forward, one backward: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan
     et al. 2021, arXiv 2007.01045, section 3).
 
-    Bubble (p - 1)(F + B), as GPipe; but rank r keeps the activations of only min(m, p - r) micro-batches. Transfers and
-    weights as GPipe. Any number of ranks and micro-batches.
+    Any number of ranks and micro-batches. Costs:
+    - bubble: (p - 1)(F + B), as GPipe
+    - peak activations: min(m, p - r) micro-batches on rank r
+    - weight copies: 1
+    - transfers: those of GPipe
     """
     program = Builder("1f1b", ranks, micro_batches, (straight(ranks),))
     for rank in program.ranks:

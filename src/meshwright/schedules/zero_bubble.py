@@ -1,7 +1,7 @@
 """Zero bubble: the backward in two halves, so that weight gradients, which nobody waits for, fill what was idle time.
 
 Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, sections 2.1 and 2.2: the two schedules made by hand
-for equal times of forward (F), input gradient (I) and weight gradient (W). Costs: p ranks, m micro-batches.
+for equal times of forward (F), input gradient (I) and weight gradient (W). Costs are for p ranks and m micro-batches.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from meshwright.program.pipeline import Builder, PipelineProgram, straight
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
     """The memory of 1F1B and, for equal times, a third of its bubble (section 2.1, figure 3 top).
 
-    Bubble (p - 1)(F + I - W) from m = p on. Every rank keeps the activations of min(m, p) micro-batches. Transfers and
-    weights as 1F1B. Any number of ranks and micro-batches.
+    Any number of ranks and micro-batches. Costs:
+    - bubble: (p - 1)(F + I - W), from m = p on
+    - peak activations: min(m, p) micro-batches on every rank
+    - weight copies: 1
+    - transfers: those of 1F1B
     """
     return _zero_bubble("zb-h1", ranks, micro_batches, ahead=1)
 
@@ -21,10 +24,14 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
 def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
     """No bubble at all for equal times, for twice the memory (section 2.2, figure 3 bottom).
 
-    A rank's idle time is (p - 1)(F + I - 2W) from m = 2p - 1 on. Rank r also ends r forwards after rank 0, so one step
-    on its own still lasts m(F + I + W) + (p - 1)F: the promise holds over many steps, where ranks go on without waiting
-    for each other. Every rank keeps the activations of min(m, 2p - 1) micro-batches. Transfers and weights as 1F1B.
-    Any number of ranks and micro-batches.
+    Rank r starts and ends r forwards after rank 0, so one step on its own still lasts m(F + I + W) + (p - 1)F: the
+    promise is about many steps, in which no rank waits for the others between two of them.
+
+    Any number of ranks and micro-batches. Costs:
+    - bubble: rank 0 waits (p - 1)(F + I - 2W), from m = 2p - 1 on
+    - peak activations: min(m, 2p - 1) micro-batches on every rank
+    - weight copies: 1
+    - transfers: those of 1F1B
     """
     return _zero_bubble("zb-h2", ranks, micro_batches, ahead=2)
 
