@@ -199,6 +199,11 @@ def test_a_part_that_is_added_twice_is_named() -> None:
     assert "(combine scratch[0] into data[0]): adds rank 0's part of chunk 0 to data[0] a second time" in str(error)
 
 
+def test_a_part_that_is_added_twice_is_seen_among_many_ranks() -> None:
+    error = refused(program_of("reduce", 130, 1, reduce(0, 0, 99), reduce(0, 1, 99), send(99, 0, 0), send(99, 1, 0)))
+    assert error.reason == "adds rank 99's part of chunk 0 to data[0] a second time"
+
+
 def test_different_chunks_are_not_added_together() -> None:
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), reduce(1, 0, 0, slot=1)))
     assert str(error) == "rank 1, step 0 (reduce data[1] from 0): reduces chunk 0 into chunk 1 in data[1]"
@@ -259,6 +264,13 @@ def test_ranks_times_rounds_counts_only_dependent_transfers() -> None:
     rows = [send(0, 0, 1), receive(1, 0, 0), local(1, 1, 0, 1), send(1, 2, 2), receive(2, 0, 1), send(2, 1, 3)]
     rows += [receive(3, 0, 2)]
     assert check_collective(program_of("broadcast", 4, 1, *rows, scratch=1)).rounds == 3
+
+
+def test_steps_beyond_count_are_refused_and_not_begun() -> None:
+    chunks = 10**6
+    rows = [row for i in range(60) for row in (send(0, i, 1, count=chunks), receive(1, i, 0, count=chunks))]
+    with pytest.raises(UserError, match="its steps name 120000000 slots, and a check takes 100000000"):
+        check_collective(program_of("broadcast", 2, chunks, *rows))
 
 
 @pytest.mark.parametrize(

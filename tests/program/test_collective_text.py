@@ -10,6 +10,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.collective_text import parse_collective, print_collective
+from meshwright.program.json_form import from_json, to_json
+from tests.program.example_collectives import programs
 
 SWAP = """\
 collective all-reduce by-hand   # two ranks exchange and add
@@ -40,9 +42,10 @@ def every_kind() -> CollectiveProgram:
     return dataclasses.replace(program.build(), reduction="maximum")
 
 
-def test_printing_and_parsing_gives_an_equal_program() -> None:
-    program = every_kind()
-    assert parse_collective(print_collective(program)) == program
+def test_printing_and_reading_gives_an_equal_program() -> None:
+    for program in (every_kind(), *programs()):
+        assert parse_collective(print_collective(program)) == program
+        assert from_json(to_json(program)) == program
 
 
 def test_the_text_reads_as_written_here() -> None:

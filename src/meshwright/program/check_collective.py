@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.errors import UserError
 from meshwright.program import contract
 from meshwright.program.collective import ARRIVING, LOCAL, SENDING, CollectiveProgram, Kind
 from meshwright.program.contributions import Contributions, error, local, spread, transfers, whose
@@ -24,6 +25,8 @@ from meshwright.program.order import (
     match,
     post_order,
 )
+
+_MOST_SLOTS = 10**8  # named by all steps together: some GiB and a minute
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ def check_collective(program: CollectiveProgram) -> CheckedCollective:
     p = program
     contract.refuse(p.operation, p.ranks, p.chunks, p.root, p.scratch, p.reduction, "program")
     _check_steps(program)
+    if (moved := int(p.steps.count.sum())) > _MOST_SLOTS:
+        raise UserError(
+            f"program: its steps name {moved} slots, and a check takes {_MOST_SLOTS}; take fewer ranks or chunks"
+        )
     checked = _meet(program)
     _check_races(program)
     flow = Contributions(program)
