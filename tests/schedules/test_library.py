@@ -10,6 +10,7 @@ from meshwright.errors import UserError
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.durations import Durations
 from meshwright.program.pipeline_text import print_pipeline
 from meshwright.schedules.library import SCHEDULES, generate
 from meshwright.schedules.pytorch_csv import to_csv
@@ -27,6 +28,13 @@ def test_every_schedule_is_called_by_its_name_and_holds(name: str):
     assert (program.name, program.ranks, program.micro_batches) == (name, 4, 16)
     assert program.chunks == SCHEDULE_CHUNKS[name][0]
     assert not program.has_transfers
+
+
+def test_auto_is_handed_durations_memory_and_chunks():
+    durations = Durations.per_rank((3, 1), forward=[1, 1, 2])
+    program = generate("auto", 3, 4, durations=durations, memory=2, chunks=1)
+    assert program.chunks == 1
+    assert check_pipeline(program).peak_activations.max() <= 2
 
 
 def test_the_number_of_chunks_is_free_where_the_schedule_has_any():

@@ -13,8 +13,8 @@ from meshwright.schedules.interleaved import rounds
 
 
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
-    """PipeDream: an update after each backward (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first as Harlap et al.
-    2018, arXiv 1806.03377).
+    """PipeDream: an update after each backward (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first as Harlap et
+    al. 2018, arXiv 1806.03377).
 
     A backward uses the weights that its forward used, which are stashed until then; a gradient of rank r is p - 1 - r
     updates late.
