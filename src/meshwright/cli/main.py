@@ -16,6 +16,7 @@ from meshwright.errors import MeshwrightError, Terminated
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
     "data": "Prepare a recipe's data, or show what a batch looks like.",
+    "schedule": "Check, time and draw a pipeline schedule.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",

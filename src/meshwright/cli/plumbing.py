@@ -7,11 +7,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
 import click
 
+from meshwright.errors import UserError
 from meshwright.names import nearest, unknown
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -93,6 +95,18 @@ def answering(as_json: bool) -> Iterator[Answer]:
             printed.flush()  # what went past sys.stderr into the buffer still belongs aside
             os.dup2(aside, 1)
             os.close(aside)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that a person asked for: whole or not at all. Raises UserError where it cannot be written."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def json_document(document: Mapping[str, Any]) -> str:

@@ -1,0 +1,183 @@
+"""`meshwright schedule`: a pipeline schedule, checked, timed and drawn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+
+from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import command as a_command
+from meshwright.errors import UserError
+from meshwright.names import SCHEDULES, unknown
+
+
+def _times(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
+    """One duration, or several with commas between them."""
+    if text is None:
+        return None
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a duration such as 1, or several such as 1,1,2") from None
+    if any(not 0 <= number < float("inf") for number in numbers):
+        raise click.BadParameter(f"{text!r}: a duration is a finite number that is not negative")
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+@a_command(
+    "schedule",
+    "meshwright schedule 1f1b --stages 4 --microbatches 8 --text",
+    "meshwright schedule zb-v --stages 8 --microbatches 32 --transfer 0.1 --html zb-v.html --trace zb-v.json",
+    "meshwright schedule auto --stages 4 --microbatches 16 --forward 1,1,1,1.6 --memory 5 --program found.txt",
+    "meshwright schedule @found.txt",
+)
+@click.argument("schedule")
+@click.option("--stages", type=click.IntRange(min=1), help="Pipeline ranks (a file says it itself).")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step, both directions counted.")
+@click.option("--chunks", type=click.IntRange(min=1), help="Stages on a rank, where the schedule leaves that open.")
+@click.option(
+    "--forward",
+    callback=_times,
+    metavar="T[,T...]",
+    default="1",
+    show_default=True,
+    help="Of a rank's share: one, or one a rank.",
+)
+@click.option(
+    "--input-gradient",
+    callback=_times,
+    metavar="T[,T...]",
+    default="1",
+    show_default=True,
+    help="The backward's first half.",
+)
+@click.option(
+    "--weight-gradient",
+    callback=_times,
+    metavar="T[,T...]",
+    default="1",
+    show_default=True,
+    help="The backward's second half.",
+)
+@click.option(
+    "--transfer",
+    callback=_times,
+    metavar="T[,T...]",
+    default="0",
+    show_default=True,
+    help="From a stage to the next one.",
+)
+@click.option(
+    "--overlapped",
+    callback=_times,
+    metavar="T[,T...]",
+    help="Forward and backward together, where a schedule overlaps them.",
+)
+@click.option("--memory", type=float, metavar="M", help="auto: most micro-batches of activations on a rank.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: picture and figures.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="F", help="Write a trace for ui.perfetto.dev.")
+@click.option(
+    "--program", "program_file", type=click.Path(path_type=Path), metavar="F",
+    help="Write the program, sends and receives included: .json, PyTorch's .csv, else text. @F reads it.",
+)  # fmt: skip
+@click.option("--text", is_flag=True, help="Print the picture as text.")
+@json_option
+def command(
+    schedule: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    forward: float | list[float],
+    input_gradient: float | list[float],
+    weight_gradient: float | list[float],
+    transfer: float | list[float],
+    overlapped: float | list[float] | None,
+    memory: float | None,
+    svg: Path | None,
+    html: Path | None,
+    trace: Path | None,
+    program_file: Path | None,
+    text: bool,
+    as_json: bool,
+) -> None:
+    """Check a pipeline SCHEDULE (a name, or @FILE), put it on a clock, and draw it.
+
+    Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. The bubble, peak
+    activations (in micro-batches), weight copies and messages of every rank are reported. Exit code 1 when a program
+    does not hold: a line names rank, step and reason.
+    """
+    _require(schedule, stages, microbatches)
+    from meshwright.schedules.report import schedule as report_of
+
+    if memory is not None and schedule != "auto":
+        raise UserError(
+            f"--memory {memory:g}: {schedule} takes the memory it takes; only auto looks for a program that fits"
+        )
+    with answering(as_json) as answer:
+        report = report_of(
+            schedule, stages, microbatches, chunks,
+            forward, input_gradient, weight_gradient, transfer, overlapped, memory,
+        )  # fmt: skip
+        lines = [report.summary()]
+        if svg or html or trace or text:
+            timeline = report.timeline()
+        if svg:
+            from meshwright.program.gantt import draw_svg
+
+            write_file(svg, draw_svg(timeline))
+        if html:
+            from meshwright.program.gantt import draw_html
+
+            write_file(html, draw_html(timeline, report.table(), "; ".join(report.summary().splitlines()[1:])))
+        if trace:
+            from meshwright.program.trace import trace_events
+
+            write_file(trace, json.dumps(trace_events(timeline)))
+        if program_file:
+            write_file(program_file, _written(report.complete, program_file))
+        if text:
+            from meshwright.program.gantt_text import draw_text
+
+            width = shutil.get_terminal_size((120, 24)).columns
+            lines.append(draw_text(timeline, width))
+        lines += [f"{what}: {path}" for what, path in _files(svg, html, trace, program_file)]
+        document = report.document()
+        document["files"] = {what: str(path) for what, path in _files(svg, html, trace, program_file)}
+        answer(document, "\n".join(lines))
+
+
+def _require(schedule: str, stages: int | None, micro_batches: int | None) -> None:
+    """A name needs to be known, and told how many ranks and micro-batches there are; a file says so itself."""
+    if schedule.startswith("@"):
+        return
+    if schedule not in SCHEDULES:
+        raise UserError(unknown("schedule", schedule, SCHEDULES) + "; a file is written @FILE")
+    missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]
+    if missing:
+        raise UserError(f"schedule {schedule}: say how many, as in {' '.join(missing)}")
+
+
+def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Path | None) -> list[tuple[str, Path]]:
+    """What was written, by what it is."""
+    named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
+    return [(what, path) for what, path in named if path is not None]
+
+
+def _written(program: object, path: Path) -> str:
+    from meshwright.program.json_form import print_json
+    from meshwright.program.pipeline import PipelineProgram
+    from meshwright.program.pipeline_text import print_pipeline
+    from meshwright.schedules.pytorch_csv import to_csv
+
+    assert isinstance(program, PipelineProgram)
+    match path.suffix.lower():
+        case ".json":
+            return print_json(program)
+        case ".csv":
+            return to_csv(program)
+        case _:
+            return print_pipeline(program)

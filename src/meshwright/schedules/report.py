@@ -1,0 +1,144 @@
+"""Everything that is said about a pipeline schedule: checked, simulated, ready to print and to draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.durations import Durations
+from meshwright.program.pipeline import Kind, PipelineProgram
+from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
+from meshwright.program.timeline import Timeline, pipeline_timeline
+from meshwright.schedules.library import generate
+from meshwright.schedules.transfers import with_transfers
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """A schedule that has been checked, and its simulation. Times are in the unit of the durations."""
+
+    program: PipelineProgram  # as it was generated or read
+    complete: PipelineProgram  # with its sends and receives
+    timing: PipelineTiming
+
+    def document(self) -> dict[str, Any]:
+        """The keys of `meshwright schedule --json`."""
+        program, timing = self.program, self.timing
+        copies = timing.weight_copies
+        document: dict[str, Any] = {
+            "schedule": program.name,
+            "ranks": program.ranks,
+            "micro_batches": program.micro_batches,
+            "chunks": program.chunks,
+            "placement": program.placement,
+            "makespan": timing.makespan,
+            "idle": timing.idle,
+            "bubble_fraction": timing.bubble_fraction,
+            "bubble_to_ideal": timing.bubble_to_ideal,
+            "peak_activations": timing.peak_activations,
+            "weight_copies": float(copies.max()),
+            "weight_copies_by_rank": copies,
+            "transfers": timing.transfers,
+            "checked": True,
+            "steps": self.steps(),
+        }
+        if program.asynchronous:
+            document["steady_bubble_fraction"] = timing.steady_bubble_fraction
+        return document
+
+    def steps(self) -> list[list[str]]:
+        """What each rank computes, in order, as PyTorch writes it (`2F5`: stage 2, forward of micro-batch 5); steps
+        that overlap stand together, with a bar between them."""
+        s = self.program.steps
+        ranks: list[list[str]] = [[] for _ in range(self.program.ranks)]
+        before = -1
+        for index, (rank, kind, group) in enumerate(
+            zip(s.rank.tolist(), s.kind.tolist(), s.group_index.tolist(), strict=True)
+        ):
+            if kind > Kind.UPDATE:
+                continue
+            word = self.program.describe(index)
+            if group == before:
+                ranks[rank][-1] += f" | {word}"
+            else:
+                ranks[rank].append(word)
+            before = group
+        return ranks
+
+    def timeline(self) -> Timeline:
+        """What the pictures show: beside each rank, its idle time and its peak of activations."""
+        idle, peak = self.timing.idle.tolist(), self.timing.peak_activations.tolist()
+        notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
+        levels = {}
+        for rank in range(self.program.ranks):
+            times, values = self.timing.activations(rank)
+            levels[rank] = list(zip(times.tolist(), values.tolist(), strict=True))
+        return pipeline_timeline(self.program, self.timing, notes, levels)
+
+    def summary(self) -> str:
+        """The report in a few lines for a person."""
+        program, timing = self.program, self.timing
+        copies = float(timing.weight_copies.max())
+        chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
+        replicas = f", {program.replicas} replicas in opposite directions" if program.replicas > 1 else ""
+        lines = [
+            f"{program.name}: {program.ranks} ranks, {program.micro_batches} micro-batches{chunks}{replicas}; checked",
+            f"makespan {timing.makespan:.6g}; bubble {100 * timing.bubble_fraction:.1f} % of it, "
+            f"{100 * timing.bubble_to_ideal:.1f} % on top of the mean work of a rank ({float(timing.busy.mean()):.6g})",
+        ]
+        if program.asynchronous:
+            lines.append(f"weights change under way: bubble {100 * timing.steady_bubble_fraction:.1f} % while full")
+        lines.append(
+            f"peak activations {_span(timing.peak_activations.tolist())} micro-batches; weight copies {copies:g}; "
+            f"messages sent by a rank {_span(timing.transfers.tolist())}; idle {_span(timing.idle.tolist())}"
+        )
+        return "\n".join(lines)
+
+    def table(self) -> list[list[str]]:
+        """A row a rank, after a row of heads."""
+        timing = self.timing
+        columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.transfers)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        heads = ["rank", "busy", "idle", "peak activations", "weight copies", "messages sent"]
+        return [heads, *([str(rank), *(f"{value:.6g}" for value in row)] for rank, row in enumerate(rows))]
+
+
+def schedule(
+    name: str,
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    chunks: int | None = None,
+    forward: ArrayLike = 1.0,
+    input_gradient: ArrayLike = 1.0,
+    weight_gradient: ArrayLike = 1.0,
+    transfer: ArrayLike = 0.0,
+    overlapped: ArrayLike | None = None,
+    memory: float | None = None,
+) -> ScheduleReport:
+    """Generate (or read, `@FILE`), check and simulate a pipeline schedule: what `meshwright schedule` does.
+
+    Durations are of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
+    stage (`Durations.per_rank`). memory: most activations of whole micro-batches on a rank, for `auto`.
+
+    Raises UserError for names and numbers that cannot be, ProgramError for a program that does not hold.
+    """
+    times = (forward, input_gradient, weight_gradient, transfer, 0.0, overlapped)
+    wanted = Durations.per_rank((ranks, chunks or 1), *times) if name == "auto" and ranks else None
+    program = generate(name, ranks, micro_batches, chunks, wanted, memory)
+    check_pipeline(program)
+    durations = Durations.per_rank(program, *times)
+    timing = simulate_pipeline(program, durations)
+    complete = program
+    if not program.has_transfers:
+        complete = with_transfers(program, durations)
+        check_pipeline(complete)
+    return ScheduleReport(program, complete, timing)
+
+
+def _span(values: list[float]) -> str:
+    """`4`, or `1 to 4` where ranks differ."""
+    low, high = min(values), max(values)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
