@@ -111,7 +111,7 @@ class _Parser:
                     raise self._error(self._what(step.strip(), letters if kind is None else part))
                 stage, micro_batch, replica = int(stage_word), int(number), len(ticks)
                 if stage >= stages or micro_batch >= micro_batches or replica >= replicas:
-                    raise self._error(self._beyond(step.strip(), stage, micro_batch))
+                    raise self._error(self._beyond(step.strip(), stage, replica, micro_batch))
                 rows.extend((rank, self.line, kind, stage, replica, micro_batch, component))
         self.line += 1
         if not seen:
@@ -123,14 +123,15 @@ class _Parser:
             return f'"{step}": {unknown("part of a layer", word[1:], [part[1:] for part in _PARTS if part])}'
         return f'"{step}": {unknown("step", word, _KINDS)}'
 
-    def _beyond(self, step: str, stage: int, micro_batch: int) -> str:
+    def _beyond(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
         stages, micro_batches = len(self.placement[0]), self.numbers["micro-batches"]
         if stage >= stages:
             return f'"{step}": there is no stage {stage}; the placement has {_counted("stage", stages)}'
         if micro_batch >= micro_batches:
             counted = _counted("micro-batch", micro_batches)
             return f'"{step}": there is no micro-batch {micro_batch}; the program has {counted}'
-        return f'"{step}": there are {len(self.placement)} lines "placement", one a replica; each \' means the next one'
+        has = f'the program has {len(self.placement)}, one for each line "placement"'
+        return f'"{step}": there is no replica {replica}; {has}'
 
     def _header(self, words: list[str]) -> None:
         name = words[0]
