@@ -103,6 +103,8 @@ def test_many_parts_are_written_shortly() -> None:
     assert label(program, 3, (0, 1, 3, 4, 5, 7)) == "a3+b3+d…f3+h3"
     assert label(program, 3, tuple(range(8))) == "Σ3"
     assert label(program, -1, ()) == ""
+    assert label(ring(16), 3, (0, 2, 4, 6, 8)) == "5 parts of 3"
+    assert label(star_barrier(16), 0, (0, 2, 4, 6, 8)) == "5 ranks"
 
 
 def test_every_program_has_a_frame_a_round_and_ends_as_promised() -> None:

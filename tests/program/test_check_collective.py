@@ -110,10 +110,11 @@ def wait(rank: int, group: int, peer: int) -> tuple[int, ...]:
         ((0, 0, Kind.SIGNAL, 0, 1, 1, -1), "(signal 1): a signal carries no slots"),
         (local(0, 0, 5, 0), "(copy scratch[3] into data[0]): reaches beyond a rank's slots"),
         (local(0, 0, 0, 0), "(copy data[0] into data[0]): what is read and what is written overlap"),
+        (local(0, 0, 0, 1, 2), "(copy data[0:2] into data[1:3]): what is read and what is written overlap"),
     ],
 )  # fmt: skip
 def test_a_step_that_makes_no_sense_by_itself_is_named(row: tuple[int, ...], message: str) -> None:
-    error = refused(program_of("all-reduce", 2, 2, row, scratch=1))
+    error = refused(program_of("all-reduce", 2, 3 if row[4] == 2 and row[2] == Kind.COPY else 2, row, scratch=1))
     assert str(error).startswith("rank 0, step 0 " + message)
 
 

@@ -66,6 +66,7 @@ def change(path: str, value: object) -> Callable[[Any], None]:
     ("path", "value", "message"),
     [
         ("dialect", "collectiv", 'p: "dialect" should be "collective" or "pipeline", not "collectiv"'),
+        ("dialect", ["collective"], 'p: "dialect" should be "collective" or "pipeline", not ["collective"]'),
         ("format", 2, 'p: "format" should be 1, not 2'),
         ("rnks", 2, 'p: unknown key "rnks"; did you mean "ranks"?'),
         ("ranks", None, 'p: "ranks" is missing'),

@@ -153,7 +153,8 @@ def reduces(program: CollectiveProgram) -> bool:
 
 
 def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
-    """`a0`, `a0+b0`, `a…e0` for five and more in a row, `Σ0` for all; of a barrier the ranks heard from: `a+b`."""
+    """`a0`, `a0+b0`, `a…e0` for five and more in a row, `8 parts of 0` for many scattered ones, `Σ0` for all; of a
+    barrier the ranks heard from: `a+b`."""
     if chunk < 0:
         return ""
     number = "" if program.operation == "barrier" else str(chunk)
@@ -168,6 +169,8 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
     for _, run in groupby(enumerate(origins), lambda pair: pair[1] - pair[0]):
         letters = [LETTERS[rank] for _, rank in run]
         terms += [f"{letters[0]}…{letters[-1]}{number}"] if len(letters) > 2 else [f"{x}{number}" for x in letters]
+    if len(terms) > 4:
+        return f"{len(origins)} parts of {number}" if number else f"{len(origins)} ranks"
     return "+".join(terms)
 
 

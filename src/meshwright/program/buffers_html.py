@@ -27,7 +27,7 @@ p { margin: 4px 0; color: var(--dim); max-width: 100ch; }
 .key { display: inline-block; width: 26px; height: 14px; border-radius: 3px; vertical-align: -2px; margin: 0 4px 0 14px;
   box-sizing: border-box; }
 .frames { display: grid; gap: 28px 40px; margin-top: 20px; }
-svg { width: 100%; display: block; } svg text { fill: var(--ink); }
+section { overflow-x: auto; } svg { width: 100%; display: block; } svg text { fill: var(--ink); }
 .cell { font: 12px ui-monospace, monospace; text-anchor: middle; } .fresh + text { font-weight: 700; }
 .side { font: 11px ui-monospace, monospace; text-anchor: end; fill: var(--dim) !important; }
 .rank { font: 600 13px system-ui, sans-serif; text-anchor: middle; }
@@ -52,12 +52,13 @@ def draw_buffers_html(checked: CheckedCollective) -> str:
         f"<section><h2>{escape(frame.title.capitalize())}</h2>\n{picture.draw(width)}</section>"
         for frame, picture in zip(drawn, pictures, strict=True)
     )
+    most, least = round(width * 1.25), round(width * 0.75)
     columns = f"repeat(auto-fill, minmax(min(100%, {round(width * 0.9)}px), 1fr))"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(name)}</title>\n<style>{_STYLE}.frames {{ grid-template-columns: {columns}; }}\n"
-        f"section {{ max-width: {round(width * 1.25)}px; }}</style></head>\n"
+        f"section {{ max-width: {most}px; }} svg {{ min-width: {least}px; }}</style></head>\n"
         f"<body>\n<h1>{escape(name)}</h1>\n<p>{escape(_cost(checked))}</p>\n<p>{escape(legend(program))}</p>\n"
         f'<p class="keys">{_keys(program)}</p>\n<div class="frames">\n{sections}\n</div>\n</body></html>\n'
     )

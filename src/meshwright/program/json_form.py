@@ -71,9 +71,8 @@ def from_json(value: object, where: str = "program") -> Program:
     """The program of a JSON object. where: what messages start with. Raises `UserError` that names the key."""
     table = _table(value, where)
     dialect = table.get("dialect")
-    if dialect not in _COLUMNS:
+    if not isinstance(dialect, str) or dialect not in _COLUMNS:
         raise UserError(f'{where}: "dialect" should be "collective" or "pipeline", not {_shown(dialect)}')
-    assert isinstance(dialect, str)
     header = dict(_COLLECTIVE if dialect == "collective" else _PIPELINE)
     _only(table, ("dialect", "format", *header, "steps"), where)
     if table.get("format") != _FORMAT or isinstance(table.get("format"), bool):
