@@ -12,19 +12,42 @@ import heapq
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.program.collective import Kind
+from meshwright.program.collective import ARRIVING, SENDING, CollectiveProgram, Kind
 from meshwright.program.flows import FairSharing
 from meshwright.program.network import Floats, Network, totals
-from meshwright.program.order import Integers, ranges
-
-if TYPE_CHECKING:
-    from meshwright.program.check_collective import CheckedCollective
+from meshwright.program.order import Integers, match, ranges
 
 _SAME_TIME = 1e-11  # moments that differ by less, relative to the time since the start, are one moment
+
+
+class Meetings(Protocol):
+    """A program whose sends have met their receives: what the check gives, of which timing needs no more."""
+
+    @property
+    def program(self) -> CollectiveProgram: ...
+    @property
+    def sends(self) -> Integers: ...
+    @property
+    def receives(self) -> Integers: ...
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """A program that is timed on trust, as one of the library's when many are compared."""
+
+    program: CollectiveProgram
+    sends: Integers
+    receives: Integers
+
+    @classmethod
+    def of(cls, program: CollectiveProgram) -> Unchecked:
+        """Match sends and receives, and prove nothing."""
+        s = program.steps
+        return cls(program, *match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING)))
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ class CollectiveTiming:
 
 
 def simulate_collective(
-    checked: CheckedCollective, network: Network, total_bytes: float, reduce_bytes_per_second: float = np.inf
+    checked: Meetings, network: Network, total_bytes: float, reduce_bytes_per_second: float = np.inf
 ) -> CollectiveTiming:
     """Run a checked program on a network. total_bytes: the full vector. reduce_bytes_per_second: how fast a rank
     reduces what has arrived (unless said, in no time); it does so at the end of the group, before its next one."""
@@ -64,7 +87,7 @@ def simulate_collective(
 class CollectiveSimulator:
     """One program on one network, laid out once, to be run for several sizes."""
 
-    def __init__(self, checked: CheckedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
+    def __init__(self, checked: Meetings, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
         program, steps = checked.program, checked.program.steps
         assert program.ranks == network.ranks, f"{program.ranks} ranks on a network of {network.ranks}"
         self.network, self.chunks, self.ranks = network, program.chunks, program.ranks
