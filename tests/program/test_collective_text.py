@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.program.collective import Builder, CollectiveProgram
@@ -119,3 +121,20 @@ def test_a_slip_is_named_with_its_line_and_what_would_be_right(old: str, new: st
 def test_an_empty_text_says_how_a_program_starts() -> None:
     with pytest.raises(UserError, match='the line "collective ..." is missing'):
         parse_collective("# nothing\n")
+
+
+@given(
+    st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from("ad[]0:9| \n#-²x")), max_size=4)
+)
+@settings(max_examples=100, deadline=None)
+def test_no_text_breaks_the_reader(number: int, edits: list[tuple[int, str]]) -> None:
+    text = print_collective(programs()[number % len(programs())])
+    for place, letter in edits:
+        at = place % len(text)
+        text = text[:at] + letter + text[at + place % 2 :]
+    try:
+        program = parse_collective(text)
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert parse_collective(print_collective(program)) == program

@@ -83,6 +83,7 @@ def change(path: str, value: object) -> Callable[[Any], None]:
         ("steps.kind.2", "snd", 'p: "steps": "kind", entry 2: unknown kind "snd"; did you mean "send"?'),
         ("steps.kind.2", 1, 'p: "steps": "kind", entry 2: unknown kind "1"'),
         ("steps.slot.1", 0.5, 'p: "steps": "slot", entry 1 should be a whole number, not 0.5'),
+        ("steps.slot.1", True, 'p: "steps": "slot", entry 1 should be a whole number, not true'),
         ("steps.slot.1", 2**70, 'p: "steps": "slot", entry 1 should be a whole number'),
         ("steps.rank.1", 2, 'p: "steps": "rank", entry 1 is 2; it should be 0 to 1'),
         ("steps.group.2", -1, 'p: "steps": "group", entry 2 is lower'),
