@@ -126,7 +126,7 @@ def schedule(
     Raises UserError for names and numbers that cannot be, ProgramError for a program that does not hold.
     """
     times = (forward, input_gradient, weight_gradient, transfer, 0.0, overlapped)
-    wanted = Durations.per_rank((ranks, chunks or 1), *times) if name == "auto" and ranks else None
+    wanted = Durations(*times) if name == "auto" else None  # by rank: where stages live is for the search to say
     program = generate(name, ranks, micro_batches, chunks, wanted, memory)
     check_pipeline(program)
     durations = Durations.per_rank(program, *times)

@@ -1,0 +1,334 @@
+"""`auto`: a pipeline program for given times and memory, at least as good as every named schedule that fits.
+
+Every named schedule is simulated. Then, for each way to lay stages on ranks, orders of tasks are made in three ways:
+the named ones with their backwards cut in two, greedy list scheduling, steady patterns. They are executed out of order,
+and the best of them improved along their critical paths. The answer is the best of all: never worse than a named one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
+from random import Random
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshwright.errors import UserError
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+from meshwright.program.durations import Durations
+from meshwright.program.pipeline import PipelineProgram, program_of, straight, v_shaped
+from meshwright.program.simulate_pipeline import simulate_pipeline
+from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
+from meshwright.schedules.local_search import improve
+from meshwright.schedules.orders import Order, Problem, fits, orders_of, program_from, run
+from meshwright.schedules.steady_pattern import shortest_period, steady_orders
+
+Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
+
+EFFORT = 4_000_000  # tasks that the search puts on a clock, for each placement: one to two seconds
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # not the same step: weights change under way
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program that was simulated. peak: activations by rank, in micro-batches of a rank's whole share."""
+
+    name: str
+    program: PipelineProgram
+    makespan: float
+    peak: tuple[float, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer and how it came about. Times in the unit of the durations.
+
+    lower_bound: no program that is laid out as those searched, within the memory, has a smaller makespan; None where
+    candidates were allowed that it does not cover (two replicas, or overlapping that saves time).
+    """
+
+    program: PipelineProgram
+    winner: Candidate
+    candidates: tuple[Candidate, ...]  # in the order of their makespan, those that fit first
+    refused: dict[str, str] = field(default_factory=dict)  # named schedules that cannot take these numbers, and why
+    lower_bound: float | None = None
+
+    @property
+    def makespan(self) -> float:
+        return self.winner.makespan
+
+    @property
+    def gap(self) -> float | None:
+        """How far the makespan may be from the best possible, as a share of that."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else None
+
+    def explain(self) -> str:
+        """A line a candidate, and why the winner won."""
+        lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
+        for one in self.candidates:
+            note = "" if one.fits else "  over the memory limit"
+            lines.append(f"{one.name:<24} {one.makespan:>12.6g} {max(one.peak):>8.4g}{note}")
+        lines += [f"{name:<24} {why}" for name, why in self.refused.items()]
+        others = [one for one in self.candidates if one.fits and one.name in SCHEDULE_CHUNKS and one is not self.winner]
+        won = f"{self.winner.name} wins: makespan {self.makespan:.6g}"
+        if others:
+            ratio = others[0].makespan / self.makespan if self.makespan else 1.0
+            won += f", {ratio:.4f} times as fast as the best other named one, {others[0].name}"
+        if self.gap is not None:
+            won += f"; at most {100 * self.gap:.2f} % above the least possible (bound {self.lower_bound:.6g})"
+        return "\n".join([*lines, won])
+
+
+def find_schedule(
+    ranks: int,
+    micro_batches: int,
+    durations: Durations,
+    memory: ArrayLike | None = None,
+    chunks: int | None = None,
+    seconds: float | None = None,
+    weight_copies: int = 1,
+) -> PipelineProgram:
+    """The program that `search_schedule` finds."""
+    return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
+
+
+def search_schedule(
+    ranks: int,
+    micro_batches: int,
+    durations: Durations,
+    memory: ArrayLike | None = None,
+    chunks: int | None = None,
+    seconds: float | None = None,
+    weight_copies: int = 1,
+    effort: int = EFFORT,
+) -> Found:
+    """Search a program with a small makespan, as the zero-bubble papers do (Qi et al. 2024, arXiv 2401.10241, section
+    3, and arXiv 2405.15362), for times that may differ by rank or stage. Synchronous programs only.
+
+    durations: of a rank's whole share of one micro-batch, one number or one a rank, of which a chunk takes 1/chunks; or
+        one a stage, which settles the number of chunks. A list of transfer times, one a boundary, settles it too.
+    memory: most activations that a rank may hold, in micro-batches of its whole share: one number, or one a rank; None:
+        no limit.
+    chunks: stages on a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules of two replicas.
+    seconds: go on improving until so much time has passed. Without it the same arguments give the same program.
+    effort: how many tasks the search may put on a clock for each placement; less is quicker.
+
+    Raises UserError for numbers that cannot be, and for a memory that no program fits, with the least that would do.
+    """
+    counts = _chunk_counts(ranks, micro_batches, durations, chunks)
+    limits = _limits(ranks, memory)
+    deadline = inf if seconds is None else time.monotonic() + seconds
+
+    candidates, refused = [], {}
+    for name, count in _named(counts, weight_copies):
+        try:
+            program = _generate(name, ranks, micro_batches, count)
+            candidates.append(_simulated(name, program, durations, limits))
+        except UserError as error:
+            refused[name] = str(error)
+    best = min((one.makespan for one in candidates if one.fits), default=inf)
+
+    problems = {}
+    for name, placement in _placements(ranks, counts):
+        empty = program_of("", ranks, micro_batches, (placement,), ())
+        problems[name] = Problem.of(ranks, micro_batches, placement, _by_stage(empty, durations), limits)
+    finished: list[tuple[float, str, list[Order]]] = []
+    for name, problem in sorted(problems.items(), key=lambda item: item[1].lower_bound):
+        if problem.lower_bound >= best * (1 - 1e-9):
+            continue
+        seeds = [
+            orders_of(one.program) for one in candidates if one.fits and one.program.placement == (problem.placement,)
+        ]
+        makespan, orders = _search(problem, seeds, best, effort)
+        finished.append((makespan, name, orders))
+        best = min(best, makespan)
+    finished.sort(key=lambda item: item[0])
+    if seconds is not None and finished:
+        finished[0] = _go_on(problems, finished[0], deadline)
+    for _, name, orders in finished:
+        program = program_from("auto", problems[name], orders)
+        candidates.append(_simulated(name, program, durations, limits))
+
+    bound = min(problem.lower_bound for problem in problems.values())
+    covered = durations.overlapped is None and weight_copies == 1
+    return _chosen(candidates, refused, bound if covered else None)
+
+
+def _chosen(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> Found:
+    """The candidate with the smallest makespan; of equal ones that with the smallest peak, then the named one."""
+    fitting = [one for one in candidates if one.fits]
+    least = min(one.makespan for one in fitting)
+    equal = [one for one in fitting if one.makespan <= least * (1 + 1e-9)]
+    winner = min(equal, key=lambda one: (max(one.peak), sum(one.peak), one.name not in SCHEDULE_CHUNKS))
+    ranked = sorted(candidates, key=lambda one: (not one.fits, one.makespan))
+    return Found(replace(winner.program, name="auto"), winner, tuple(ranked), refused, bound)
+
+
+# What is allowed
+
+
+def _chunk_counts(ranks: int, micro_batches: int, durations: Durations, chunks: int | None) -> tuple[int, ...]:
+    """Numbers of chunks to try: what was asked for, what lists by stage settle, or 1 and 2."""
+    for what, number in (
+        ("ranks", ranks),
+        ("micro-batches", micro_batches),
+        ("chunks", 1 if chunks is None else chunks),
+    ):
+        if number < 1:
+            raise UserError(f"auto with {number} {what}: give it 1 or more")
+    settled = set() if chunks is None else {chunks}
+    for name in ("forward", "input_gradient", "weight_gradient", "transfer"):
+        array = np.asarray(getattr(durations, name), np.float64)
+        stages = array.size + (name == "transfer")
+        if array.ndim == 0 or (name != "transfer" and stages == ranks):
+            continue
+        if array.ndim > 1 or stages % ranks:
+            right = f"1, {ranks - 1} or {2 * ranks - 1}" if name == "transfer" else f"1, {ranks} or {2 * ranks}"
+            raise UserError(f"{name.replace('_', ' ')}: {array.size} values for {ranks} ranks; right is {right}")
+        settled.add(stages // ranks)
+    if len(settled) > 1:
+        raise UserError(f"durations by stage are for {' and '.join(map(str, sorted(settled)))} chunks a rank; give one")
+    return tuple(settled) or ((1, 2) if ranks > 1 else (1,))
+
+
+def _limits(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
+    """Memory by rank. A rank holds all of its stages' activations of a micro-batch before the first backward: 1."""
+    array = np.asarray(inf if memory is None else memory, np.float64)
+    if array.shape not in ((), (1,), (ranks,)):
+        raise UserError(f"memory: {array.size} values; right is 1 or {ranks} (one a rank)")
+    limits = tuple(np.broadcast_to(array, (ranks,)).tolist())
+    for rank, limit in enumerate(limits):
+        if not limit >= 1:
+            raise UserError(
+                f"memory: {limit:g} micro-batches on rank {rank} are too little for any schedule; the least is 1, "
+                "as every stage has to run forward before the first backward"
+            )
+    return limits
+
+
+def _named(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
+    """Names to try, with their numbers of chunks."""
+    for name, (_, least, most) in SCHEDULE_CHUNKS.items():
+        if name == "auto" or name in ASYNCHRONOUS or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
+            continue
+        for count in counts:
+            if least <= count and (most is None or count <= most):
+                yield name, count
+
+
+def _placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Ways to lay stages on ranks, with the name that candidates get."""
+    for count in counts:
+        yield f"search, {count} chunk{'s' if count > 1 else ''}", straight(ranks, count)
+        if count == 2 and ranks > 1:
+            yield "search, V", v_shaped(ranks)
+
+
+def _generate(name: str, ranks: int, micro_batches: int, chunks: int) -> PipelineProgram:
+    from meshwright.schedules.library import generate  # the library knows `auto` too
+
+    return generate(name, ranks, micro_batches, chunks)
+
+
+def _by_stage(program: PipelineProgram, durations: Durations) -> Durations:
+    return Durations.per_rank(
+        program,
+        durations.forward,
+        durations.input_gradient,
+        durations.weight_gradient,
+        durations.transfer,
+        overlapped=durations.overlapped,
+    )
+
+
+def _simulated(name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]) -> Candidate:
+    timing = simulate_pipeline(program, _by_stage(program, durations))
+    peak = tuple(timing.peak_activations.tolist())
+    fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
+    return Candidate(name, program, timing.makespan, peak, fits_all)
+
+
+# The search for one placement
+
+
+def _search(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
+    """The best that about `effort` tasks on a clock find; ends early at the lower bound. known: a makespan that is to
+    be beaten; what is far above it is not improved any more."""
+    enough = problem.lower_bound * (1 + 1e-9)
+    runs = max(120, effort // problem.size)
+    pools = (
+        ([(run(problem, orders).makespan, orders) for orders in named], 3),
+        (_greedy(problem, min(36, runs // 50)), 3),
+        (_patterns(problem, min(300, runs // 6)), 12),
+    )
+    starts = [one for pool, keep in pools for one in sorted(pool, key=_makespan)[:keep]]
+    # Few of the windows for all, more of them for the best, then moves along the critical path for the best of these.
+    windows = list(product((8, 32, 2, 16), (0.05, 1.0, 0.5)))
+    for tried, kept in ((windows[:2], 6), (windows[2 : 2 + runs // 200], 4)):
+        for at, one in enumerate(starts):
+            starts[at] = min([one, *(out_of_order(problem, one[1], *window) for window in tried)], key=_makespan)
+            if starts[at][0] <= enough:
+                return starts[at]
+        starts = sorted(starts, key=_makespan)[:kept]
+    near = 1.06 * min(known, starts[0][0])
+    for at, one in enumerate(starts):
+        if one[0] <= near:
+            starts[at] = improve(problem, one[1], min(1000, runs // 4))
+            if starts[at][0] <= enough:
+                break
+    return min(starts, key=_makespan)
+
+
+def _makespan(timed: Timed) -> float:
+    return timed[0]
+
+
+def _greedy(problem: Problem, trials: int) -> list[Timed]:
+    """List schedules, of the parameters that most often are best first; ends at the lower bound."""
+    s, ranks = problem.stages, range(problem.ranks)
+    found = []
+    depths = [problem.micro_batches * problem.chunks, s, 2 * s - 1, 3 * s // 2]
+    caps = [tuple(min(depth, problem.limit[r]) for r in ranks) for depth in depths]
+    caps += [tuple(max(problem.chunks, min(s - slope * r, problem.limit[r])) for r in ranks) for slope in (1, 2)]
+    caps = list(dict.fromkeys(caps))
+    rules = list(product((False, True), (0.0, 0.5, 1.0), (1.0, 0.05, 0.5), (True, False)[: problem.chunks]))
+    for (forward_first, hold, patience, deep_first), cap in list(product(rules, caps))[: max(12, trials)]:
+        found.append(greedy(problem, Greed(cap, forward_first, deep_first, hold, patience)))
+        if found[-1][0] <= problem.lower_bound * (1 + 1e-9):
+            break
+    return found
+
+
+def _patterns(problem: Problem, trials: int) -> list[Timed]:
+    """Steady patterns that the memory allows, with periods from the shortest on and delays drawn at random."""
+    found, draw = [], Random(0)
+    least, v = shortest_period(problem), problem.chunks
+    stretch = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0)
+    delays = (0.0, 0.0, 0.25, 0.5, 1.0, 1.0, 2.0)
+    unit = sum(problem.duration) / (3 * problem.stages)
+    for trial in range(max(30, trials)):
+        every = least * stretch[trial % len(stretch)]
+        drawn = [0.0 if trial < len(stretch) else delays[int(draw.random() * len(delays))] for _ in range(2 * v)]
+        orders = steady_orders(problem, every, tuple(unit * delay for delay in drawn))
+        if all(fits(problem, rank, order) for rank, order in enumerate(orders)):
+            found.append((run(problem, orders).makespan, orders))
+    return found
+
+
+def _go_on(
+    problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
+) -> tuple[float, str, list[Order]]:
+    """Improve the best until the time is up or its bound is reached."""
+    makespan, name, orders = best
+    problem, seed = problems[name], 1
+    stop: Callable[[], bool] = lambda: time.monotonic() >= deadline  # noqa: E731
+    while not stop() and makespan > problem.lower_bound * (1 + 1e-9):
+        makespan, orders = improve(problem, orders, 1000, seed, stop)
+        seed += 1
+    return makespan, name, orders

@@ -1,0 +1,332 @@
+"""`auto`: never worse than a named schedule that fits, better on uneven times, within memory, optimal where small."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import UserError
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.durations import Durations
+from meshwright.program.pipeline import PipelineProgram, straight, v_shaped
+from meshwright.program.simulate_pipeline import simulate_pipeline
+from meshwright.schedules.auto import find_schedule, search_schedule
+from meshwright.schedules.library import generate
+from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
+from meshwright.schedules.local_search import critical_blocks, improve
+from meshwright.schedules.orders import Problem, fits, orders_of, program_from, run
+from meshwright.schedules.report import schedule
+from meshwright.schedules.steady_pattern import shortest_period, steady_orders
+from meshwright.schedules.transfers import with_transfers
+
+QUICK = 40_000  # effort: what is claimed here does not depend on a long search
+TIMES = st.sampled_from((0.1, 0.4, 0.5, 1.0, 1.0, 1.3, 2.0))
+
+
+def makespan_and_peak(program: PipelineProgram, durations: Durations) -> tuple[float, list[float]]:
+    """By the simulator, of durations by rank."""
+    by_stage = Durations.per_rank(
+        program, durations.forward, durations.input_gradient, durations.weight_gradient, durations.transfer
+    )
+    timing = simulate_pipeline(program, by_stage)
+    return timing.makespan, timing.peak_activations.tolist()
+
+
+def named_that_fit(ranks: int, micro_batches: int, durations: Durations, memory: float) -> dict[str, float]:
+    """Makespan of each synchronous named schedule of one replica within the memory."""
+    found = {}
+    for name in SCHEDULE_CHUNKS:
+        if name in ("auto", "pipedream", "pipedream-2bw", *BIDIRECTIONAL_SCHEDULES):
+            continue
+        try:
+            program = generate(name, ranks, micro_batches)
+        except UserError:
+            continue
+        makespan, peak = makespan_and_peak(program, durations)
+        if max(peak) <= memory + 1e-9:
+            found[name] = makespan
+    return found
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, int, Durations, float]:
+    ranks, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    by_rank = st.lists(TIMES, min_size=ranks, max_size=ranks)
+    durations = Durations(draw(by_rank), draw(by_rank), draw(by_rank), draw(st.sampled_from((0.0, 0.05, 0.5))))
+    return ranks, micro_batches, durations, draw(st.sampled_from((1.0, 1.5, 2.0, 3.0, inf)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_never_worse_than_a_named_schedule_and_within_memory(problem):
+    ranks, micro_batches, durations, memory = problem
+    found = search_schedule(ranks, micro_batches, durations, memory, effort=QUICK)
+    check_pipeline(found.program)
+    makespan, peak = makespan_and_peak(found.program, durations)
+    assert makespan == pytest.approx(found.makespan)
+    assert max(peak) <= memory
+    assert makespan <= min(named_that_fit(ranks, micro_batches, durations, memory).values(), default=inf) * (1 + 1e-9)
+    assert found.lower_bound is not None and makespan >= found.lower_bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 3), (5, 10), (8, 16)])
+@pytest.mark.parametrize("memory", [None, 1.0, 0.5])  # of the number of ranks
+def test_never_worse_on_even_times_either(ranks, micro_batches, memory):
+    limit = inf if memory is None else max(1.0, memory * ranks)
+    durations = Durations(1.0, 1.0, 1.0)
+    found = search_schedule(ranks, micro_batches, durations, limit, effort=QUICK)
+    named = named_that_fit(ranks, micro_batches, durations, limit)
+    assert found.makespan <= min(named.values(), default=inf) * (1 + 1e-9)
+    assert max(found.winner.peak) <= limit
+
+
+UNEVEN = {
+    "weight gradient half of the input gradient, transfers": (Durations(1.0, 1.2, 0.6, 0.1), 4),
+    "the same without a limit": (Durations(1.0, 1.2, 0.6, 0.1), None),
+    "embedding and loss": (Durations([1.2, 1, 1, 1.5], [1.2, 1, 1, 1.5], 1.0), 3),
+    "one slow rank": (Durations([1, 1.4, 1, 1], [1, 1.4, 1, 1], [1, 1.4, 1, 1], 0.05), 3),
+    "hardly a weight gradient": (Durations(1.0, 1.4, 0.2), None),
+    "hardly a weight gradient, little memory": (Durations(1.0, 1.4, 0.2), 2),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_strictly_better_on_uneven_times(case):
+    durations, memory = UNEVEN[case]
+    program = find_schedule(4, 8, durations, memory)
+    limit = inf if memory is None else memory
+    makespan, peak = makespan_and_peak(program, durations)
+    assert max(peak) <= limit
+    assert makespan < 0.995 * min(named_that_fit(4, 8, durations, limit).values())
+
+
+def test_the_program_checks_with_transfers_too():
+    durations, memory = UNEVEN["weight gradient half of the input gradient, transfers"]
+    program = find_schedule(4, 8, durations, memory)
+    check_pipeline(with_transfers(program, Durations.per_rank(program, 1.0, 1.2, 0.6, 0.1)))
+
+
+# Against every possible order
+
+
+def every_order(micro_batches: int, rank: int, ranks: int) -> list[list[int]]:
+    """All orders of forwards, input and weight gradients of one stage, each kind by the number of its micro-batch."""
+    found: list[list[int]] = []
+
+    def go_on(order: list[int], counts: tuple[int, int, int]) -> None:
+        if len(order) == 3 * micro_batches:
+            found.append(order)
+        for kind in range(3):
+            if counts[kind] < (micro_batches if kind == 0 else counts[kind - 1]):
+                after = tuple(count + (at == kind) for at, count in enumerate(counts))
+                go_on([*order, kind * ranks + rank], after)
+
+    go_on([], (0, 0, 0))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("memory", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, seed):
+    draw = np.random.default_rng([seed, ranks, micro_batches, memory])
+    times = draw.choice([0.2, 0.5, 1.0, 1.3, 2.0], (3, ranks))
+    durations = Durations(*times, transfer=float(draw.choice([0.0, 0.1, 0.4])))
+    problem = Problem.of(ranks, micro_batches, straight(ranks), durations, (float(memory),) * ranks)
+    orders = [
+        [order for order in every_order(micro_batches, rank, ranks) if fits(problem, rank, order)]
+        for rank in range(ranks)
+    ]
+    least = min(run(problem, list(each)).makespan for each in product(*orders))
+    found = search_schedule(ranks, micro_batches, durations, memory, chunks=1)
+    assert found.makespan == pytest.approx(least)
+    assert problem.lower_bound <= least * (1 + 1e-9)
+
+
+def test_taking_micro_batches_by_number_loses_nothing():
+    """Two micro-batches on two ranks in any order whatever, against those in which each kind goes by number."""
+    durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
+    problem = Problem.of(2, 2, straight(2), durations, (inf, inf))
+    by_number = min(run(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2))))
+    lasts = {
+        (kind, stage): t
+        for kind, times in enumerate(([1.0, 0.7], [0.4, 1.5], [0.3, 1.0]))
+        for stage, t in enumerate(times)
+    }
+    tasks = list(product(range(3), range(2)))  # kind, micro-batch
+
+    def all_orders(rest: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        if not rest:
+            return [[]]
+        ready = [t for t in rest if t[0] == 0 or (t[0] - 1, t[1]) not in rest]
+        return [[t, *more] for t in ready for more in all_orders([r for r in rest if r != t])]
+
+    def clock(orders: tuple[list[tuple[int, int]], ...]) -> float:
+        ends: dict[tuple[int, int, int], float] = {}  # (kind, micro-batch, stage)
+        position, free, moved = [0, 0], [0.0, 0.0], True
+        while moved:
+            moved = False
+            for stage in range(2):
+                while position[stage] < 6:
+                    kind, m = orders[stage][position[stage]]
+                    needed = {(0, 1): (0, m, 0), (1, 0): (1, m, 1), (1, 1): (0, m, 1)}.get((kind, stage))
+                    needed = (1, m, stage) if kind == 2 else needed
+                    if needed is not None and needed not in ends:
+                        break
+                    comes = 0.0 if needed is None else ends[needed] + (0.2 if needed[2] != stage else 0.0)
+                    free[stage] = ends[kind, m, stage] = max(free[stage], comes) + lasts[kind, stage]
+                    position[stage], moved = position[stage] + 1, True
+        return max(free) if position == [6, 6] else inf
+
+    assert min(clock(each) for each in product(all_orders(tasks), repeat=2)) == pytest.approx(by_number)
+
+
+# The parts of the search
+
+LAYOUTS = {"one chunk": straight(4), "two chunks": straight(4, 2), "V": v_shaped(4)}
+
+
+def uneven_problem(layout: str, limit: float = inf, seed: int = 0) -> tuple[Problem, Durations]:
+    draw, stages = np.random.default_rng(seed), len(LAYOUTS[layout])
+    durations = Durations(*draw.uniform(0.1, 2.0, (3, stages)), transfer=draw.uniform(0, 0.3, stages - 1))
+    return Problem.of(4, 6, LAYOUTS[layout], durations, (limit,) * 4), durations
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limit", [1.0, 2.0, inf])
+def test_its_clock_and_its_memory_are_the_simulators(layout, limit):
+    problem, durations = uneven_problem(layout, limit)
+    makespan, orders = greedy(problem, Greed(problem.limit))
+    program = program_from("greedy", problem, orders)
+    check_pipeline(program)
+    timing = simulate_pipeline(program, durations)
+    assert timing.makespan == pytest.approx(makespan) == pytest.approx(run(problem, orders).makespan)
+    assert max(timing.peak_activations) <= limit
+    assert orders_of(program) == orders
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
+    problem, _ = uneven_problem(layout)
+    _, orders = greedy(problem, Greed(problem.limit))
+    clock, differed = run(problem, orders), 0
+    for rank, position in product(range(4), range(len(orders[0]) - 1)):
+        changed = [list(order) for order in orders]
+        changed[rank][position : position + 2] = reversed(changed[rank][position : position + 2])
+        if fits(problem, rank, changed[rank]):
+            whole = run(problem, changed)
+            begin = clock.by_rank[rank][position - 1] if position else 0.0
+            part = run(problem, changed, clock, begin)
+            assert part.makespan == whole.makespan
+            assert whole.makespan == inf or part.by_task == whole.by_task
+            differed += whole.makespan != clock.makespan
+    assert differed > 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limit", [1.5, 2.0, inf])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_part_keeps_memory_and_order(layout, limit, seed):
+    problem, durations = uneven_problem(layout, limit, seed)
+    pattern = steady_orders(problem, 1.5 * shortest_period(problem), (0.0,) * 2 * problem.chunks)
+    starts = [greedy(problem, Greed(problem.limit, patience=0.5))[1]]
+    starts += [pattern] if all(fits(problem, rank, order) for rank, order in enumerate(pattern)) else []
+    for orders in starts:
+        _, overtaken = out_of_order(problem, orders, 8, 0.3)
+        makespan, improved = improve(problem, overtaken, 60)
+        assert makespan <= run(problem, overtaken).makespan
+        for found in (orders, overtaken, improved):
+            program = program_from("part", problem, found)
+            check_pipeline(program)
+            assert max(simulate_pipeline(program, durations).peak_activations) <= limit
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_critical_path_adds_up_to_the_makespan(layout):
+    problem, _ = uneven_problem(layout)
+    _, orders = greedy(problem, Greed(problem.limit))
+    clock = run(problem, orders)
+    lasts, lags = 0.0, 0.0
+    for rank, first, last in critical_blocks(problem, orders, clock):
+        lasts += sum(problem.duration[x] for x in orders[rank][first : last + 1])
+        lags += problem.lag[orders[rank][first]]
+    assert lasts + lags == pytest.approx(clock.makespan)
+
+
+# What it says, and what it refuses
+
+
+def test_the_same_arguments_give_the_same_program():
+    durations = Durations(1.0, 1.4, 0.2, 0.1)
+    one, two = (search_schedule(4, 6, durations, 3, effort=QUICK).program for _ in range(2))
+    assert one.steps == two.steps and one.placement == two.placement and one.name == "auto"
+
+
+def test_the_report_names_candidates_winner_and_bound():
+    found = search_schedule(4, 8, Durations(1.0, 1.0, 1.0), 4)
+    text = found.explain()
+    assert found.makespan == found.lower_bound == 25.5 and found.gap == 0
+    assert "zb-v" in text and "25.5" in text and "over the memory limit" in text and "bound" in text
+    assert [one.name for one in found.candidates if not one.fits]
+
+
+def test_a_limit_by_rank_is_kept_by_rank():
+    memory = [4.0, 1.0, 3.0, 2.0]
+    found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, effort=QUICK)
+    assert all(peak <= limit for peak, limit in zip(found.winner.peak, memory, strict=True))
+
+
+def test_two_weight_copies_only_where_allowed():
+    durations = Durations(1.0, 1.0, 1.0)
+    names = [one.name for one in search_schedule(4, 8, durations, effort=QUICK, weight_copies=2).candidates]
+    assert {"chimera", "dualpipe", "gems"} <= set(names)
+    assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations).candidates}
+
+
+def test_lists_by_stage_settle_the_number_of_chunks():
+    assert find_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0)).chunks == 2
+    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3])).chunks == 2
+    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1).chunks == 1
+    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).chunks == 3
+
+
+def test_the_command_and_the_library_search_with_the_same_times():
+    report = schedule("auto", 4, 8, chunks=2, forward=[1, 2, 1, 1], weight_gradient=0.5, memory=4)
+    best = search_schedule(4, 8, Durations([1, 2, 1, 1], 1.0, 0.5), 4, chunks=2)
+    assert report.timing.makespan == pytest.approx(best.makespan)
+    assert generate("auto", 4, 8, chunks=1).chunks == 1
+
+
+def test_times_that_are_all_zero_or_tiny_do_no_harm():
+    assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), effort=QUICK).makespan == 0
+    assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, effort=QUICK).makespan > 0
+    small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, effort=QUICK).makespan
+    assert small * 1e6 == pytest.approx(
+        search_schedule(4, 6, Durations(1.0, 1.4, 0.2), 3, effort=QUICK).makespan, rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": 0.5}, "the least is 1"),
+        ({"memory": [1, 1, 0.9, 1]}, "rank 2"),
+        ({"memory": [1, 2]}, "one a rank"),
+        ({"durations": Durations([1, 2, 3], 1.0, 1.0)}, "3 values for 4 ranks"),
+        ({"durations": Durations(1.0, -1.0, 1.0)}, "not negative"),
+        ({"durations": Durations([1.0] * 8, 1.0, 1.0), "chunks": 1}, "chunks a rank"),
+        ({"micro_batches": 0}, "micro-batches"),
+        ({"ranks": 0}, "ranks"),
+        ({"chunks": 0}, "chunks"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    given = {"ranks": 4, "micro_batches": 4, "durations": Durations(1.0, 1.0, 1.0), **arguments}
+    with pytest.raises(UserError, match=message):
+        search_schedule(**given)
