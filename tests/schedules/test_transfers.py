@@ -99,6 +99,18 @@ def test_a_message_leaves_when_it_is_made() -> None:
         assert timing.start[send] == made[key]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe", "zb-h2"])
+def test_a_rank_is_not_held_up_by_a_receive_that_it_posts_early(name: str) -> None:
+    """Even if receives block: what a rank computes after one starts when the value is there, or later."""
+    program = generate(name, 4, 8)
+    durations = uneven(program, 3, 0)
+    timing = simulate_pipeline(with_transfers(program, durations), durations)
+    s = timing.program.steps
+    for receive in np.flatnonzero(s.is_one_of(ARRIVING)):
+        rest = np.flatnonzero((s.rank == s.rank[receive]) & (s.group > s.group[receive]) & s.is_one_of(COMPUTING))
+        assert timing.start[rest].min() >= timing.end[receive]
+
+
 def test_transfers_with_no_computation_between_them_are_posted_together() -> None:
     for name in ("1f1b", "dualpipe", "interleaved"):
         s = with_transfers(generate(name, 4, 8)).steps
