@@ -69,11 +69,14 @@ def _repeat_and_squeeze(name: str, block: Block, micro_batches: int, most_held: 
     program = Builder(name, ranks, micro_batches, (v_shaped(ranks),))
     states = [_Rank(writer, dues, ranks, micro_batches) for writer, dues in zip(program.ranks, block, strict=True)]
     stops_made = [0] * micro_batches
-    while any(rank.waiting for rank in states):
+    left = sum(len(rank.waiting) for rank in states)
+    while left:
         moved = [rank.take_slot(stops_made, most_held) for rank in states]
         for micro_batch in moved:  # what a slot computes is there from the next one on
             if micro_batch is not None:
                 stops_made[micro_batch] += 1
+        before, left = left, sum(len(rank.waiting) for rank in states)
+        assert left < before, "nothing can go on: the block itself needs more memory"
     return program.build()
 
 
@@ -125,7 +128,7 @@ class _Rank:
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
         seen: set[int] = set()
-        kinds = sum(left > 0 for left in self.left)
+        looked_at = 1 if steady else sum(left > 0 for left in self.left)  # of each kind only the next can go
         for place, (_, step, micro_batch) in enumerate(self.waiting):
             if step not in seen:
                 if step in (W1, W0):
@@ -135,7 +138,7 @@ class _Rank:
                 if ready and (step not in (F0, F1) or highest < most_held):
                     yield place
             seen.add(step)
-            if steady or len(seen) == kinds:  # of each kind only the next can go
+            if len(seen) == looked_at:
                 return
             held += _HOLDS[step]
             highest = max(highest, held)
