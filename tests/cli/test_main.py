@@ -87,8 +87,11 @@ def test_without_a_command_the_help_is_shown(command_line):
         (["verfy"], 'unknown command "verfy"; did you mean "verify"?'),
         (["--vresion"], "unknown option --vresion; did you mean --version?"),
         (["trial", "--jsno"], "trial: unknown option --jsno; did you mean --json?"),
-        (["trial", "many", "words"], "trial: Got unexpected extra argument"),
-        (["trial"], "trial: Missing argument 'WORD' (meshwright trial --help shows an example)"),
+        (["trial", "many", "words", "-t", "text"], "trial: Got unexpected extra argument"),
+        (["trial"], "trial: WORD is missing (meshwright trial --help shows an example)"),
+        (["trial", "word"], "trial: --text is missing: the text to read, or a path (meshwright trial --help shows an"),
+        (["trial", "word", "-t"], "trial: --text needs a value: the text to read, or a path (meshwright trial --help"),
+        (["trial", "word", "--number"], "trial: --number needs a value (meshwright trial --help shows an example)"),
         (["trial", "--number", "x", "word"], "trial: Invalid value for '--number'"),
     ],
 )
@@ -96,8 +99,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line:
     @command("trial", "meshwright trial WORD")
     @click.argument("word")
     @click.option("--number", type=int)
+    @click.option("-t", "--text", required=True, help="The text to read, or a path.")
     @json_option
-    def trial(word: str, number: int, as_json: bool) -> None: ...
+    def trial(word: str, number: int, text: str, as_json: bool) -> None: ...
 
     commands(trial)
     outcome = command_line(*arguments)
@@ -117,6 +121,39 @@ def test_the_commands_of_a_group_are_named_nearest_too(command_line, commands):
     assert 'trial: unknown command "prepaer"; did you mean "prepare"?' in command_line("trial", "prepaer").errors
     assert "prepare" in command_line("trial").output
     assert command_line("trial", "prepare").code == 0
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_no_command_leaves_a_missing_argument_to_click(name: str, command_line):
+    """Each with an option that has no value: whatever is missing, the answer is a line of ours."""
+    loaded = cli.meshwright.get_command(click.Context(cli.meshwright), name)
+    inner = [[name, inside] for inside in loaded.commands] if isinstance(loaded, click.Group) else [[name]]
+    for path in inner:
+        command = loaded.commands[path[1]] if len(path) > 1 else loaded
+        if not any(parameter.required for parameter in command.params):
+            continue
+        outcome = command_line(*path)
+        assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1)
+        assert outcome.errors.startswith(f"meshwright: error: {' '.join(path)}: ")
+        assert " is missing" in outcome.errors and "Missing" not in outcome.errors
+
+
+def test_the_help_of_a_group_shows_whole_sentences(command_line, commands):
+    @command("trial", "meshwright trial prepare", group=True)
+    def trial() -> None: ...
+
+    @trial.command("prepare")
+    def prepare() -> None:
+        """Read, clean, tokenize and pack the data of a recipe that is far too long for one line of any terminal;
+        check what is there already, byte for byte.
+
+        More about it.
+        """
+
+    commands(trial)
+    text = " ".join(command_line("trial", "--help").output.split())
+    assert "prepare Read, clean, tokenize and pack the data of a recipe that is far too long for one line" in text
+    assert "what is there already, byte for byte. Example" in text
 
 
 @pytest.mark.parametrize(

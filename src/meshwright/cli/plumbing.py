@@ -24,11 +24,24 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function a command (or, with `group`, a group of sub-commands) whose --help ends with `examples`."""
     epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
-    return click.command(name, cls=Group if group else click.Command, epilog=epilog, context_settings=CONTEXT)
+    return click.command(name, cls=Group if group else Command, epilog=epilog, context_settings=CONTEXT)
+
+
+class Command(click.Command):
+    """A command whose mistakes always say which command they are about."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, arguments)
+        except click.UsageError as error:
+            error.ctx = error.ctx or context  # click leaves it out where an option has no value
+            raise
 
 
 class Group(click.Group):
     """A group of commands that answers an unknown name with the nearest one."""
+
+    command_class = Command
 
     def resolve_command(
         self, context: click.Context, arguments: list[str]
@@ -38,6 +51,16 @@ class Group(click.Group):
             raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
         return super().resolve_command(context, arguments)
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each command with the whole first paragraph of its help: click's own list cuts it to a line."""
+        rows = []
+        for name in self.list_commands(context):
+            command = self.get_command(context, name)
+            assert command is not None
+            rows.append((name, " ".join((command.help or "").partition("\n\n")[0].split())))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 def usage_line(error: click.UsageError) -> str:
     """One line about a wrong command line: what is wrong, and which --help shows what is right."""
@@ -46,9 +69,25 @@ def usage_line(error: click.UsageError) -> str:
         options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
         close = nearest(error.option_name, [*options, "--help"])
         reason = f"unknown option {error.option_name}" + (f"; did you mean {close}?" if close else "")
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        reason = f"{_spelled(error.param)} is missing" + _wanted(error.param)
+    elif isinstance(error, click.BadOptionUsage) and error.ctx and error.message.endswith("requires an argument."):
+        option = next(option for option in error.ctx.command.params if error.option_name in option.opts)
+        reason = f"{_spelled(option)} needs a value" + _wanted(option)
     path = error.ctx.command_path if error.ctx else "meshwright"
     where = path.removeprefix("meshwright").strip()
     return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"
+
+
+def _spelled(parameter: click.Parameter) -> str:
+    """An option as it is typed, an argument as the usage line shows it."""
+    return max(parameter.opts, key=len) if isinstance(parameter, click.Option) else parameter.human_readable_name
+
+
+def _wanted(parameter: click.Parameter) -> str:
+    """What belongs into an option, from its line in --help."""
+    said = (getattr(parameter, "help", None) or "").rstrip(".")
+    return f": {said[:1].lower()}{said[1:]}" if said else ""
 
 
 Answer = Callable[[Mapping[str, Any], str], None]
