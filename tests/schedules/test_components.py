@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, straight
-from meshwright.program.simulate_pipeline import simulate_pipeline
+from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
+from meshwright.schedules.chimera import chimera
 from meshwright.schedules.components import ComponentDurations, simulate_components, with_components
 from meshwright.schedules.dualpipe import dualpipe
 from meshwright.schedules.dualpipe_v import dualpipe_v
+from meshwright.schedules.library import generate
 from meshwright.schedules.placement import placement_table, stage_layers
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
-from meshwright.schedules.v_shape import v_half
+from meshwright.schedules.v_shape import v_half, v_min
 from meshwright.schedules.zb_v import zb_v
 
 PROGRAMS = [dualpipe(2, 4), dualpipe(4, 10), dualpipe_v(3, 7), zb_v(2, 5), v_half(3, 4), one_f_one_b(3, 5)]
@@ -175,3 +180,34 @@ def test_layers_that_do_not_divide_differ_by_one_at_most():
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
     with pytest.raises(UserError, match="at least 8 layers"):
         placement_table(dualpipe_v(4, 8), 7)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text()
+
+
+def test_the_pages_figures_are_those_of_the_clock():
+    table = PAGE[PAGE.index("| all-to-all that nothing hides") :].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+) \|$", table, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
+    for name, makespan, exposed in rows:
+        program = generate(name, 8, 20)
+        share = 1 / program.chunks
+        timing = simulate_components(program, ComponentDurations((share,) * 4, (share,) * 4, (share, share)))
+        assert (timing.timing.makespan, timing.exposed.max()) == (int(makespan), int(exposed)), name
+        assert timing.all_to_all.tolist() == [80] * 8
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_the_pages_placements_are_printed_ones(name: str):
+    assert f"```text\n{placement_table(generate(name, 4, 8), 16)}```" in PAGE
+
+
+def test_the_page_is_right_about_forward_doubling_and_v_mins_gaps():
+    def makespan(program: PipelineProgram, f: float = 1, i: float = 1, w: float = 1) -> float:
+        return simulate_pipeline(program, Durations.per_rank(program, f, i, w)).makespan
+
+    assert makespan(chimera(8, 32)) == 126
+    doubled = chimera(8, 32, forward_doubling=True)
+    assert makespan(doubled) == 105
+    assert simulate_pipeline(doubled, Durations.per_rank(doubled)).peak_activations.max() == 16
+    assert makespan(v_min(8, 64), 1, 1.1, 0.9) - makespan(v_min(8, 32), 1, 1.1, 0.9) == pytest.approx(32 * 3.3)
