@@ -15,7 +15,7 @@ from meshwright.schedules.library import generate
 
 GRID = [(4, 4), (4, 8), (4, 32), (8, 8), (8, 64), (16, 32)]
 Form = Callable[[int, int], float]
-# Published as, schedule: bubble ratio; weights of the ranks with the least and the most (in M_theta), activations (M_a).
+# Published as, schedule: bubble ratio; weights of the ranks with the least and the most (M_theta), activations (M_a).
 TABLE: dict[tuple[str, str], tuple[Form, Form, Form, Form, Form]] = {
     ("PipeDream", "pipedream"): (lambda D, N: 0, lambda D, N: 1, lambda D, N: D, lambda D, N: 1, lambda D, N: D),
     ("PipeDream-2BW", "pipedream-2bw"): (
