@@ -1,0 +1,56 @@
+"""docs/programs.md shows programs that hold, as they are printed, and what is really said of those that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.program.check_collective import check_collective
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.collective import CollectiveProgram
+from meshwright.program.collective_text import parse_collective, print_collective
+from meshwright.program.json_form import from_json, to_json
+from meshwright.program.order import ProgramError
+from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "programs.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TEXTS = [text for language, text in BLOCKS if language == "text"]
+ERROR = "meshwright: error: "
+
+
+@pytest.mark.parametrize("at", [i for i, text in enumerate(TEXTS) if not text.startswith(ERROR)])
+def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -> None:
+    text, after = TEXTS[at], TEXTS[at + 1] if at + 1 < len(TEXTS) else ""
+    if text.startswith("collective"):
+        collective = parse_collective(text)
+        assert print_collective(collective) == text
+        check_collective(collective)
+        return
+    pipeline = parse_pipeline(text)
+    assert print_pipeline(pipeline) == text
+    if after.startswith(ERROR):
+        with pytest.raises(ProgramError) as caught:
+            check_pipeline(pipeline)
+        assert ERROR + str(caught.value) == after.strip()
+    else:
+        check_pipeline(pipeline)
+
+
+@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "json"])
+def test_a_json_is_what_is_written_and_holds(text: str) -> None:
+    program = from_json(json.loads(text))
+    assert to_json(program) == json.loads(text)
+    if isinstance(program, CollectiveProgram):
+        check_collective(program)
+    else:
+        check_pipeline(program)
+
+
+@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "python"])
+def test_the_python_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(text, "docs/programs.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("36.0 ")
