@@ -151,6 +151,11 @@ def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
         ("checkpoint.dtype=bf16", 'unknown dtype "bf16"; did you mean "bfloat16"?'),
         ("model.family=lama", 'unknown family "lama"; did you mean "llama"?'),
         ("model.rope_scaling=3", "should be a table, not 3"),
+        (
+            "collectives.all_reduce=rabenseifer",
+            'unknown all-reduce algorithm "rabenseifer"; did you mean "rabenseifner"?',
+        ),
+        ("collectives.reduce_scatter=butterfly", 'unknown reduce-scatter algorithm "butterfly"'),
         ("layout=dp2 zro1", 'unknown part "zro1"; did you mean "zero1"?'),
         ("layout=dp4 zero1 hs3", "groups of 3 do not divide"),
         ("layout=auto", 'layout "auto" is not available in this version; name one'),
@@ -221,7 +226,19 @@ def different(recipe: Path, key: str) -> Recipe:
     """The recipe with another valid value for `key`."""
     old = load_recipe(recipe)
     numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]"]
-    words = ["tcp://host:1", "dp2", "qwen3", "sgd", "linear", "jsonl", "cpu", "bfloat16", "latin-1", '{type="linear"}']
+    words = [
+        "tcp://host:1",
+        "dp2",
+        "qwen3",
+        "sgd",
+        "linear",
+        "jsonl",
+        "cpu",
+        "bfloat16",
+        "latin-1",
+        '{type="linear"}',
+        "ring",
+    ]
     for value in numbers + words:
         try:
             new = load_recipe(recipe, [f"{key}={value}"])
@@ -241,6 +258,7 @@ MAY_CHANGE = {
         for key in ("steps", "decay", "compile", "deterministic", "validate_every", "validation_sequences")
     ),
     *(f"train.{key}" for key in ("maximum_skipped", "log_every", "slow_rank_factor")),
+    *(f"collectives.{key}" for key in ("all_reduce", "reduce_scatter", "all_gather")),
     *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
 }
 

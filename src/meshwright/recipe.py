@@ -12,12 +12,15 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import (
+    ALGORITHM_ALIASES,
     CHECKPOINT_DTYPES,
+    COLLECTIVE_ALGORITHMS,
     DATA_FORMATS,
     DEVICES,
     FAMILIES,
     LEARNING_RATE_SCHEDULES,
     OPTIMIZERS,
+    unknown,
 )
 from meshwright.tables import Schema, Table, is_table, matching, named
 from meshwright.toml import parse_toml, read_toml, toml_value, write_toml
@@ -31,6 +34,18 @@ def _layout(text: str) -> str:
     except UserError as error:
         raise ValueError(str(error)) from None
     return text
+
+
+def _program_for(operation: str) -> AfterValidator:
+    """Marks the name of a collective program for an operation."""
+    algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
+
+    def check(text: str) -> str:
+        if text == "native" or text in algorithms or re.fullmatch("@.+", text):
+            return text
+        raise ValueError(unknown(f"{operation} algorithm", text, ("native", "@FILE", *algorithms)))
+
+    return AfterValidator(check)
 
 
 RunName = Annotated[str, matching(r"[^/\\.][^/\\]*", "a plain directory name")]
@@ -168,6 +183,17 @@ class TrainRecipe(Table):
         return self
 
 
+class CollectivesRecipe(Table):
+    """[collectives]: the programs that gradients and parameters travel by over the data, shard and replica axes.
+
+    "native": what torch.distributed does; an algorithm's name; "auto": by the size of each vector; "@FILE": a program.
+    """
+
+    all_reduce: Annotated[str, _program_for("all-reduce")] = "native"
+    reduce_scatter: Annotated[str, _program_for("reduce-scatter")] = "native"
+    all_gather: Annotated[str, _program_for("all-gather")] = "native"
+
+
 class CheckpointRecipe(Table):
     """[checkpoint]: what is kept."""
 
@@ -189,6 +215,7 @@ class Recipe(Table):
     model: ModelRecipe
     data: DataRecipe
     train: TrainRecipe
+    collectives: CollectivesRecipe = CollectivesRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
 
     _source_path: Path | None = PrivateAttr(default=None)
@@ -323,6 +350,7 @@ RESUMABLE = (
     "train.maximum_skipped",
     "train.log_every",
     "train.slow_rank_factor",
+    "collectives",
     "checkpoint",
 )
 _FIXED_BECAUSE = {

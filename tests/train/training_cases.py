@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.collectives.named import named_programs
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.data import DataParallel
 from meshwright.recipe import Recipe, load_recipe_text
@@ -67,7 +68,8 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
     journal.device_peak_flops = lambda mesh, precision: 1e9
-    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    programs = named_programs(wanted.collectives, wanted.parsed_layout)
+    mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
     directory = RunDirectory(wanted.run_directory)
     directory.create()
     run = loop.Run(wanted, mesh, directory, show_progress=False)

@@ -36,6 +36,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: boo
 
 def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0) -> dict[str, Any] | None:
     """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
+    from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
     from meshwright.errors import UserError
     from meshwright.model.config import config_from_recipe
@@ -56,6 +57,7 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     else:
         # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
         recipe.parsed_layout.refuse_unbuilt()
+        named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
         RunDirectory(recipe.run_directory).create()
         check_resume(recipe)
         prepared = prepare(recipe.data, recipe.run.seed, log=_say)

@@ -28,7 +28,7 @@ class Handle:
     def __init__(
         self,
         works: Sequence[Any] = (),
-        what: Callable[[], str] | None = None,
+        what: Callable[[], tuple[str, str]] | None = None,
         timeout: timedelta | None = None,
         communicator: Communicator | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Handle:
                     work.wait()
                 else:
                     work.wait(self._timeout)
-        except RuntimeError as error:
+        except (RuntimeError, RankLost) as error:
             raise _lost(self._what, error) from error
         if self._communicator is not None:
             self._communicator.waited_seconds += time.perf_counter() - begun
@@ -72,7 +72,10 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     if axis.size == 1:
         return DONE
     size = tensor.numel() * tensor.element_size()
-    what, fault = _enter("all_reduce", axis, site, size, 2 * size * (axis.size - 1) // axis.size)
+    sent = 2 * size * (axis.size - 1) // axis.size
+    if op == "sum":
+        sent = _sent(axis, "all_reduce", tensor, sent)
+    what, fault = _enter("all_reduce", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
@@ -81,9 +84,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """output[n] = sum over ranks of their source[r * n : (r + 1) * n], r this rank's place. `source` stays untouched
-    until the handle has been waited for; it may then be reused. On an axis of size 1 `output` is a copy of `source`
-    (none, if they are the same memory)."""
+    """output[n] = sum over ranks of their source[r * n : (r + 1) * n], r this rank's place. `source` must stay as it is
+    until the handle has been waited for; it may then be reused, and where a program serves the axis, of it only this
+    rank's part has a meaning. On an axis of size 1 `output` is a copy of `source` (none, if they are one memory)."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
@@ -91,7 +94,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         _copy(output, mine)
         return DONE
     size = source.numel() * source.element_size()
-    what, fault = _enter("reduce_scatter", axis, site, size, size * (axis.size - 1) // axis.size)
+    sent = _sent(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
+    what, fault = _enter("reduce_scatter", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         _copy(output, mine)
         return DONE
@@ -109,7 +113,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
         _copy(mine, source)
         return DONE
     size = output.numel() * output.element_size()
-    what, fault = _enter("all_gather", axis, site, size, size * (axis.size - 1) // axis.size)
+    sent = _sent(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
+    what, fault = _enter("all_gather", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         _copy(mine, source)
         return DONE
@@ -175,22 +180,31 @@ def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
         output.view(-1).copy_(source.view(-1))
 
 
-def _lost(what: Callable[[], str] | None, error: RuntimeError) -> RankLost:
+def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
+    """Bytes that this rank sends: those of the program that serves here, or else `native`."""
+    program = axis.program(operation, vector.nbytes)
+    return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
+
+
+def _lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
+    who, where = what() if what else ("a collective call had no answer", "its site")
+    if isinstance(error, RankLost):  # of a program, which knows better who waits for whom
+        return RankLost(f"{error}, in {where}")
     reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
-    return RankLost(f"{what() if what else 'a collective call'}: {reason[:300]}")
+    return RankLost(f"{who} in {where}: {reason[:300]}")
 
 
-def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[Callable[[], str], Fault | None]:
-    """Record the call; returns how to name it in an error, and the fault planted here."""
+def _enter(
+    operation: str, axis: Axis, site: str, payload: int, sent: int
+) -> tuple[Callable[[], tuple[str, str]], Fault | None]:
+    """Record the call; returns how to name it in an error (who waits, where), and the fault planted here."""
     communicator = axis.communicator
     number = communicator.record.note(site, operation, axis.name, payload, sent)
 
-    def what() -> str:
+    def what() -> tuple[str, str]:
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
-        return (
-            f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others} in {site} "
-            f"({operation} over axis {axis.name}, its call {number})"
-        )
+        who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
+        return who, f"{site} ({operation} over axis {axis.name}, its call {number})"
 
     faults = communicator.faults
     return what, faults.at(site, operation) if faults.active is not None else None
@@ -198,7 +212,7 @@ def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tu
 
 def _run(
     post: Callable[[], transport.Posted],
-    what: Callable[[], str],
+    what: Callable[[], tuple[str, str]],
     fault: Fault | None,
     axis: Axis,
     output: torch.Tensor,
@@ -208,7 +222,7 @@ def _run(
     """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
     try:
         works, finish = post()
-    except RuntimeError as error:  # a connection that is already gone fails when the call is posted
+    except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise _lost(what, error) from error
     # NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block the host.
     timeout = None if output.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)

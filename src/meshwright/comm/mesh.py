@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives.named import Named
 from meshwright.comm.faults import Faults
+from meshwright.comm.named_programs import NamedPrograms
+from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -18,9 +21,16 @@ AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "data", "shard", "replica", "world")
 
 
 class Communicator:
-    """What all axes of one process share: the record of calls, the planted fault, how long a call may wait."""
+    """What all axes of one process share: the record of calls, the planted fault, the programs that serve in place of
+    the backend's own calls, how long a call may wait."""
 
-    def __init__(self, device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        timeout_seconds: float = 600.0,
+        programs: Mapping[tuple[str, str], Named] | None = None,
+    ) -> None:
+        self.programs = NamedPrograms(programs, timeout_seconds)
         self.record = Record()
         self.faults = Faults()
         self.device = torch.device(device)
@@ -41,6 +51,10 @@ class Axis:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def program(self, operation: str, size: int) -> Executable | None:
+        """The program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here, if one does."""
+        return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @property
     def key(self) -> str:
@@ -113,8 +127,15 @@ class Mesh:
         return cls(layout, 0, torch.device(device), Communicator(device), lambda ranks: None)
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> Mesh:
-        """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout."""
+    def create(
+        cls,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        timeout_seconds: float = 600.0,
+        programs: Mapping[tuple[str, str], Named] | None = None,
+    ) -> Mesh:
+        """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the same
+        programs for its axes, if any (`collectives.named.named_programs`)."""
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()
@@ -132,12 +153,14 @@ class Mesh:
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
             return groups[ranks]
 
-        mesh = cls(layout, dist.get_rank(), torch.device(device), Communicator(device, timeout_seconds), group_of)
+        communicator = Communicator(device, timeout_seconds, programs)
+        mesh = cls(layout, dist.get_rank(), torch.device(device), communicator, group_of)
         mesh._made = [group for ranks, group in groups.items() if ranks != everybody and group is not None]
         return mesh
 
     def close(self) -> None:
         """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""
+        self.communicator.programs.close()
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []

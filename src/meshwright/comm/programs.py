@@ -21,8 +21,8 @@ from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram,
 from meshwright.errors import RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective
 
-SEGMENT_BYTES = 2**22  # of the vector, about
-CHUNK_BYTES = 2**18  # of a chunk within a segment, at least
+SEGMENT_BYTES = 2**23  # of the vector, about; on CPU tensors
+CHUNK_BYTES = 2**19  # of a chunk within a segment, at least
 UNDER_WAY = 2  # segments
 TAG = 77  # of the first segment under way; calls that are no programs use lower tags
 
@@ -56,6 +56,7 @@ class Executable:
 
     group: a process group with as many ranks as the program, in its order; None: the world.
     timeout_seconds: how long one wait may last (CPU tensors); then `RankLost` says who waits for whom, in which step.
+    batched: whether each group is posted as one call, in the order of the current stream (NCCL).
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Executable:
         self._slot_by_slot: RankProgram | None = None
         self._combine = _COMBINE[program.reduction]
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
-        self._batched = dist.get_backend(self.group) == "nccl"
+        self.batched = dist.get_backend(self.group) == "nccl"
         # The chunks of rank r are first[r] .. first[r + 1].
         owner = program.owner(np.arange(program.chunks))
         self._first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
@@ -100,12 +101,12 @@ class Executable:
         """
         assert (output is not None) == self.program.has_output, self.name
         if vector is None:
-            device = f"cuda:{torch.cuda.current_device()}" if self._batched else "cpu"
+            device = f"cuda:{torch.cuda.current_device()}" if self.batched else "cpu"
             vector = torch.zeros(1, dtype=torch.uint8, device=device)
         assert vector.is_contiguous() and (output is None or output.is_contiguous()), self.name
         if vector.numel() == 0:
             return
-        if vector.is_cpu or self._batched:
+        if vector.is_cpu or self.batched:
             self._run(vector.view(-1), None if output is None else output.view(-1))
             return
         host = vector.cpu().view(-1)  # gloo moves host memory
@@ -126,7 +127,7 @@ class Executable:
             self._divide(vector)
 
     def _advance(self, segments: list[_Segment]) -> None:
-        if self._batched:
+        if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
             return
@@ -234,7 +235,7 @@ class Executable:
         """First element and chunk length of each segment of a vector that belongs to nobody."""
         chunks = self.program.chunks
         wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
-        count = 1 if self._batched else max(1, round(numel / wanted))
+        count = 1 if self.batched else max(1, round(numel / wanted))
         n = -(-numel // (count * chunks))
         starts = range(0, numel, n * chunks)
         return [(start, min(n, -(-(numel - start) // chunks))) for start in starts]
@@ -273,7 +274,7 @@ class Executable:
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(SEGMENT_BYTES // chunks, CHUNK_BYTES) // vector.element_size()
-        count = 1 if self._batched else max(1, round(n / wanted))
+        count = 1 if self.batched else max(1, round(n / wanted))
         if count == 1:
             return [_Segment(self._adjacent, n, _adjacent(vector, n), None if output is None else _adjacent(output, n))]
         if self._slot_by_slot is None:

@@ -1,4 +1,5 @@
-"""How a collective is carried: NCCL's own calls, or on gloo sends and receives straight between the final buffers.
+"""How a collective is carried: by the program that serves its axis, if there is one; else by NCCL's own calls, or on
+gloo by sends and receives straight between the final buffers.
 
 Each function posts the transfers and returns (works, finish): the result is there once every work has been waited for
 and `finish`, if any, has run.
@@ -28,7 +29,17 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """output[n] = sum over ranks of source[rank * n : (rank + 1) * n]."""
+    """output[n] = sum over ranks of source[rank * n : (rank + 1) * n]. A program forms its sums in `source`."""
+    program = axis.program("reduce_scatter", source.nbytes)
+    if program is not None:
+        mine = source.view(axis.size, -1)[axis.rank]
+
+        def run() -> None:
+            program.run(source)
+            if mine.data_ptr() != output.data_ptr():
+                output.view(-1).copy_(mine)
+
+        return [axis.communicator.programs.post(run, source, program.batched)], None
     if native(axis, source):
         return [_native_reduce_scatter(output, source, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
@@ -47,16 +58,22 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """output = concatenation over ranks of source. `source` may be this rank's place in `output`."""
-    if native(axis, source):
+    program = axis.program("all_gather", output.nbytes)
+    if program is None and native(axis, source):
         return [_native_all_gather(output, source, group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)
     if parts[axis.rank].data_ptr() != source.data_ptr():
         parts[axis.rank].copy_(source.view(-1))
+    if program is not None:
+        return [axis.communicator.programs.post(lambda: program.run(output), output, program.batched)], None
     return _exchange([source.view(-1)] * axis.size, list(parts), axis), None
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-    """Sum or maximum over the ranks, in place."""
+    """Sum or maximum over the ranks, in place. Programs form sums."""
+    program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
+    if program is not None:
+        return [axis.communicator.programs.post(lambda: program.run(tensor), tensor, program.batched)], None
     operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     return [dist.all_reduce(tensor, op=operation, group=axis.group, async_op=True)], None
 

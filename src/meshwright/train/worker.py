@@ -109,6 +109,7 @@ def _train(
     import torch
     import torch.distributed as dist
 
+    from meshwright.collectives.named import named_programs
     from meshwright.comm.mesh import Mesh
     from meshwright.train.loop import train
 
@@ -125,7 +126,9 @@ def _train(
         if lock:
             _lock_for_all(directory, start, store)
             _write_ranks(directory, start, store)
-        mesh = Mesh.create(recipe.parsed_layout, device, recipe.run.collective_timeout)
+        layout = recipe.parsed_layout
+        programs = named_programs(recipe.collectives, layout, recipe.where)
+        mesh = Mesh.create(layout, device, recipe.run.collective_timeout, programs)
         return train(recipe, mesh, directory, **options)
     finally:
         if start.rank == 0:

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.compare import compare
 from meshwright.verify.problem import Problem
 from meshwright.verify.ranks import run_rank
@@ -25,19 +26,20 @@ def plant_all(
     reference: Callable[..., Reference],
     ranks: LocalRanks,
     log: Callable[[str], None],
+    collectives: CollectivesRecipe | None = None,
 ) -> dict[str, Any]:
     """Every kind of fault at every call site of the layout, at all its calls and at a single one; and a value that is
     not finite on one rank, at which all must skip the step. Returns planted, caught, neutral, missed and faults."""
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
-    healthy = ranks.run(run_rank, problem, str(layout))
+    healthy = ranks.run(run_rank, problem, str(layout), None, None, collectives)
     for fault in faults_of(healthy[0].calls_first_step, healthy[0].calls):
-        results = ranks.run(run_rank, problem, str(layout), fault)
+        results = ranks.run(run_rank, problem, str(layout), fault, None, collectives)
         if not any(result.struck for result in results):
             continue  # a stale result needs an earlier one of the same size
         failure = compare(reference(problem), results, layout).failure
         neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
         _note(report, layout, str(fault), failure, neutral, log)
-    results = ranks.run(run_rank, problem, str(layout), None, POISONED_STEP)
+    results = ranks.run(run_rank, problem, str(layout), None, POISONED_STEP, collectives)
     together = compare(reference(problem, frozenset({POISONED_STEP})), results, layout)
     noticed = "all ranks skip the step" if together.passed else None
     _note(report, layout, "a loss that is not a number on one rank", noticed, None, log)

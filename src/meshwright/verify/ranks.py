@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshwright.collectives.named import named_programs
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
@@ -16,6 +17,7 @@ from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import Piece
+from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.problem import Problem, make_batch, share_of
 from meshwright.verify.reference import loss_sum
 
@@ -39,10 +41,18 @@ class RankResult:
     struck: int = 0
 
 
-def run_rank(problem: Problem, layout_text: str, fault: Fault | None = None, poison: int | None = None) -> RankResult:
-    """Run the problem on this rank. `poison`: in this step the last rank's loss is not a number."""
+def run_rank(
+    problem: Problem,
+    layout_text: str,
+    fault: Fault | None = None,
+    poison: int | None = None,
+    collectives: CollectivesRecipe | None = None,
+) -> RankResult:
+    """Run the problem on this rank. `poison`: in this step the last rank's loss is not a number. `collectives`: the
+    programs that a recipe names."""
     layout = Layout.parse(layout_text)
-    mesh = Mesh.create(layout, timeout_seconds=60.0)
+    programs = named_programs(collectives or CollectivesRecipe(), layout)
+    mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
     try:
         mesh.faults.plant(fault)
         return _run(problem, layout, mesh, poison)

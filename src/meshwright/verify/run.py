@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -17,7 +18,7 @@ from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.names import unknown
-from meshwright.recipe import Recipe, load_recipe
+from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
 from meshwright.verify.grid import grid
 from meshwright.verify.mutations import plant_all
@@ -50,9 +51,9 @@ def verify(
     if dtype not in TOLERANCES:
         raise UserError(unknown("dtype", dtype, tuple(TOLERANCES)))
     begun = time.monotonic()
-    layouts, models = _what(layout, model)
+    layouts, models, collectives = _what(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Bench(dtype, log) as bench:
+    with _Bench(dtype, log, collectives) as bench:
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
             for name, config in models if len(layouts) == 1 else models[number % len(models) :][:1]:
@@ -80,8 +81,8 @@ def verify(
 class _Bench:
     """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each."""
 
-    def __init__(self, dtype: str, log: Callable[[str], None]) -> None:
-        self.dtype, self.log = dtype, log
+    def __init__(self, dtype: str, log: Callable[[str], None], collectives: CollectivesRecipe) -> None:
+        self.dtype, self.log, self.collectives = dtype, log, collectives
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
         self._references: dict[tuple[Problem, frozenset[int]], Reference] = {}
@@ -121,11 +122,13 @@ class _Bench:
     def mutate(self, wanted: Layout, config: ModelConfig) -> dict[str, Any]:
         """Plant every fault that this layout can have, one at a time."""
         layout, problem = self._problem(wanted, config)
-        return plant_all(problem, layout, self.reference, self.ranks(layout.world_size), self.log)
+        ranks = self.ranks(layout.world_size)
+        return plant_all(problem, layout, self.reference, ranks, self.log, self.collectives)
 
     def compare(self, problem: Problem, layout: Layout) -> Comparison:
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
-        return compare(reference, self.ranks(layout.world_size).run(run_rank, problem, str(layout)), layout)
+        results = self.ranks(layout.world_size).run(run_rank, problem, str(layout), None, None, self.collectives)
+        return compare(reference, results, layout)
 
     def ranks(self, world_size: int) -> LocalRanks:
         if self._ranks is None or self._ranks.world_size != world_size:
@@ -149,10 +152,13 @@ class _Bench:
         return layout, Problem(config, batch, self.dtype)
 
 
-def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]]]:
-    """The layouts and the named, scaled-down models that are asked for."""
+def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe]:
+    """The layouts, the named, scaled-down models, and the programs that are asked for."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
+    if isinstance(model, str | Path) and str(model).endswith(".toml"):
+        model = load_recipe(model)
+    recipe = next((each for each in (layout, model) if isinstance(each, Recipe)), None)
     if isinstance(layout, Recipe):
         layouts, model = [layout.parsed_layout], model if model is not None else layout
     elif layout is None:
@@ -161,15 +167,16 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
         each.refuse_unbuilt()
+        if recipe is not None:  # refused before ranks are started
+            named_programs(recipe.collectives, scaled_layout(each), recipe.where)
     models = [(name, preset(name)) for name in DEFAULT_MODELS] if model is None else [_model(model)]
-    return layouts, [(name, scaled_down(config)) for name, config in models]
+    collectives = CollectivesRecipe() if recipe is None else recipe.collectives
+    return layouts, [(name, scaled_down(config)) for name, config in models], collectives
 
 
 def _model(model: Any) -> tuple[str, ModelConfig]:
     if isinstance(model, ModelConfig):
         return model.family, model
-    if isinstance(model, str | Path) and str(model).endswith(".toml"):
-        model = load_recipe(model)
     if isinstance(model, Recipe):
         name = model.model.preset or model.model.family or str(model.model.from_path)
         # The vocabulary is replaced anyway: no tokenizer need be trained to verify a layout.

@@ -1,0 +1,106 @@
+"""The programs that serve the axes of a mesh in place of the backend's own calls, and the thread that runs them.
+
+On CPU tensors one thread of the process runs programs in the order in which they were posted, the same on every rank,
+while the process computes. On CUDA tensors under NCCL programs are queued on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.collectives.named import Named
+from meshwright.comm.programs import Executable
+from meshwright.program.check_collective import CheckedCollective
+
+
+class Work:
+    """A run under way, as torch.distributed's own: `wait` raises what went wrong."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Run it, and keep what it raises for those who wait."""
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when it is done; each of its own waits has a time-out."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _OnStream:
+    """A run that is queued on a stream: later work of the current stream waits for it."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class NamedPrograms:
+    """What serves the axes of one process. Made of nothing, it leaves every call to the backend."""
+
+    def __init__(self, named: Mapping[tuple[str, str], Named] | None = None, timeout_seconds: float = 600.0) -> None:
+        self._named = dict(named or {})
+        self._timeout_seconds = timeout_seconds
+        self._executables: dict[tuple[tuple[int, ...], int], tuple[CheckedCollective, Executable]] = {}
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+
+    def find(
+        self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
+    ) -> Executable | None:
+        """What serves `operation` (all_reduce ...) on the named axis for a vector of `size` bytes, if anything does."""
+        named = self._named.get((axis, operation))
+        if named is None:
+            return None
+        checked = named.for_bytes(size)
+        key = (ranks, id(checked))
+        if key not in self._executables:  # the program is kept too: its id must not be another's
+            self._executables[key] = (checked, Executable(checked, group, self._timeout_seconds))
+        return self._executables[key][1]
+
+    def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _OnStream:
+        """Have a program run on `tensor`; returns at once."""
+        if tensor.is_cuda and batched:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()
+                tensor.record_stream(self._stream)
+                return _OnStream(self._stream.record_event())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="collective programs", daemon=True)
+            self._thread.start()
+        work = Work(run)
+        self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        """End the thread, when everything posted is done."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._executables.clear()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.start()

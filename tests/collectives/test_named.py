@@ -1,0 +1,102 @@
+"""What a recipe's [collectives] table names: the right program on the right axes, mistakes in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.collectives.library import generate
+from meshwright.collectives.named import named_programs
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.program.collective_text import print_collective
+from meshwright.recipe import CollectivesRecipe
+
+
+def named(layout: str, **table: str) -> dict[tuple[str, str], str]:
+    """(axis, operation) -> algorithm and ranks, as in `ring 4`."""
+    found = named_programs(CollectivesRecipe(**table), Layout.parse(layout), "recipe.toml: {}".format)
+    return {
+        key: " or ".join(f"{c.program.algorithm} {c.program.ranks}" for c in value.programs)
+        for key, value in found.items()
+    }
+
+
+def refusal(layout: str, **table: str) -> str:
+    with pytest.raises(UserError) as error:
+        named_programs(CollectivesRecipe(**table), Layout.parse(layout), lambda key: "recipe.toml")
+    return str(error.value)
+
+
+def file(place: Path, operation: str, algorithm: str, ranks: int) -> str:
+    path = place / f"{operation}-{ranks}.txt"
+    path.write_text(print_collective(generate(operation, algorithm, ranks)))
+    return f"@{path}"
+
+
+def test_native_is_what_nobody_names():
+    assert named("dp4 zero1") == {}
+    assert named("dp4 zero1", all_reduce="native") == {}
+
+
+def test_an_algorithm_serves_every_axis_of_more_than_one_rank():
+    assert named("dp4 zero3 hs2", all_reduce="ring", all_gather="recursive-doubling") == {
+        ("data", "all_reduce"): "ring 4",
+        ("shard", "all_reduce"): "ring 2",
+        ("replica", "all_reduce"): "ring 2",
+        ("data", "all_gather"): "recursive-doubling 4",
+        ("shard", "all_gather"): "recursive-doubling 2",
+        ("replica", "all_gather"): "recursive-doubling 2",
+    }
+    assert named("dp1", all_reduce="ring") == {}
+    assert ("replica", "all_reduce") not in named("dp4 zero1", all_reduce="ring")
+
+
+def test_an_axis_whose_ranks_the_algorithm_cannot_take_stays_native_unless_gradients_take_it():
+    found = named("dp8 zero3 hs4", all_gather="2d-mesh")
+    assert set(found) == {("data", "all_gather"), ("shard", "all_gather")}, "the replica axis has 2 ranks"
+    assert refusal("dp8 zero3 hs4", all_reduce="2d-mesh").startswith(
+        "recipe.toml: collectives.all_reduce: 2d-mesh cannot take 2 ranks"
+    )
+
+
+def test_a_file_serves_the_axes_of_its_size(tmp_path: Path):
+    program = file(tmp_path, "all-reduce", "ring", 4)
+    assert named("dp4", all_reduce=program) == {(axis, "all_reduce"): "ring 4" for axis in ("data", "shard")}
+    program = file(tmp_path, "reduce-scatter", "ring", 2)
+    assert named("dp4 zero1 hs2", reduce_scatter=program) == {
+        (axis, "reduce_scatter"): "ring 2" for axis in ("shard", "replica")
+    }
+
+
+def test_auto_takes_few_rounds_for_small_vectors_and_few_bytes_for_large_ones():
+    found = named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
+    small, large = found.for_bytes(1000), found.for_bytes(1e9)
+    assert small.bytes_sent(1.0).max() > large.bytes_sent(1.0).max() == pytest.approx(2 * 7 / 8), "none sends fewer"
+    assert small.program.algorithm == "butterfly"
+
+
+def test_what_a_file_must_be_is_said_in_one_line(tmp_path: Path):
+    ring = file(tmp_path, "all-reduce", "ring", 4)
+    start = "recipe.toml: collectives."
+    assert refusal("dp8", all_reduce=ring) == (
+        f"{start}all_reduce: {ring} is a program for 4 ranks; axis data of this layout has 8"
+    )
+    assert refusal("dp8 zero1 hs4", all_reduce=ring).endswith(
+        "is a program for 4 ranks; axis replica of this layout has 2"
+    )
+    assert refusal("dp4 zero1", all_gather=ring).endswith("is a program for all-reduce, not for all-gather")
+    assert "there is no such file" in refusal("dp4", all_reduce="@missing.txt")
+    text = Path(ring[1:]).read_text()
+    broken = tmp_path / "broken.txt"
+    broken.write_text("\n".join(line for number, line in enumerate(text.splitlines()) if number != 9) + "\n")
+    assert refusal("dp4", all_reduce=f"@{broken}").startswith(f"{start}all_reduce: ")
+    broken.write_text(text.replace("chunks 4", "chunks 4\nreduction maximum"))
+    assert refusal("dp4", all_reduce=f"@{broken}").endswith("broken.txt forms the maximum; gradients are summed")
+
+
+def test_an_algorithm_that_cannot_take_so_many_ranks_says_so():
+    assert refusal("dp4", all_reduce="3d-torus").startswith(
+        "recipe.toml: collectives.all_reduce: 3d-torus cannot take 4"
+    )
