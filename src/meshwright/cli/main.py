@@ -17,6 +17,7 @@ from meshwright.errors import MeshwrightError, Terminated
 COMMANDS = {
     "data": "Prepare a recipe's data, or show what a batch looks like.",
     "schedule": "Check, time and draw a pipeline schedule.",
+    "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",

@@ -86,7 +86,7 @@ class Chooser:
         if not 0 <= self.root < self.network.ranks:
             raise UserError(f"{self.operation}: root {self.root} is not one of ranks 0 to {self.network.ranks - 1}")
         for algorithm in ALGORITHMS[self.operation]:
-            self._settings[algorithm] = self._fitting(algorithm)
+            self._settings[algorithm] = self.fitting(algorithm)
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -146,8 +146,8 @@ class Chooser:
     def lower_bound(self, total_bytes: float) -> float:
         return lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
-    def _fitting(self, algorithm: str) -> Settings:
-        """Nodes and sides: as said, else as the network has them, else as the generator thinks."""
+    def fitting(self, algorithm: str) -> Settings:
+        """Nodes and sides: as said, else as the network has them, else left to the generator."""
         has, n = options(self.operation, algorithm), self.network.ranks
         groups = self.said.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.said.dims or self.network.dims

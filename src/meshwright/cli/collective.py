@@ -1,0 +1,145 @@
+"""`meshwright collective`: an algorithm for a collective operation, checked, timed on a network, drawn and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import command as a_command
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.collectives.report import Report
+
+
+def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Reads an option with a parser of `collectives.quantities`, which is imported only then."""
+
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+        from meshwright.collectives import quantities
+
+        return None if text is None else getattr(quantities, parser)(text, f"--{str(option.name).replace('_', '-')}")
+
+    return read
+
+
+def _dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        sides = tuple(int(side) for side in text.split("x"))
+    except ValueError:
+        sides = ()
+    if not sides or min(sides) < 1:
+        raise UserError(f'--dims: "{text}" is not a shape such as 4x4')
+    return sides
+
+
+@a_command(
+    "collective",
+    "meshwright collective all-reduce ring --ranks 8 --bytes 64MiB",
+    "meshwright collective all-reduce auto --ranks 16 --bytes 1MiB --topology nodes:2x8,rails --html choice.html",
+    "meshwright collective all-reduce 2d-torus --ranks 16 --bytes 1GB --topology torus:4x4,50GB/s,1us",
+    "meshwright collective all-reduce ring --ranks 4 --bytes 16 --draw",
+    "meshwright collective broadcast @mine.txt --bytes 4096 --run",
+)
+@click.argument("operation")
+@click.argument("algorithm")
+@click.option("--ranks", type=click.IntRange(min=1), help="How many ranks (a file says it itself).")
+@click.option(
+    "--bytes", "total_bytes", callback=_quantity("parse_bytes"), metavar="B", help="The full vector: 64MiB, 1GB, 4096."
+)
+@click.option(
+    "--topology", default="switch", show_default=True, metavar="T",
+    help="switch, ring, full-mesh, torus:4x4, mesh:4x4, nodes:2x8[,rails], spine-leaf:4x8[,oversubscription=4].",
+)  # fmt: skip
+@click.option("--latency", callback=_quantity("parse_seconds"), metavar="T", help="Of a link: 5us unless said.")
+@click.option("--bandwidth", callback=_quantity("parse_rate"), metavar="R", help="Each way: 25GB/s unless said.")
+@click.option(
+    "--reduce-rate", callback=_quantity("parse_rate"), metavar="R", help="How fast a rank adds: no cost unless said."
+)
+@click.option("--root", type=click.IntRange(min=0), help="The rank that sends out or collects; 0 unless said.")
+@click.option("--segments", type=click.IntRange(min=1), help="Parts that a pipelined algorithm cuts the vector into.")
+@click.option("--groups", type=click.IntRange(min=1), help="Ranks of one node, for hierarchical algorithms.")
+@click.option("--dims", callback=_dims, metavar="AxB", help="Sides of the grid, for tori and meshes.")
+@click.option("--reduction", metavar="R", help="sum (unless said), mean, minimum or maximum.")
+@click.option("--run", is_flag=True, help="Run it on processes of this machine, beside torch.distributed's own call.")
+@click.option("--text", is_flag=True, help="Print the program.")
+@click.option("--draw", is_flag=True, help="Print the buffers of all ranks, round by round.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: figures, picture, buffers.")
+@click.option(
+    "--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture: time over size, all algorithms."
+)
+@json_option
+def command(
+    operation: str,
+    algorithm: str,
+    ranks: int | None,
+    total_bytes: int | None,
+    topology: str,
+    latency: float | None,
+    bandwidth: float | None,
+    reduce_rate: float | None,
+    root: int | None,
+    segments: int | None,
+    groups: int | None,
+    dims: tuple[int, ...] | None,
+    reduction: str | None,
+    run: bool,
+    text: bool,
+    draw: bool,
+    html: Path | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and time it on a network.
+
+    auto simulates every algorithm that can do it and takes the fastest. Exit code 1 when a program does not hold: a
+    line names rank, step and reason.
+    """
+    with answering(as_json) as answer:
+        from meshwright.collectives.report import collective
+
+        report = collective(
+            operation, algorithm, ranks, total_bytes, topology,
+            root=root, segments=segments, groups=groups, dims=dims, reduction=reduction,
+            latency=latency, bandwidth=bandwidth, reduce_bytes_per_second=reduce_rate or float("inf"),
+        )  # fmt: skip
+        if run:
+            report = replace(report, measured=_measured(report))
+        document = report.document()
+        parts = [report.summary()]
+        if text:
+            from meshwright.program.collective_text import print_collective
+
+            document["program"] = print_collective(report.checked.program)
+            parts.append(document["program"])
+        if draw:
+            from meshwright.program.buffers import draw_buffers_text
+
+            document["drawing"] = draw_buffers_text(report.checked)
+            parts.append(document["drawing"])
+        files = {name: path for name, path in (("picture", svg), ("page", html)) if path is not None}
+        if files:
+            from meshwright.collectives.page import draw_page, draw_picture
+
+            picture = draw_picture(report)
+            if svg is not None:
+                write_file(svg, picture)
+            if html is not None:
+                write_file(html, draw_page(report, picture))
+            parts.append("\n".join(f"{name}: {path}" for name, path in files.items()))
+        document["files"] = {name: str(path) for name, path in files.items()}
+        answer(document, "\n\n".join(part.rstrip("\n") for part in parts))
+
+
+def _measured(report: Report) -> dict[str, Any]:
+    """What a run gives, under the report's names."""
+    from meshwright.comm.measure_program import measure
+
+    return measure(report.checked, report.total_bytes)

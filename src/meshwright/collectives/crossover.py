@@ -1,0 +1,228 @@
+"""Where one algorithm gives way to another as vectors grow, and the picture of it: time over size for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from typing import TypeAlias
+
+from meshwright.collectives.choose import Chooser
+from meshwright.collectives.quantities import show_bytes, show_seconds
+
+SMALLEST, LARGEST = 2**10, 2**30  # bytes: the range that is looked at, unless said
+_STEP = 4.0  # from size to size
+_CLOSE = 1.02  # a crossover is found to within so much
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """At `size` bytes, `after` takes over from `before`."""
+
+    size: int
+    before: str
+    after: str
+
+
+@dataclass
+class Curves:
+    """Time over size on one network. seconds: per algorithm, one number a size; bound: the lower bound, likewise."""
+
+    chooser: Chooser
+    sizes: list[float]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    bound: list[float] = field(default_factory=list)
+
+    @classmethod
+    def over(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf) -> Curves:
+        """All algorithms that take so many ranks, at powers of four from `least` to `most` bytes and at both ends.
+
+        within: leave out (as infinite) what its closed form puts above so many times the best of a size.
+        """
+        steps = max(1, math.ceil(math.log(most / least, _STEP)))
+        sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
+        curves = cls(chooser, sizes, bound=[chooser.lower_bound(size) for size in sizes])
+        for size in sizes:
+            best = math.inf
+            forms = {name: chooser.closed_form(name, size) for name in chooser.algorithms}
+            for name in sorted(forms, key=lambda one: forms[one]):
+                candidate = None if forms[name] > within * best else chooser.candidate(name, size)
+                seconds = math.inf if candidate is None else candidate.seconds
+                best = min(best, seconds)
+                curves.seconds.setdefault(name, []).append(seconds)
+        curves.seconds = {name: curves.seconds[name] for name in chooser.algorithms}  # in the order of the library
+        return curves
+
+    @classmethod
+    def quick(cls, chooser: Chooser) -> Curves:
+        """As `over`, for the crossovers alone: without what is not near the best by its closed form, which is off by
+        more where links are of two kinds."""
+        inner, outer = chooser.network.tiers
+        return cls.over(chooser, within=1.3 if inner == outer else 2.5)
+
+    def best(self, index: int) -> str:
+        """The fastest algorithm at a size; of equals, the first in the library."""
+        return _first_least({name: seconds[index] for name, seconds in self.seconds.items()})
+
+    def crossovers(self) -> list[Crossover]:
+        """Where the best changes."""
+        found: list[Crossover] = []
+        for index in range(len(self.sizes) - 1):
+            ends = (self.sizes[index], self.best(index)), (self.sizes[index + 1], self.best(index + 1))
+            least = [min(seconds[at] for seconds in self.seconds.values()) for at in (index, index + 1)]
+            near = [
+                name
+                for name, seconds in self.seconds.items()
+                if seconds[index] <= 2 * least[0] and seconds[index + 1] <= 2 * least[1]
+            ]
+            found += self._between(*ends, {*near, ends[0][1], ends[1][1]})
+        return found
+
+    def _between(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
+        """Crossovers between two sizes, by halving, among the algorithms that are near the best at both."""
+        if low[1] == high[1]:
+            return []
+        if high[0] / low[0] < _CLOSE:
+            return [Crossover(round(math.sqrt(low[0] * high[0])), low[1], high[1])]
+        size = math.sqrt(low[0] * high[0])
+        timed = {name: self.chooser.candidate(name, size) for name in self.seconds if name in names}
+        middle = size, _first_least({name: one.seconds for name, one in timed.items() if one is not None})
+        return [*self._between(low, middle, names), *self._between(middle, high, names)]
+
+
+def _first_least(seconds: dict[str, float]) -> str:
+    """The fastest; of equals, the first."""
+    least = min(seconds.values()) * (1 + 1e-9)
+    return next(name for name, value in seconds.items() if value <= least)
+
+
+# --- the picture
+
+Scale: TypeAlias = Callable[[float], float]  # of a quantity to pixels
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 560, 74, 190, 46, 84
+_LINE = 15  # between labels
+_HUES = (214, 24, 150, 280, 350, 190, 90, 320, 50, 240)
+_STYLE = """
+.mc { font: 12px ui-sans-serif, system-ui, sans-serif; background: #fff; --ink: #222; --dim: #69727d; --grid: #e3e6ea;
+  --tone: 40%; --paper: #fff }
+.mc text { fill: var(--ink) } .mc .dim { fill: var(--dim) } .mc .title { font-size: 15px; font-weight: 600 }
+.mc .grid { stroke: var(--grid) } .mc .curve { fill: none; stroke-width: 1.3; stroke: var(--dim); stroke-opacity: .6 }
+.mc .best { stroke-width: 2.6; stroke: hsl(var(--hue) 65% var(--tone)); stroke-opacity: 1 }
+.mc text.best { fill: hsl(var(--hue) 65% var(--tone)); font-weight: 600; stroke: none }
+.mc rect.best { fill: hsl(var(--hue) 65% var(--tone)); stroke: none } .mc .on { fill: var(--paper); font-size: 11px }
+.mc .bound { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-dasharray: 5 4 }
+.mc .lead { stroke: var(--dim); stroke-opacity: .5; fill: none }
+.mc .asked { stroke: var(--ink); stroke-dasharray: 2 3 }
+@media (prefers-color-scheme: dark) {
+  .mc { background: #15191e; --ink: #e4e7ea; --dim: #9aa3ad; --grid: #2a323a; --tone: 64%; --paper: #10161d }
+}
+"""
+
+
+def draw_crossovers(curves: Curves, crossovers: list[Crossover], asked: float | None = None) -> str:
+    """Time over size, both logarithmic, as one SVG: the algorithms that are best somewhere in colour, the others thin,
+    the lower bound dashed, each named where it ends; below, who is best where. asked: a size to mark."""
+    ends = [curves.best(0), *(crossover.after for crossover in crossovers)]
+    best = list(dict.fromkeys(ends))
+    hue = {name: _HUES[number % len(_HUES)] for number, name in enumerate(best)}
+    values = [value for seconds in [*curves.seconds.values(), curves.bound] for value in seconds if value > 0] or [1.0]
+    low_x, high_x = math.log10(curves.sizes[0]), math.log10(curves.sizes[-1])
+    low_y, high_y = math.log10(min(values)) - 0.08, math.log10(max(values)) + 0.08
+    plot_width, plot_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def x(size: float) -> float:
+        return _LEFT + (math.log10(size) - low_x) / (high_x - low_x) * plot_width
+
+    def y(seconds: float) -> float:
+        return _TOP + (high_y - math.log10(max(seconds, 10**low_y))) / (high_y - low_y) * plot_height
+
+    def line(seconds: list[float], style: str) -> str:
+        points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(curves.sizes, seconds, strict=True))
+        return f'<polyline class="{style}" points="{points}"'
+
+    network = curves.chooser.network
+    name = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mc" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'role="img"><title>{escape(name)}</title><style>{_STYLE}</style>',
+        f'<text class="title" x="{_LEFT}" y="20">{escape(name)}</text>',
+        f'<text class="dim" x="{_LEFT}" y="36">seconds over bytes of the vector, simulated</text>',
+        *_axes(curves, x, y, low_y, high_y),
+    ]
+    for algorithm in sorted(curves.seconds, key=lambda one: one in best):
+        style = f'best curve" style="--hue:{hue[algorithm]}' if algorithm in best else "curve"
+        parts.append(f"{line(curves.seconds[algorithm], style)}><title>{escape(algorithm)}</title></polyline>")
+    parts.append(f"{line(curves.bound, 'bound')}><title>lower bound</title></polyline>")
+    parts += _labels(curves, hue, y)
+    parts += _best_below(curves, crossovers, hue, x)
+    if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
+        at = f"{x(asked):.1f}"
+        parts.append(f'<line class="asked" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+        parts.append(f'<text class="dim" x="{x(asked) + 4:.1f}" y="{_TOP + 12}">{show_bytes(asked)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _axes(curves: Curves, x: Scale, y: Scale, low_y: float, high_y: float) -> list[str]:
+    parts = []
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    for power in range(math.ceil(low_y), math.floor(high_y) + 1):
+        at = y(10.0**power)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        label = show_seconds(10.0**power * (1 + 1e-12))
+        parts.append(f'<text class="dim" x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    first, last = math.log2(curves.sizes[0]), math.log2(curves.sizes[-1])
+    step = 2 if last - first <= 24 else 4
+    for power in range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step):
+        at = x(2.0**power)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        label = show_bytes(2.0**power)
+        parts.append(f'<text class="dim" x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
+    return parts
+
+
+def _labels(curves: Curves, hue: dict[str, int], y: Scale) -> list[str]:
+    """Names at the right end, moved apart where curves end together, with a line to the curve's end."""
+    ends = sorted([(y(seconds[-1]), name) for name, seconds in curves.seconds.items()] + [(y(curves.bound[-1]), "")])
+    places: list[float] = []
+    for at, _ in ends:
+        places.append(max(at, places[-1] + _LINE) if places else at)
+    overflow = places[-1] - (_HEIGHT - _BOTTOM)
+    if overflow > 0:
+        limit = float(_HEIGHT - _BOTTOM)
+        for number in reversed(range(len(places))):
+            places[number] = min(places[number], limit)
+            limit = places[number] - _LINE
+    parts, right = [], _WIDTH - _RIGHT
+    for (at, name), place in zip(ends, places, strict=True):
+        style = f'class="best" style="--hue:{hue[name]}"' if name in hue else 'class="dim"' if name else ""
+        parts.append(f'<path class="lead" d="M{right + 1} {at:.1f} L{right + 16} {place:.1f}"/>')
+        parts.append(f'<text {style} x="{right + 20}" y="{place + 4:.1f}">{escape(name or "lower bound")}</text>')
+    return parts
+
+
+def _best_below(curves: Curves, crossovers: list[Crossover], hue: dict[str, int], x: Scale) -> list[str]:
+    """A strip that says who is best where, with the sizes at which that changes."""
+    top = _HEIGHT - _BOTTOM + 32
+    starts = [curves.sizes[0], *(crossover.size for crossover in crossovers)]
+    names = [curves.best(0), *(crossover.after for crossover in crossovers)]
+    parts = [f'<text class="dim" x="{_LEFT - 8}" y="{top + 14}" text-anchor="end">best</text>']
+    last = -math.inf
+    for start, end, name in zip(starts, [*starts[1:], curves.sizes[-1]], names, strict=True):
+        left, width = x(start), x(end) - x(start)
+        parts.append(
+            f'<rect class="best" style="--hue:{hue[name]}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="20">'
+            f"<title>{escape(name)} from {show_bytes(start)} to {show_bytes(end)}</title></rect>"
+        )
+        if width > 6.6 * len(name):
+            parts.append(
+                f'<text class="on" x="{left + width / 2:.1f}" y="{top + 14}" text-anchor="middle">{escape(name)}</text>'
+            )
+        if start > curves.sizes[0] and left - last > 60:
+            last = left
+            parts.append(
+                f'<text x="{left:.1f}" y="{top + 35}" text-anchor="middle">{show_bytes(start)}</text>'
+                f'<line class="lead" x1="{left:.1f}" x2="{left:.1f}" y1="{top + 20}" y2="{top + 25}"/>'
+            )
+    return parts

@@ -1,0 +1,239 @@
+"""What `meshwright collective` says, in one call: a program generated, chosen or read, checked, timed on a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.collectives.choose import Choice, Chooser, Settings
+from meshwright.collectives.cost import closed_form_seconds
+from meshwright.collectives.crossover import Crossover, Curves
+from meshwright.collectives.library import find, generate
+from meshwright.collectives.quantities import show_bytes, show_seconds
+from meshwright.collectives.topologies import topology
+from meshwright.errors import UserError
+from meshwright.names import ALGORITHM_ALIASES, OPERATIONS, REDUCTIONS, unknown
+from meshwright.program.check_collective import CheckedCollective, check_collective
+from meshwright.program.collective import CollectiveProgram
+from meshwright.program.load import load_program
+from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
+
+REDUCING = ("reduce", "reduce-scatter", "all-reduce")
+_FEW_RANKS = 32  # up to which crossovers are looked for without being asked
+
+
+@dataclass(frozen=True)
+class Report:
+    """A checked program with its times. measured: what a run of it gave, if there was one."""
+
+    checked: CheckedCollective
+    settings: Settings
+    total_bytes: int
+    timing: CollectiveTiming
+    closed_form_seconds: float | None
+    chooser: Chooser
+    choice: Choice | None = None
+    crossovers: list[Crossover] | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        return self.chooser.lower_bound(self.total_bytes)
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        program, timing = self.checked.program, self.timing
+        link = timing.busiest_link
+        said = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
+        document: dict[str, Any] = {
+            "operation": program.operation,
+            "algorithm": program.algorithm,
+            "ranks": program.ranks,
+            "bytes": self.total_bytes,
+            "topology": timing.network.name,
+            **{name: value for name, value in said.items() if value is not None},
+            "checked": True,
+            "rounds": self.checked.rounds,
+            "bytes_sent": timing.bytes_sent,
+            "seconds": timing.seconds,
+            "closed_form_seconds": self.closed_form_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "measured_seconds": None,
+            "busiest_link": None
+            if link is None
+            else {
+                "link": timing.network.link_name(link),
+                "bytes": timing.link_bytes[link],
+                "busy_seconds": timing.link_busy[link],
+            },
+            **self.measured,
+        }
+        if self.choice is not None:
+            document["reason"] = self.choice.reason
+            document["ranking"] = [
+                {
+                    "algorithm": one.algorithm,
+                    "settings": one.settings.describe(),
+                    "seconds": one.seconds,
+                    "closed_form_seconds": one.closed_form_seconds,
+                }
+                for one in self.choice.ranking
+            ]
+            document["refused"], document["left_out"] = self.choice.refused, self.choice.left_out
+        if self.crossovers is not None:
+            document["crossovers"] = [
+                {"bytes": one.size, "before": one.before, "after": one.after} for one in self.crossovers
+            ]
+        return document
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The report for people: what, and what it is."""
+        timing = self.timing
+        least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
+        if round(least) == round(most):
+            sent = f"{show_bytes(most)} by every rank"
+        else:
+            mean = show_bytes(float(timing.bytes_sent.mean()))
+            sent = f"{show_bytes(least)} to {show_bytes(most)} by a rank, {mean} on average"
+        form = "none" if self.closed_form_seconds is None else show_seconds(self.closed_form_seconds)
+        rows = [
+            ("checked", "every contribution arrives exactly once; no race; it ends even if sends block"),
+            ("rounds", f"{self.checked.rounds:,}"),
+            ("bytes sent", sent),
+            ("simulated", show_seconds(timing.seconds)),
+            ("closed form", form),
+            ("lower bound", show_seconds(self.lower_bound_seconds)),
+        ]
+        link = timing.busiest_link
+        if link is not None:
+            busy, moved = timing.link_busy[link] / timing.seconds, show_bytes(float(timing.link_bytes[link]))
+            rows.append(("busiest link", f"{timing.network.link_name(link)}: {moved}, busy {busy:.0%} of the time"))
+        if self.measured:
+            rows.append(("measured", show_seconds(self.measured["measured_seconds"])))
+            rows.append(("torch.distributed", f"{show_seconds(self.measured['native_seconds'])}, the same result"))
+        return rows
+
+    def title(self) -> str:
+        program = self.checked.program
+        said = self.settings.describe()
+        return (
+            f"{program.operation} {program.algorithm}{f' ({said})' if said else ''} on {program.ranks} ranks, "
+            f"{show_bytes(self.total_bytes)}, {self.timing.network.name}"
+        )
+
+    def summary(self) -> str:
+        """The report as text."""
+        lines = [self.title(), *(f"  {name:<18}{value}" for name, value in self.rows())]
+        if self.choice is not None:
+            lines += ["", f"chosen: {self.choice.reason}", "", *ranking_table(self.choice)]
+        if self.crossovers is not None:
+            lines += ["", crossover_line(self.crossovers, None)]
+        return "\n".join(lines)
+
+
+def ranking_table(choice: Choice) -> list[str]:
+    """Algorithms by time, and those that were not simulated."""
+    rows = [("algorithm", "settings", "simulated", "closed form")]
+    for one in choice.ranking:
+        form = "-" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds)
+        rows.append((one.algorithm, one.settings.describe() or "-", show_seconds(one.seconds), form))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
+    ]
+    if choice.left_out:
+        lines.append(f"  not simulated, as their closed forms are far from the best: {', '.join(choice.left_out)}")
+    return lines + [f"  refused: {reason}" for reason in choice.refused.values()]
+
+
+def crossover_line(crossovers: Sequence[Crossover], only: str | None) -> str:
+    """`crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB hierarchical-scatter`."""
+    if not crossovers:
+        return f"crossovers: none from 1 KiB to 1 GiB{f': {only} is always best' if only else ''}"
+    return "crossovers: " + ", ".join(
+        [crossovers[0].before, *(f"from {show_bytes(one.size)} {one.after}" for one in crossovers)]
+    )
+
+
+def collective(
+    operation: str,
+    algorithm: str,
+    ranks: int | None,
+    total_bytes: int | None,
+    topology_text: str = "switch",
+    *,
+    root: int | None = None,
+    segments: int | None = None,
+    groups: int | None = None,
+    dims: tuple[int, ...] | None = None,
+    reduction: str | None = None,
+    latency: float | None = None,
+    bandwidth: float | None = None,
+    reduce_bytes_per_second: float = np.inf,
+    crossovers: bool = True,
+) -> Report:
+    """Check and time one operation. algorithm: a name, `auto`, or `@FILE`. total_bytes: the full vector.
+
+    latency (seconds), bandwidth (bytes a second): of links of which the topology says nothing. crossovers: with `auto`
+    on few ranks, find where the choice changes. Raises UserError, and ProgramError for a program that does not hold.
+    """
+    if operation not in OPERATIONS:
+        raise UserError(unknown("operation", operation, OPERATIONS))
+    if algorithm not in ("auto",) and not algorithm.startswith("@"):
+        find(operation, algorithm)
+    if total_bytes is None:
+        if operation != "barrier":
+            raise UserError(f"{operation}: say how large the vector is, as in --bytes 64MiB")
+        total_bytes = 0
+    program = None
+    if algorithm.startswith("@"):
+        program = _from_file(operation, algorithm, ranks, root, reduction)
+        for option, value in (("segments", segments), ("groups", groups), ("dims", dims)):
+            if value is not None:
+                raise UserError(f"{algorithm[1:]}: --{option} is for generated programs; a file says everything itself")
+        ranks, root = program.ranks, program.root
+    if ranks is None:
+        raise UserError(f"{operation} {algorithm}: say how many ranks, as in --ranks 8")
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise UserError(unknown("reduction", reduction, REDUCTIONS))
+    if reduction not in (None, "sum") and operation not in REDUCING:
+        raise UserError(f"{operation} reduces nothing; --reduction is for {', '.join(REDUCING)}")
+    network = topology(topology_text, ranks, latency, bandwidth)
+    chooser = Chooser(operation, network, root or 0, reduce_bytes_per_second, Settings(segments, groups, dims))
+    choice, settings, form = None, Settings(segments, groups, dims), None
+    if algorithm == "auto":
+        choice = chooser.choose(total_bytes)
+        settings, form = choice.best.settings, choice.best.closed_form_seconds
+        program = chooser.program(choice.best)
+    elif program is None:
+        name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
+        fitting = chooser.fitting(name)
+        settings = Settings(segments, groups or fitting.groups, dims or fitting.dims)
+        said = {"segments": settings.segments, "groups": settings.groups, "dims": settings.dims}
+        program = generate(operation, name, ranks, root=root or 0, **said)  # type: ignore[arg-type]
+        form = closed_form_seconds(operation, name, network, total_bytes, **said)  # type: ignore[arg-type]
+    if reduction is not None:
+        program = replace(program, reduction=reduction)
+    checked = check_collective(program)
+    timing = simulate_collective(checked, network, total_bytes, reduce_bytes_per_second)
+    found = None
+    if crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
+        found = Curves.quick(chooser).crossovers()
+    return Report(checked, settings, total_bytes, timing, form, chooser, choice, found)
+
+
+def _from_file(
+    operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
+) -> CollectiveProgram:
+    """A program of a file, which says everything about itself."""
+    program = load_program(file, "collective")
+    if program.operation != operation:
+        raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")
+    said = {"ranks": (ranks, program.ranks), "root": (root, program.root), "reduction": (reduction, program.reduction)}
+    for option, (wanted, has) in said.items():
+        if wanted not in (None, has):
+            raise UserError(f"{file[1:]}: its {option} is {has}; leave out --{option} {wanted}")
+    return program
