@@ -114,6 +114,7 @@ def test_no_two_steps_share_a_stream_and_every_part_follows_the_one_before(
     cut = timing.timing.program
     s = cut.steps
     beside = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
+    assert (timing.start >= timing.timing.start).all() and (timing.end <= timing.timing.end + 1e-9).all()
     for rank in range(cut.ranks):
         for stream in (beside, ~beside):
             steps = np.flatnonzero(stream & (s.rank == rank))

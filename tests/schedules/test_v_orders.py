@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.pipeline import LETTERS, Kind, PipelineProgram
+from meshwright.schedules.chimera import chimera
 from meshwright.schedules.dualpipe import dualpipe
 from meshwright.schedules.dualpipe_v import dualpipe_v
 from meshwright.schedules.zb_v import zb_v
@@ -83,14 +84,30 @@ PICTURE = {
 }
 
 
-@pytest.mark.parametrize("rank", PICTURE)
-def test_dualpipe_has_the_order_of_the_published_picture(rank: int):
-    program = dualpipe(8, 20)
-    drawn = [
+def drawn(program: PipelineProgram, rank: int) -> list[str]:
+    """A rank's order without its stages: F3, F4+B13."""
+    return [
         "+".join(word.lstrip("01234567'") for word in group.replace("'", "").split("+"))
         for group in order(program)[rank]
     ]
-    assert drawn == PICTURE[rank].split()
+
+
+@pytest.mark.parametrize("rank", PICTURE)
+def test_dualpipe_has_the_order_of_the_published_picture(rank: int):
+    assert drawn(dualpipe(8, 20), rank) == PICTURE[rank].split()
+
+
+def test_chimera_has_the_order_of_its_figure_3():
+    """4 ranks, 4 micro-batches: 0 and 1 run down, 2 and 3 up. Rank 0 ends the way of what comes up."""
+    program = chimera(4, 4)
+    assert " ".join(drawn(program, 0)) == "F0 F1 F2 B2 F3 B3 B0 B1"
+    assert " ".join(drawn(program, 1)) == "F0 F2 F1 F3 B2 B0 B3 B1"
+    assert " ".join(drawn(program, 2)) == "F2 F0 F3 F1 B0 B2 B1 B3"
+    assert " ".join(drawn(program, 3)) == "F2 F3 F0 B0 F1 B1 B2 B3"
+
+
+def test_a_second_unit_of_chimera_fills_the_gaps_at_the_end_of_the_first():
+    assert " ".join(drawn(chimera(4, 8), 0)) == "F0 F1 F4 B4 F5 B5 B0 F2 B1 F3 F6 B6 F7 B7 B2 B3"
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 14), (6, 12), (8, 20)])
