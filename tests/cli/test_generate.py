@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 PROMPT = "Once upon a time, there was a little girl"
 KEYS = {"schema", "text", "tokens", "seconds_to_first_token", "tokens_per_second"}
@@ -37,6 +40,20 @@ def test_json_is_one_document_with_the_promised_keys(command_line: Callable[...,
     assert (stories / "greedy_200_tokens.txt").read_text().startswith(PROMPT + document["text"])
 
 
+def test_a_prompt_comes_from_standard_input_too(
+    command_line: Callable[..., Any], stories: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One end of line is the shell's; what else is there, a second one too, is the prompt's."""
+    for given, prompt in ((PROMPT, PROMPT), (f"{PROMPT}\n", PROMPT), ("two\nlines, é\n\n", "two\nlines, é\n")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="ascii"))
+        outcome = command_line("generate", stories, "--prompt", "-", "--max-tokens", 2, "--device", "cpu", "--json")
+        assert json.loads(outcome.output)["prompt"] == prompt
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"good\xff"), encoding="utf-8"))
+    outcome = command_line("generate", stories, "--prompt", "-")
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+    assert "--prompt -: standard input is not UTF-8 text (byte 4)" in outcome.errors
+
+
 def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
     draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
     texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 2)]
@@ -50,6 +67,7 @@ def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stor
         (("--top-p", "2"), "top-p 2"),
         (("--max-tokens", "0"), "max-tokens 0"),
         (("--top-q", "2"), "did you mean --top-"),
+        (("--device", "gpu"), '--device: unknown device "gpu"; did you mean "cpu"?'),
     ],
 )
 def test_a_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, arguments: tuple[str, ...], word: str):
@@ -59,6 +77,15 @@ def test_a_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, 
     assert outcome.errors.startswith("meshwright: error: ")
     assert outcome.errors.count("\n") == 1
     assert word in outcome.errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it is there")
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_device_that_is_not_there_is_one_line(command_line: Callable[..., Any], stories: Path, command: str):
+    given = ("--prompt", "x") if command == "generate" else ("--data", stories / "greedy_200_tokens.txt")
+    outcome = command_line(command, stories, *given, "--device", "cuda")
+    assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1)
+    assert 'device "cuda": this machine has no CUDA device' in outcome.errors
 
 
 def test_what_is_no_checkpoint_is_one_line(command_line: Callable[..., Any], stories: Path, tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright import __version__
 from meshwright.cli import main as cli
-from meshwright.cli.plumbing import answering, command, json_document, json_option
+from meshwright.cli.plumbing import answering, command, device_option, json_document, json_option
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 
 
@@ -92,7 +92,8 @@ def test_without_a_command_the_help_is_shown(command_line):
         (["trial", "word"], "trial: --text is missing: the text to read, or a path (meshwright trial --help shows an"),
         (["trial", "word", "-t"], "trial: --text needs a value: the text to read, or a path (meshwright trial --help"),
         (["trial", "word", "--number"], "trial: --number needs a value (meshwright trial --help shows an example)"),
-        (["trial", "--number", "x", "word"], "trial: Invalid value for '--number'"),
+        (["trial", "--number", "x", "word"], "trial: --number: 'x' is not a valid integer (meshwright trial --help"),
+        (["trial", "--device", "gpu", "word"], 'trial: --device: unknown device "gpu"; did you mean "cpu"? (known: '),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line: str, command_line, commands):
@@ -100,8 +101,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line:
     @click.argument("word")
     @click.option("--number", type=int)
     @click.option("-t", "--text", required=True, help="The text to read, or a path.")
+    @device_option
     @json_option
-    def trial(word: str, number: int, text: str, as_json: bool) -> None: ...
+    def trial(word: str, number: int, text: str, device: str, as_json: bool) -> None: ...
 
     commands(trial)
     outcome = command_line(*arguments)

@@ -197,6 +197,35 @@ def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
     assert own["loss"] < 1.0 and own["bits_per_byte"] < 1.0 < 3.0 < other["bits_per_byte"]
 
 
+def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, checkpoint, tmp_path):
+    """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
+    from meshwright.serve.generate import Generator
+    from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, hash_file
+    from tests.train import checkpoint_cases as cases
+
+    run = tmp_path / "run"
+    step = run / "checkpoints" / "step-000001"
+    shutil.copytree(checkpoint, step)
+    records = {path.name: hash_file(path) for path in step.iterdir()}
+    (step / MANIFEST).write_bytes(Manifest(1, None, records).to_json())
+    text = str(place / "texts.jsonl")
+    expected = evaluate(checkpoint, text, with_xz=False)
+    assert evaluate(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
+    assert Generator.from_directory(str(run)).directory == step
+
+    cases.flip_bit(step / "model.safetensors")
+    for call in (
+        lambda **how: evaluate(step, text, with_xz=False, **how),
+        lambda **how: Generator.from_directory(step, **how),
+    ):
+        with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):
+            call()
+        call(check_hashes=False)
+    with pytest.raises(UserError, match=r"no checkpoint in it, none of the 1 there is whole"):
+        Generator.from_directory(run)
+    assert Generator.from_directory(run, check_hashes=False).directory == step
+
+
 # --- what is meant by a path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, device_option, json_option
 
 
 @plumbing.command(
@@ -20,16 +20,14 @@ from meshwright.cli.plumbing import answering, json_option
 @click.option("--data", required=True, help="A recipe (its validation split), or text: stdlib, a path, a glob.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Tokens of context; the recipe's or model's unless given.")
 @click.option("--xz/--no-xz", default=True, help="What `xz -9` makes of the same bytes, for comparison.")
+@device_option
 @json_option
-def command(checkpoint: str, data: str, sequence: int | None, xz: bool, as_json: bool) -> None:
+def command(checkpoint: str, data: str, sequence: int | None, xz: bool, device: str, as_json: bool) -> None:
     """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory."""
-    from meshwright.train.checkpoint import find_checkpoint
     from meshwright.train.evaluation import evaluate
 
     with answering(as_json) as answer:
-        result = evaluate(
-            find_checkpoint(checkpoint, log=_say), data, sequence=sequence, with_xz=xz, progress=_progress, log=_say
-        )
+        result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, device=device, progress=_progress, log=_say)
         answer(result, _text(result))
 
 

@@ -8,21 +8,24 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, device_option, json_option
+from meshwright.errors import UserError
 
 
 @plumbing.command(
     "generate",
     "meshwright generate runs/quickstart --prompt 'def main(' --max-tokens 100",
     "meshwright generate runs/quickstart --prompt 'import ' --temperature 0.8 --top-p 0.95 --seed 7",
+    "meshwright generate runs/quickstart --prompt - --device cpu < prompt.txt",
 )
 @click.argument("checkpoint")
-@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--prompt", required=True, help="The text to continue; -: standard input, without its last line's end.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens, at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the k most likely; 0: all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw among the most likely that reach p.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@device_option
 @json_option
 def command(
     checkpoint: str,
@@ -32,18 +35,22 @@ def command(
     top_k: int,
     top_p: float,
     seed: int,
+    device: str,
     as_json: bool,
 ) -> None:
     """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
     directory. The text is written as it comes."""
     from meshwright.serve.generate import Generator
     from meshwright.serve.sampling import Sampling
-    from meshwright.train.checkpoint import find_checkpoint
 
     with answering(as_json) as answer:
         sampling = Sampling(temperature, top_k, top_p, seed)
-        directory = find_checkpoint(checkpoint, log=lambda line: print(line, file=sys.stderr, flush=True))
-        stream = Generator.from_directory(directory).stream(prompt, max_tokens, sampling)
+        if prompt == "-":
+            prompt = _standard_input()
+        generator = Generator.from_directory(
+            checkpoint, device=device, log=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+        stream = generator.stream(prompt, max_tokens, sampling)
         first, generation = next(stream)
         if not as_json:
             print(prompt + first, end="", flush=True)
@@ -65,6 +72,16 @@ def command(
             "stopped": generation.stopped,
             "seconds_to_first_token": generation.seconds_to_first_token,
             "tokens_per_second": generation.tokens_per_second,
-            "checkpoint": directory,
+            "checkpoint": generator.directory,
         }
         answer(document, "")
+
+
+def _standard_input() -> str:
+    """All of standard input; one end of line at its end is the shell's, not the prompt's."""
+    if sys.stdin is None:
+        raise UserError("--prompt -: standard input is closed; give the text as --prompt TEXT")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt -: standard input is not UTF-8 text (byte {error.start})") from None

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -14,10 +14,29 @@ from typing import IO, Any
 import click
 
 from meshwright.errors import UserError
-from meshwright.names import nearest, unknown
+from meshwright.names import DEVICES, nearest, unknown
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
+
+class Named(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions alone
+    """One of the names of a kind; another is answered with the nearest."""
+
+    def __init__(self, kind: str, names: Sequence[str]) -> None:
+        self.name, self.names = kind, names
+
+    def convert(self, value: str, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        return value if value in self.names else self.fail(unknown(self.name, value, self.names), parameter, context)
+
+
+device_option = click.option(
+    "--device",
+    type=Named("device", DEVICES),
+    metavar="|".join(DEVICES),
+    default="auto",
+    show_default=True,
+    help="What computes; auto: the GPU where there is one.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 
@@ -74,6 +93,8 @@ def usage_line(error: click.UsageError) -> str:
     elif isinstance(error, click.BadOptionUsage) and error.ctx and error.message.endswith("requires an argument."):
         option = next(option for option in error.ctx.command.params if error.option_name in option.opts)
         reason = f"{_spelled(option)} needs a value" + _wanted(option)
+    elif isinstance(error, click.BadParameter) and error.param is not None:
+        reason = f"{_spelled(error.param)}: {error.message.removesuffix('.')}"
     path = error.ctx.command_path if error.ctx else "meshwright"
     where = path.removeprefix("meshwright").strip()
     return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"

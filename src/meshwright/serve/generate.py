@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.serve.sampling import Sampler, Sampling
 from meshwright.serve.text import TextStream
+from meshwright.train.checkpoint import find_checkpoint
+from meshwright.train.device import one_device
 
 
 @dataclass(slots=True)
@@ -38,19 +41,39 @@ class Generator:
     """A model and its tokenizer, ready to continue prompts."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = ()
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        start: int | None = None,
+        ends: Iterable[int] = (),
+        directory: Path | None = None,
     ) -> None:
-        """`start`: the token put before a prompt, as before each document in training; `ends`: tokens that end it."""
+        """`start`: the token put before a prompt, as before each document in training; `ends`: tokens that end it;
+        `directory`: where the model came from."""
+        self.directory = directory
         self.model, self.tokenizer, self.start, self.ends = model.eval(), tokenizer, start, frozenset(ends)
         tokenizer.no_padding()
         tokenizer.no_truncation()
 
     @classmethod
     def from_directory(
-        cls, directory: Path | str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        cls,
+        directory: os.PathLike[str] | str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "auto",
+        check_hashes: bool = True,
+        log: Callable[[str], None] = lambda line: None,
     ) -> Generator:
-        """From a Hugging Face directory with model and tokenizer."""
-        directory = Path(directory)
+        """From a Hugging Face directory with model and tokenizer, a checkpoint, or a run directory (its newest whole
+        checkpoint; `log` gets a line for each newer one that is passed over).
+
+        device: one of `names.DEVICES`. Every byte of a checkpoint's model is checked against its hash first, unless
+        check_hashes is false.
+        """
+        device = one_device(device)
+        directory = find_checkpoint(directory, log, check_hashes=check_hashes)
         model, config = load_huggingface(directory, dtype, device)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -60,7 +83,7 @@ class Generator:
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         start = config.bos_token if config.bos_token is not None else config.eos_token
-        return cls(model, tokenizer, start=start, ends=_ends(directory, config))
+        return cls(model, tokenizer, start=start, ends=_ends(directory, config), directory=directory)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind the start token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,35 +16,39 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
 from meshwright.recipe import DataRecipe, load_recipe
-from meshwright.train.checkpoint import CheckpointPath
+from meshwright.train.checkpoint import find_checkpoint
+from meshwright.train.device import one_device
 
 LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
 TOKENS_AT_ONCE = 4096
 
 
 def evaluate(
-    checkpoint: Path | CheckpointPath,
+    checkpoint: os.PathLike[str] | str,
     data: str,
     *,
     sequence: int | None = None,
     with_xz: bool = True,
-    device: str | None = None,
+    device: str = "auto",
+    check_hashes: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate the Hugging Face directory `checkpoint` on `data`.
+    """Evaluate `checkpoint` on `data`.
 
-    data: a recipe (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the
-    recipe's or the model's unless given. device: the GPU where there is one, unless given. `progress(done, total)`
-    hears of rows. The result has `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`,
-    `documents`, `sequence`, and, with `with_xz`, `xz_bits_per_byte`.
+    checkpoint: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory; of a
+    checkpoint every byte of the model is checked against its hash first, unless check_hashes is false. data: a recipe
+    (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the recipe's or
+    the model's unless given. device: one of `names.DEVICES`. `progress(done, total)` hears of rows. The result has
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with
+    `with_xz`, `xz_bits_per_byte`.
 
     Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
     """
-    directory = Path(checkpoint)
+    device = one_device(device)
+    directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = ModelConfig.from_path(directory)
     prepared, tokens = held_out(directory, config, data, sequence, log)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, _ = load_huggingface(directory, torch.float32, device)
     rows = max(1, TOKENS_AT_ONCE // tokens.sequence)
     nats, count, done = 0.0, 0, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -90,6 +91,10 @@ def open_model(path: Path) -> CheckpointPath:
     return checkpoint
 
 
+def _open_unread(path: Path) -> CheckpointPath:
+    return open_checkpoint(path)[0]
+
+
 def candidates(directory: Path) -> list[Path]:
     """Every directory named like a checkpoint, whole or not, the newest first."""
     if not directory.is_dir():
@@ -112,7 +117,7 @@ def whole(directory: Path, log: Callable[[str], None] = lambda line: None) -> li
 def newest(
     directory: Path | str,
     log: Callable[[str], None] = lambda line: None,
-    open_it: Callable[[Path], CheckpointPath] = lambda path: open_checkpoint(path)[0],
+    open_it: Callable[[Path], CheckpointPath] = _open_unread,
 ) -> CheckpointPath | None:
     """The newest whole checkpoint in `directory`; `log` gets a line for each newer one that is passed over. `open_it`
     raises `Damaged` for one that is not whole."""
@@ -124,23 +129,26 @@ def newest(
     return None
 
 
-def find_checkpoint(path: Path | str, log: Callable[[str], None] = lambda line: None) -> Path:
+def find_checkpoint(
+    path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
+) -> Path:
     """The Hugging Face directory that somebody means by `path`: a run directory or its checkpoints/ (the newest whole
     checkpoint, `log` gets a line for each newer one that is passed over), a checkpoint, or any directory with a
-    config.json. Of a checkpoint every byte of model and tokenizer is checked. `UserError` when there is none, or a
-    checkpoint named by itself is damaged."""
-    path = Path(path)
+    config.json. Of a checkpoint every byte of model and tokenizer is checked against its hash; without `check_hashes`
+    only that its files are there in full length. `UserError` when there is none, or a checkpoint named by itself is
+    damaged."""
+    path, open_it = Path(path), open_model if check_hashes else _open_unread
     if not path.is_dir():
         raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; {_WANTED}")
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
         try:
-            return open_model(path).path
+            return open_it(path).path
         except Damaged as damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}") from None
     if (path / "config.json").is_file():
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest(directory, log, open_model)
+    found = newest(directory, log, open_it)
     if found is None:
         damaged = f"none of the {len(candidates(directory))} there is whole" if candidates(directory) else ""
         raise UserError(f"{path}: no checkpoint in it{f', {damaged}' if damaged else ''}; {_WANTED}")
