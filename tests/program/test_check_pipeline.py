@@ -239,6 +239,14 @@ def test_the_parts_of_a_layer_make_a_whole_and_run_in_their_order() -> None:
         assert message in str(caught.value)
 
 
+def test_the_weight_gradient_of_a_part_needs_the_input_gradient_of_that_part_alone() -> None:
+    header = "pipeline cut\nranks 1\nmicro-batches 1\nplacement 0\n"
+    first = "0F0, 0I0.combine, 0I0.mlp, 0W0.mlp, 0I0.dispatch"
+    check_pipeline(program(f"{first}, 0I0.attention, 0W0.attention", header=header))
+    error = refused(f"{first}, 0W0.attention, 0I0.attention", header=header)
+    assert str(error).startswith("rank 0, step 5 (0W0.attention): needs 0I0.attention, which comes after it")
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_passes_with_and_without_transfers_and_runs(name: str) -> None:
     schedule = generate(name, 4, 8)

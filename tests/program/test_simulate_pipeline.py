@@ -378,3 +378,9 @@ def test_the_program_of_one_rank_has_no_bubble() -> None:
         builder.ranks[0].backward(m)
     timing = simulate_pipeline(builder.build(), UNIT)
     assert (timing.makespan, timing.bubble_fraction, timing.bubble_to_ideal, timing.idle[0]) == (9, 0, 0, 0)
+
+
+def test_a_program_without_steps_takes_no_time() -> None:
+    timing = simulate_pipeline(Builder("empty", 2, 1, (straight(2),)).build(), UNIT)
+    assert (timing.makespan, timing.bubble_fraction, timing.bubble_to_ideal) == (0, 0, 0)
+    assert timing.idle.tolist() == timing.peak_activations.tolist() == timing.transfers.tolist() == [0, 0]

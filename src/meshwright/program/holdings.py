@@ -21,7 +21,7 @@ def activation_changes(flow: Dataflow) -> tuple[Integers, Integers]:
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches
     output, gradient, weights = flow.last[:values], flow.last[values : 2 * values], flow.last[2 * values :]
-    whole = (gradient >= 0) & (program.steps.kind[gradient] == Kind.BACKWARD)
+    whole = np.append(program.steps.kind, -1)[gradient] == Kind.BACKWARD  # the last one stands for no gradient
     freed = np.where(weights >= 0, weights, np.where(whole, gradient, -1))
     return flow.first[:values][output >= 0], freed[(freed >= 0) & (output >= 0)]
 
