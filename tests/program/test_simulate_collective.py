@@ -24,7 +24,7 @@ def matched(program: CollectiveProgram) -> Any:
     return SimpleNamespace(program=program, sends=sends, receives=receives)
 
 
-def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0) -> Network:
+def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0, gap: float = 0.0) -> Network:
     """Ranks in a row: link i leads from rank i to the next, link ranks - 1 + i back."""
     left = np.arange(ranks - 1)
 
@@ -43,6 +43,7 @@ def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0) -> Network:
         np.full(2 * ranks - 2, latency),
         np.full(2 * ranks - 2, bandwidth),
         find_routes,
+        gap=gap,
     )
 
 
@@ -146,6 +147,15 @@ def test_messages_of_one_group_between_the_same_ranks_pay_one_latency():
     assert timing.end.tolist() == [pytest.approx(1 + 2)] * 2
 
 
+def test_messages_of_one_group_that_leave_by_one_link_start_a_gap_apart():
+    program = Builder("all-reduce", "by hand", 4, 1)
+    with program.round():
+        program.signal(1, [0, 3, 2])  # left, right over two links, right
+    timing = simulate_collective(matched(program.build()), line(4, 10.0, gap=0.25), 0.0)
+    assert sorted(timing.end.tolist()) == [10.0, 12.5, 20.0]
+    assert timing.start.tolist() == [0.0] * 3
+
+
 def test_a_transfer_starts_when_both_ends_have_posted_it():
     # Rank 2 is busy with rank 1 for 3 seconds; only then can it receive from rank 0.
     timing = simulate_collective(transfers(3, 3, [(1, 2, 3)], [(0, 2, 1)]), line(3), 3.0)
@@ -203,6 +213,17 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
         messages[int(group_of[send]), int(group_of[receive])] += size
     rank_of = steps.group_rank.tolist()
     path = {m: network.route(rank_of[m[0]], rank_of[m[1]]).tolist() for m in messages}
+    latency: dict[tuple[int, int], float] = {}
+    before: dict[tuple[int, int], int] = defaultdict(int)
+    for m in sorted(
+        messages,
+        key=lambda m: min(
+            a for a, b in zip(program.sends, program.receives, strict=True) if (group_of[a], group_of[b]) == m
+        ),
+    ):
+        alone = sum(network.latency[link] for link in path[m])
+        latency[m] = alone * (1 + network.gap * before[m[0], path[m][0]])
+        before[m[0], path[m][0]] += 1
     posted: set[int] = set()
     ended_at: dict[tuple[int, int], float] = {}
     starts: dict[tuple[int, int], float] = {}
@@ -219,7 +240,7 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
                     changed = True
         for m in messages:
             if m not in starts and m[0] in posted and m[1] in posted:
-                starts[m] = now + sum(network.latency[link] for link in path[m])
+                starts[m] = now + latency[m]
         flowing = [m for m in starts if m not in ended_at and starts[m] <= now + 1e-12 and left[m] > 0]
         rates = dict(zip(flowing, naive_rates([path[m] for m in flowing], network.bandwidth), strict=True))
         soon = [now + left[m] / rates[m] for m in flowing]
@@ -259,7 +280,7 @@ def random_program(generator: random.Random) -> Any:
 def test_random_programs_take_as_long_as_in_the_naive_simulation(seed: int):
     generator = random.Random(seed)
     program = random_program(generator)
-    network = line(program.program.ranks, generator.choice([0.0, 0.3, 1.0]), generator.choice([1.0, 2.5]))
+    network = line(program.program.ranks, generator.choice([0.0, 0.3, 1.0]), generator.choice([1.0, 2.5]), 0.2)
     network.bandwidth[generator.randrange(network.links)] = 0.7
     seconds, ends = naive_simulation(program, network, 24.0)
     timing = simulate_collective(program, network, 24.0)

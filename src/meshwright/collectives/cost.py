@@ -19,10 +19,17 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Links of one kind: seconds a message (alpha) and a byte (beta)."""
+    """Links of one kind: seconds a message (alpha) and a byte (beta); gap: the part of alpha that a link's next message
+    waits for."""
 
     alpha: float
     beta: float
+    gap: float = 0.0
+
+    def together(self, sizes: Sequence[float]) -> float:
+        """Messages that leave by one link at once: a gap apart, or as fast as their bytes get out."""
+        waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
+        return self.alpha + max(waits, default=0.0)
 
     def rounds(self, count: float, size: float) -> float:
         """So many messages of so many bytes, one after the other."""
@@ -32,7 +39,7 @@ class Tier:
 @dataclass(frozen=True)
 class Case:
     """What a closed form depends on. groups: ranks a node. cables: every rank has a link for each neighbour and each
-    way, so that all can be busy at once, instead of one port."""
+    way, so that all can be busy at once, instead of one port; all_linked: everybody is everybody's neighbour."""
 
     ranks: int
     size: float
@@ -42,6 +49,7 @@ class Case:
     groups: int | None = None
     dims: tuple[int, ...] | None = None
     cables: bool = False
+    all_linked: bool = False
 
     @property
     def share(self) -> float:
@@ -92,9 +100,11 @@ def closed_form_seconds(
         return None
     if network.ranks == 1:
         return 0.0
-    inner, outer = (Tier(latency, 1 / bandwidth) for latency, bandwidth in network.tiers)
+    inner, outer = (Tier(latency, 1 / bandwidth, network.gap) for latency, bandwidth in network.tiers)
     shape = tuple(dims) if dims is not None else None
-    return form(Case(network.ranks, total_bytes, outer, inner, segments, groups, shape, network.dims is not None))
+    n, cables = network.ranks, not network.switches
+    all_linked = cables and network.links == n * (n - 1)
+    return form(Case(n, total_bytes, outer, inner, segments, groups, shape, cables, all_linked))
 
 
 # --- rings and pairs
@@ -110,7 +120,13 @@ def _both_ways(phases: int) -> Form:
 
 
 def _at_once(phases: int) -> Form:
-    return lambda c: phases * c.link.rounds(1, (c.ranks - 1) * c.share)
+    """A message to everybody, or over a link to each."""
+    return lambda c: phases * c.link.together([c.share] * (1 if c.all_linked else c.ranks - 1))
+
+
+def _from_all(c: Case) -> float:
+    """A message from everybody, each over a port of its own, into one; or over a link from each."""
+    return c.link.rounds(1, c.share if c.all_linked else (c.ranks - 1) * c.share)
 
 
 # --- recursive halving and doubling
@@ -171,13 +187,13 @@ def _chain(c: Case) -> float:
 
 def _two_trees_all_reduce(c: Case) -> float:
     height, k = c.ranks.bit_length() - 1, c.segments or 8
-    return c.link.rounds(2 * height + k - 1, 2 * c.size / k)
+    return (2 * height + k - 1) * c.link.together([c.size / (2 * k)] * 4)  # up both trees, down one of them to two
 
 
 def _two_trees(c: Case) -> float:
     """Both trees hang below the root, over the other n-1 ranks."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
-    return c.link.rounds(height + k, c.size / k)
+    return (height + k) * c.link.together([c.size / (2 * k)] * 2)
 
 
 # --- nodes
@@ -275,7 +291,7 @@ CLOSED_FORMS: dict[str, dict[str, Form]] = {
         "hierarchical": _hierarchical_tree,
     },
     "scatter": {"binomial-tree": _halved, "linear": _at_once(1)},
-    "gather": {"binomial-tree": _halved, "linear": _at_once(1)},
+    "gather": {"binomial-tree": _halved, "linear": _from_all},
     "reduce": {
         "binomial-tree": _whole(1),
         "ring": _chain,

@@ -16,6 +16,7 @@ from meshwright.program.order import Integers
 
 LATENCY = 5e-6  # unless said: about what a message over 200 Gbit/s Ethernet or InfiniBand costs a collective library
 BANDWIDTH = 25e9
+GAP = 0.2  # of the latency: about what a sender is busy with a message of which the rest is on its way
 INNER_LATENCY = 3e-6  # unless said: inside a node of eight H100 (NVLink 4, one direction)
 INNER_BANDWIDTH = 450e9
 
@@ -32,6 +33,7 @@ def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -
         latency=np.full(2 * ranks, latency / 2),
         bandwidth=np.full(2 * ranks, float(bandwidth)),
         find_routes=lambda source, target: Routes.from_hops(np.stack([source, ranks + target], axis=1)),
+        gap=GAP,
         tiers=((latency, bandwidth),) * 2,
         partitions=(np.append(rank, -1),),
         switches=("switch",),
@@ -51,6 +53,7 @@ def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH
         latency=np.full(len(source), float(latency)),
         bandwidth=np.full(len(source), float(bandwidth)),
         find_routes=lambda a, b: Routes.from_hops(number[a * ranks + b][:, None]),
+        gap=GAP,
         tiers=((latency, bandwidth),) * 2,
         partitions=(np.arange(ranks), np.arange(ranks) * 2 // ranks),
     )
@@ -122,6 +125,7 @@ def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, ar
         latency=np.full(links, float(latency)),
         bandwidth=np.full(links, float(bandwidth)),
         find_routes=find_routes,
+        gap=GAP,
         tiers=((latency, bandwidth),) * 2,
         partitions=tuple(partitions),
         dims=dims,
@@ -191,6 +195,7 @@ def nodes(
         latency=half,
         bandwidth=np.repeat([float(inner[1]), float(outer[1])], [2 * ranks, 2 * ports]),
         find_routes=find_routes,
+        gap=GAP,
         tiers=(inner, outer),
         partitions=(
             np.concatenate([rank, np.full(nodes + outsides, -1)]),
@@ -244,6 +249,7 @@ def spine_leaf(
         latency=np.full(2 * (ranks + leaves * spines), latency / 2),
         bandwidth=np.repeat([float(bandwidth), trunk], [2 * ranks, 2 * leaves * spines]),
         find_routes=find_routes,
+        gap=GAP,
         tiers=((latency, bandwidth), (2 * latency, bandwidth / oversubscription)),
         partitions=(
             np.concatenate([rank, np.full(leaves + spines, -1)]),

@@ -59,10 +59,11 @@ class Network:
     latency: seconds that a link adds to a message; bandwidth: bytes a second that it carries in its direction. A cable
     that carries as much both ways at once is two links. `find_routes(sources, targets)` gives one route a pair of
     different ranks: a path of links from one to the other. `tiers`: (latency, bandwidth) of a message between ranks
-    that are near each other, and of one between ranks that are far: what closed forms go by. `partitions` say where to
-    look for bottlenecks: each gives every vertex the number of its block, or -1 to vertices (never ranks) that belong
-    to none. `dims` and `groups` are what the network's shape suggests to algorithms that ask for it: the sides of a
-    torus, the ranks of one node.
+    that are near each other, and of one between ranks that are far: what closed forms go by. `gap`: the part of a
+    message's latency for which it holds up the next one that the same group sends over the same first link (as in LogP,
+    D. Culler et al., PPoPP 1993). `partitions` say where to look for bottlenecks: each gives every vertex the number of
+    its block, or -1 to vertices (never ranks) that belong to none. `dims` and `groups` are what the network's shape
+    suggests to algorithms that ask for it: the sides of a torus, the ranks of one node.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Network:
     bandwidth: Floats
     find_routes: Callable[[Integers, Integers], Routes]
     tiers: tuple[tuple[float, float], tuple[float, float]] = ((0.0, np.inf), (0.0, np.inf))
+    gap: float = 0.0
     partitions: tuple[Integers, ...] = ()
     switches: tuple[str, ...] = ()
     dims: tuple[int, ...] | None = None

@@ -2,8 +2,9 @@
 
 A group's transfers start when both ends have posted them. A message first takes the latency of its route, then its
 bytes at the rate that max-min fair sharing gives it over all links of the route; rates change whenever a message starts
-or ends. A group ends when all of its messages have; then the rank posts its next group. Everything that happens at one
-moment is handled at once, so that a symmetric round of 512 ranks costs about as much as one of 8.
+or ends. Messages of one group that leave by the same link start one after the other, the network's gap apart. A group
+ends when all of its messages have; then the rank posts its next group. Everything that happens at one moment is handled
+at once, so that a symmetric round of 512 ranks costs about as much as one of 8.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class CollectiveSimulator:
         )
         self._routes = network.find_routes(pairs // program.ranks, pairs % program.ranks)
         self._latency = self._routes.sum(network.latency)[self._route]
+        self._latency = self._latency * (1 + network.gap * self._place_in_line(checked))
         self._sharing = FairSharing(self._routes, network.bandwidth)
 
         # Groups: their messages, what follows, how much is reduced at the end.
@@ -116,6 +118,17 @@ class CollectiveSimulator:
         reduces = steps.is_one_of((Kind.REDUCE, Kind.COMBINE))
         reduced = totals(steps.group_index[reduces], steps.count[reduces], groups)
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
+
+    def _place_in_line(self, checked: Meetings) -> Integers:
+        """How many messages of its group leave by the same link before each message, as the steps are written."""
+        first_step = np.full(len(self._route), len(checked.program.steps))
+        np.minimum.at(first_step, self._message, checked.sends)
+        line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
+        order = np.lexsort((first_step, line))
+        new = np.flatnonzero(np.diff(line[order], prepend=-1) != 0)
+        place = np.empty(len(line), np.int64)
+        place[order] = np.arange(len(line)) - np.repeat(new, np.diff(np.append(new, len(line))))
+        return place
 
     def run(self, total_bytes: float) -> CollectiveTiming:
         """Simulate with a full vector of `total_bytes`."""
