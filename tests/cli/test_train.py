@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.errors import UserError
+from meshwright.recipe import load_recipe
 from meshwright.train import launcher
 
 TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can go on.\n\n" for n in range(600))
@@ -59,6 +61,40 @@ MISTAKES = {
     "a rendezvous that is none": (["run.rendezvous=localhost"], "run.rendezvous", "tcp://HOST:PORT"),
     "validation without data for it": (["train.validate_every=2", "data.validation_fraction=0"], "validate_every", ""),
 }
+
+
+NEEDS_NO_DATA = {
+    "a layout that does not divide the batch": ["layout=dp3"],
+    "micro-batches that do not": ["layout=dp2 mb4"],
+    "an axis that is not built": ["layout=tp2"],
+    "heads that do not divide": ["model.hidden=18"],
+    "key-value heads that do not divide": ["model.kv_heads=3"],
+    "heads of an odd size": ["model.head_dim=5"],
+    "a family that only the planner knows": ["model.family=bloom"],
+    "fewer positions than a sequence": ["model.max_positions=16"],
+    "a vocabulary that no tokenizer fits": ["model.vocabulary=100", "data.tokenizer=bpe"],
+}
+
+
+@pytest.mark.parametrize("started_by", ["the command", "torchrun", "a call"])
+@pytest.mark.parametrize("name", NEEDS_NO_DATA)
+def test_what_needs_no_data_to_be_known_is_refused_before_they_are_prepared(
+    name, started_by, recipe, tmp_path, command_line, monkeypatch
+):
+    for place in ("meshwright.data.prepare", "meshwright.train.loop.prepare", "meshwright.train.launcher.launch"):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data were prepared, or ranks started"))
+    overrides = NEEDS_NO_DATA[name]
+    if started_by == "a call":
+        with pytest.raises(UserError):
+            launcher.launch_recipe(load_recipe(recipe, overrides))
+        return
+    if started_by == "torchrun":
+        ranks = 3 if "layout=dp3" in overrides else 2 if "layout=" in overrides[0] else 1
+        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(key, str(value))
+    outcome = command_line("train", recipe, *overrides)
+    assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1), outcome.errors
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("name", MISTAKES)

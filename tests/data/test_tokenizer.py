@@ -17,6 +17,7 @@ from meshwright.data.tokenizer import (
     TextTokenizer,
     _byte_characters,
     find_tokenizer,
+    least_vocabulary,
     load_tokenizer,
     write_tokenizer,
 )
@@ -36,6 +37,16 @@ def made(directory: Path, name: str, vocabulary: int = 600) -> TextTokenizer:
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, TextTokenizer]]:
     base = tmp_path_factory.mktemp("tokenizers")
     return {name: (base / name, made(base / name, name)) for name in ("bytes", "bpe")}
+
+
+def test_the_fewest_tokens_are_known_before_any_text_is_read(
+    own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path
+):
+    directory, trained = own["bpe"]
+    assert least_vocabulary(str(directory)) == trained.vocabulary > 257
+    assert least_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
+    write_tokenizer(tmp_path, "bpe", 600, None, iter(["a"]))  # no pair to merge
+    assert least_vocabulary("bpe") == load_tokenizer(tmp_path).vocabulary
 
 
 texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_TEXT, " ", "\n"])).map(" ".join)

@@ -39,10 +39,9 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
     from meshwright.errors import UserError
-    from meshwright.model.config import config_from_recipe
-    from meshwright.model.refuse import refuse
     from meshwright.recipe import load_recipe
     from meshwright.train.launcher import launch_recipe
+    from meshwright.train.refusals import check_recipe
     from meshwright.train.rendezvous import join_if_started_by_others, place
     from meshwright.train.resuming import check_resume
     from meshwright.train.run_directory import RunDirectory
@@ -56,14 +55,13 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
             return None
     else:
         # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-        recipe.parsed_layout.refuse_unbuilt()
+        check_recipe(recipe)
         named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
         RunDirectory(recipe.run_directory).create()
         check_resume(recipe)
         prepared = prepare(recipe.data, recipe.run.seed, log=_say)
         check_resume(recipe, prepared.sha256)
-        config = config_from_recipe(recipe.model, recipe.data.sequence, prepared.vocabulary)
-        refuse(recipe.parsed_layout, config, recipe.train.batch, recipe.data.sequence, recipe.parsed_layout.world_size)
+        check_recipe(recipe, prepared.vocabulary)
         result = launch_recipe(recipe, restarts=restarts)
     try:
         RunDirectory(recipe.run_directory).write_result(result)

@@ -32,7 +32,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int) -> None:
         self.tokenizer, self.start, self.end = tokenizer, start, end
-        self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocabulary = _vocabulary(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
@@ -103,6 +103,14 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
     return TokenizerFiles(data, _pretty(config))
 
 
+def least_vocabulary(name: str) -> int:
+    """How many tokens data.tokenizer = `name` has at least, before any text is read: for "bpe" the bytes and the end.
+    `UserError` as `find_tokenizer`."""
+    found = find_tokenizer(name)
+    tokenizer = _bytes() if found is None else Tokenizer.from_buffer(found.tokenizer)
+    return _vocabulary(tokenizer)
+
+
 def write_tokenizer(
     directory: Path, name: str, vocabulary: int, found: TokenizerFiles | None, texts: Iterator[str]
 ) -> None:
@@ -132,6 +140,10 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     start, end = (tokenizer.token_to_id(_content(token)) for token in (bos or eos, eos))
     assert start is not None and end is not None, (directory, eos, bos)
     return TextTokenizer(tokenizer, start, end)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> int:
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
 
 def _bytes() -> Tokenizer:

@@ -68,6 +68,9 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise.
     """
+    from meshwright.train.refusals import check_recipe
+
+    check_recipe(recipe)
     description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
     return launch(
         LaunchSpec(

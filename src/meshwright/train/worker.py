@@ -93,8 +93,11 @@ def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
+    from meshwright.train.refusals import check_recipe
+
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
+    check_recipe(recipe)
     return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
 
 

@@ -1,0 +1,20 @@
+"""What a recipe asks that cannot be done, as far as no data are needed to know it: asked before data are prepared and
+before a process is started. Free of torch."""
+
+from __future__ import annotations
+
+from meshwright.data.tokenizer import least_vocabulary
+from meshwright.model.config import config_from_recipe
+from meshwright.model.refuse import refuse
+from meshwright.recipe import Recipe
+
+
+def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> None:
+    """`UserError` with the first reason why the recipe's model cannot be trained on its layout, with its batch,
+    sequence and tokenizer. `tokenizer_vocabulary`: tokens of the prepared data's tokenizer; unless given, the fewest
+    that it can have, since one that is trained may find less in the text than it was allowed."""
+    layout = recipe.parsed_layout
+    layout.refuse_unbuilt()
+    vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
+    refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
