@@ -72,6 +72,20 @@ def test_every_file_it_writes_can_be_read(tmp_path: Path, capsys: pytest.Capture
     }
 
 
+def test_layers_cut_into_parts_hide_all_to_all_behind_computation(capsys: pytest.CaptureFixture[str]):
+    # One after the other a micro-batch takes 4 + 6 = 10 on a rank; 4 + 4 of its parts are all-to-all.
+    arguments = ("--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1")
+    plain, dual = (answer(capsys, name, *arguments) for name in ("1f1b", "dualpipe"))
+    assert plain["makespan"] == (8 + 3) * 10 and plain["exposed_all_to_all"] == plain["all_to_all"] == [32] * 4
+    assert dual["makespan"] < 0.75 * plain["makespan"] and max(dual["exposed_all_to_all"]) < 32
+
+
+def test_it_shows_which_layers_lie_where(capsys: pytest.CaptureFixture[str]):
+    assert main(["schedule", "dualpipe-v", "--stages", "2", "--microbatches", "4", "--layers", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "0      stage 0: embedding, layers 0-1   stage 3: layers 6-7, head" in out
+
+
 @pytest.mark.parametrize("name", ["program.json", "program.csv"])
 def test_other_forms_of_a_program_are_read_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / name
@@ -100,6 +114,8 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], "exactly 1"),
         (["dualpipe", "--stages", "3", "--microbatches", "8"], "even"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--memory", "3"], "only auto"),
+        (["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1"], "right is 4"),
+        (["1f1b", "--stages", "4", "--microbatches", "8", "--layers", "3"], "at least 4 layers"),
         (["@missing.txt"], "missing.txt"),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--svg", "/no/such/folder/p.svg"], "/no/such/folder/p.svg"),
     ],

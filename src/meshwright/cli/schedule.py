@@ -32,6 +32,7 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     "meshwright schedule 1f1b --stages 4 --microbatches 8 --text",
     "meshwright schedule zb-v --stages 8 --microbatches 32 --transfer 0.1 --html zb-v.html --trace zb-v.json",
     "meshwright schedule auto --stages 4 --microbatches 16 --forward 1,1,1,1.6 --memory 5 --program found.txt",
+    "meshwright schedule dualpipe --stages 8 --microbatches 20 --parts 1,1,1,1 --layers 32 --html dualpipe.html",
     "meshwright schedule @found.txt",
 )
 @click.argument("schedule")
@@ -76,6 +77,13 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     metavar="T[,T...]",
     help="Forward and backward together, where a schedule overlaps them.",
 )
+@click.option(
+    "--parts",
+    callback=_times,
+    metavar="A,D,M,C",
+    help="Attention, dispatch, MLP, combine of a forward: cut layers, with all-to-all on a stream of its own.",
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Show which of so many layers each rank holds.")
 @click.option("--memory", type=float, metavar="M", help="auto: most micro-batches of activations on a rank.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: picture and figures.")
@@ -96,6 +104,8 @@ def command(
     weight_gradient: float | list[float],
     transfer: float | list[float],
     overlapped: float | list[float] | None,
+    parts: float | list[float] | None,
+    layers: int | None,
     memory: float | None,
     svg: Path | None,
     html: Path | None,
@@ -111,6 +121,8 @@ def command(
     does not hold: a line names rank, step and reason.
     """
     _require(schedule, stages, microbatches)
+    if parts is not None:
+        parts = parts if isinstance(parts, list) else [parts]
     from meshwright.schedules.report import schedule as report_of
 
     if memory is not None and schedule != "auto":
@@ -120,9 +132,13 @@ def command(
     with answering(as_json) as answer:
         report = report_of(
             schedule, stages, microbatches, chunks,
-            forward, input_gradient, weight_gradient, transfer, overlapped, memory,
+            forward, input_gradient, weight_gradient, transfer, overlapped, memory, parts,
         )  # fmt: skip
         lines = [report.summary()]
+        if layers is not None:
+            from meshwright.schedules.placement import placement_table
+
+            lines.append(placement_table(report.program, layers).rstrip())
         if svg or html or trace or text:
             timeline = report.timeline()
         if svg:

@@ -13,6 +13,7 @@ COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "backward": ((24, 74, 46), (350, 50, 50)),
     "input gradient": ((24, 74, 46), (350, 50, 50)),
     "weight gradient": ((150, 45, 36), (180, 50, 33)),
+    "all-to-all": ((215, 12, 52), (215, 12, 52)),
     "update": ((0, 0, 35), (0, 0, 35)),
     "send": ((214, 60, 46), (214, 60, 46)),
     "reduce": ((24, 74, 46), (24, 74, 46)),

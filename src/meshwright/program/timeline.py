@@ -10,7 +10,7 @@ from meshwright.program.collective import SENDING as COLLECTIVE_SENDING
 from meshwright.program.collective import CollectiveProgram
 from meshwright.program.collective import Kind as CollectiveKind
 from meshwright.program.order import Integers, Reals
-from meshwright.program.pipeline import LETTERS, SENDING, Kind, PipelineProgram
+from meshwright.program.pipeline import LETTERS, SENDING, Component, Kind, PipelineProgram
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -19,6 +19,8 @@ WORDS = {
     Kind.WEIGHT_GRADIENT: "weight gradient",
     Kind.UPDATE: "update",
 }
+
+ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +88,32 @@ def pipeline_timeline(
 ) -> Timeline:
     """The compute steps of a simulated pipeline, a track a rank; overlapped steps share the track's height."""
     s = program.steps
-    columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.group_index)]
+    columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]
     start, end = timing.start.tolist(), timing.end.tolist()
     members: dict[int, list[int]] = {}
-    for index, (kind, group) in enumerate(zip(columns[1], columns[5], strict=True)):
+    for index, (kind, group) in enumerate(zip(columns[1], columns[6], strict=True)):
         if kind <= Kind.UPDATE:
             members.setdefault(group, []).append(index)
     chunk_of = _chunk_numbers(program)
     spans = []
     for steps in members.values():
         for lane, index in enumerate(steps):
-            rank, kind, stage, replica, micro_batch, _ = (column[index] for column in columns)
+            rank, kind, stage, replica, micro_batch, part, _ = (column[index] for column in columns)
             chunk = chunk_of[replica][stage]
-            letter = LETTERS[Kind(kind)]
+            letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
+            whose = f"micro-batch {micro_batch}, stage {stage}"
             spans.append(
                 Span(
                     rank,
                     start[index],
                     end[index],
-                    WORDS[Kind(kind)],
-                    (letter if chunk == 0 else letter.lower()) + str(micro_batch),
-                    f"{WORDS[Kind(kind)]} of micro-batch {micro_batch}, stage {stage}"
+                    "all-to-all" if part in ALL_TO_ALL else word,
+                    (letter if chunk == 0 else letter.lower())
+                    + str(micro_batch)
+                    + (Component(part).name.lower()[0] if part else ""),
+                    (f"{Component(part).name.lower()} in the {word} of {whose}" if part else f"{word} of {whose}")
                     + (f" of replica {replica}" if program.replicas > 1 else ""),
-                    shade=chunk / max(1, program.chunks - 1),
+                    shade=0.0 if part in ALL_TO_ALL else chunk / max(1, program.chunks - 1),
                     mirrored=replica > 0,
                     lane=lane,
                     lanes=len(steps),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import ArrayLike
 
+from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 from meshwright.program.timeline import Timeline, pipeline_timeline
+from meshwright.schedules.components import ComponentDurations, ComponentTiming, simulate_components
 from meshwright.schedules.library import generate
 from meshwright.schedules.transfers import with_transfers
 
@@ -23,6 +26,7 @@ class ScheduleReport:
     program: PipelineProgram  # as it was generated or read
     complete: PipelineProgram  # with its sends and receives
     timing: PipelineTiming
+    parts: ComponentTiming | None = None  # where layers were cut into attention, dispatch, MLP and combine
 
     def document(self) -> dict[str, Any]:
         """The keys of `meshwright schedule --json`."""
@@ -45,6 +49,9 @@ class ScheduleReport:
             "checked": True,
             "steps": self.steps(),
         }
+        if self.parts is not None:
+            document["all_to_all"] = self.parts.all_to_all
+            document["exposed_all_to_all"] = self.parts.exposed
         if program.asynchronous:
             document["steady_bubble_fraction"] = timing.steady_bubble_fraction
         return document
@@ -76,6 +83,8 @@ class ScheduleReport:
         for rank in range(self.program.ranks):
             times, values = self.timing.activations(rank)
             levels[rank] = list(zip(times.tolist(), values.tolist(), strict=True))
+        if self.parts is not None:
+            return pipeline_timeline(self.timing.program, self.parts, notes, levels)
         return pipeline_timeline(self.program, self.timing, notes, levels)
 
     def summary(self) -> str:
@@ -91,6 +100,11 @@ class ScheduleReport:
         ]
         if program.asynchronous:
             lines.append(f"weights change under way: bubble {100 * timing.steady_bubble_fraction:.1f} % while full")
+        if self.parts is not None:
+            lines.append(
+                f"all-to-all of a rank {_span(self.parts.all_to_all.tolist())}, of which nothing hides "
+                f"{_span(self.parts.exposed.tolist())}"
+            )
         lines.append(
             f"peak activations {_span(timing.peak_activations.tolist())} micro-batches; weight copies {copies:g}; "
             f"messages sent by a rank {_span(timing.transfers.tolist())}; idle {_span(timing.idle.tolist())}"
@@ -117,11 +131,16 @@ def schedule(
     transfer: ArrayLike = 0.0,
     overlapped: ArrayLike | None = None,
     memory: float | None = None,
+    parts: Sequence[float] | None = None,
 ) -> ScheduleReport:
     """Generate (or read, `@FILE`), check and simulate a pipeline schedule: what `meshwright schedule` does.
 
     Durations are of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
     stage (`Durations.per_rank`). memory: most activations of whole micro-batches on a rank, for `auto`.
+
+    parts: of attention, dispatch, MLP and combine in a forward of a rank's share, in place of the other durations; the
+    input gradient takes as long for each, the weight gradient as long for attention and MLP. The program is then
+    simulated part by part, on two streams a rank.
 
     Raises UserError for names and numbers that cannot be, ProgramError for a program that does not hold.
     """
@@ -129,13 +148,30 @@ def schedule(
     wanted = Durations(*times) if name == "auto" else None  # by rank: where stages live is for the search to say
     program = generate(name, ranks, micro_batches, chunks, wanted, memory)
     check_pipeline(program)
-    durations = Durations.per_rank(program, *times)
-    timing = simulate_pipeline(program, durations)
+    cut = None
+    if parts is None:
+        durations = Durations.per_rank(program, *times)
+        timing = simulate_pipeline(program, durations)
+    else:
+        shares = _shares(parts, program.chunks, transfer)
+        durations, cut = shares.durations(), simulate_components(program, shares)
+        timing = cut.timing
     complete = program
     if not program.has_transfers:
         complete = with_transfers(program, durations)
         check_pipeline(complete)
-    return ScheduleReport(program, complete, timing)
+    return ScheduleReport(program, complete, timing, cut)
+
+
+def _shares(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
+    """Durations of the parts of one stage."""
+    if len(parts) != 4:
+        raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
+    if not isinstance(transfer, (int, float)):
+        raise UserError("parts: the transfer is then one number for all stages")
+    attention, dispatch, mlp, combine = (part / chunks for part in parts)
+    forward = (attention, dispatch, mlp, combine)
+    return ComponentDurations(forward, forward, (attention, mlp), float(transfer))
 
 
 def _span(values: list[float]) -> str:
