@@ -214,6 +214,18 @@ def test_no_rank_is_an_inner_node_of_both_trees(n: int):
         assert inner[0].isdisjoint(inner[1])
 
 
+def test_the_second_tree_is_the_first_mirrored_or_where_that_would_not_do_shifted():
+    def edges(tree: list[tuple[np.ndarray, np.ndarray]]) -> set[tuple[int, int]]:
+        return {(int(a), int(b)) for parents, children in tree for a, b in zip(parents, children, strict=True)}
+
+    for n in (2, 6, 8, 14):
+        first, second = map(edges, two_trees(np.arange(n)))
+        assert second == {(n - 1 - a, n - 1 - b) for a, b in first}
+    for n in (3, 7, 13):
+        first, second = map(edges, two_trees(np.arange(n)))
+        assert second == {((a + 1) % n, (b + 1) % n) for a, b in first}
+
+
 def test_with_two_trees_no_rank_sends_or_receives_more_than_twice_the_vector():
     for n in COUNTS:
         program = generate("all-reduce", "double-binary-tree", n)
@@ -323,6 +335,17 @@ def test_only_a_share_of_what_a_node_has_leaves_it():
     s = exchanged.steps
     assert ((s.kind == Kind.SEND) & (s.rank // g != s.peer // g)).sum() == n * (k - 1)
     assert leaving(generate("broadcast", "hierarchical", n, root=6, groups=g), g).sum() == k - 1
+
+
+def test_pairwise_ranks_exchange_in_pairs_where_their_number_is_a_power_of_two():
+    for n, in_pairs in ((8, True), (6, False)):
+        for operation in ("all-to-all", "reduce-scatter", "all-gather"):
+            s = generate(operation, "pairwise", n).steps
+            moved = s.kind != Kind.COPY
+            partners = [
+                set(s.peer[moved & (s.group_index == group)].tolist()) for group in np.unique(s.group_index[moved])
+            ]
+            assert all(len(found) == 1 for found in partners) == in_pairs
 
 
 def test_bruck_and_recursive_all_gathers_send_one_message_a_round():
