@@ -255,22 +255,32 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_a_save(two, home):
     assert cases.same(cases.whole_state(outcomes), expected) and cases.trace(stopped) == cases.trace(whole)
 
 
-def test_a_finished_run_started_again_says_so_and_has_its_result(home):
+def test_a_finished_run_started_again_says_so_and_is_left_as_it_was(home, two):
     place = home / "finished"
     (first,) = run(None, place, "dp1 fp32", train_validate_every=3)
-    before = (place / "run/metrics.jsonl").read_bytes()
+    left = {name: (place / "run" / name).read_bytes() for name in cases.LEFT}
+    before = left["metrics.jsonl"]
     (again,) = run(None, place, "dp1 fp32", train_validate_every=3)
-    assert again["said"][-1] == "nothing to do: step-000006 has all 6 steps; raise train.steps to train on"
-    changing = ("measured", "tokens_per_second", "mfu")
-    assert {k: v for k, v in again["result"].items() if k not in changing} == {
+    assert again["said"] == ["nothing to do: step-000006 has all 6 steps; raise train.steps to train on"]
+    (fewer,) = run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
+    assert fewer["said"] == [
+        "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; raise train.steps to train on"
+    ]
+    for later in (again, fewer, *run(two, place, "dp2 fp32", train_validate_every=3)[:1]):  # nothing is measured anew
+        assert later["result"] == first["result"]
+    assert {name: (place / "run" / name).read_bytes() for name in cases.LEFT} == left
+
+    (place / "run/result.json").unlink()  # killed before it was written: what is known is said and kept
+    (unsaid,) = run(None, place, "dp1 fp32", train_validate_every=3)
+    changing = ("measured", "tokens_per_second", "mfu", "peak_flops_per_device")
+    assert {k: v for k, v in unsaid["result"].items() if k not in changing} == {
         k: v for k, v in first["result"].items() if k not in changing
     }
-    assert again["result"]["tokens_per_second"] > 0
-    (fewer,) = run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
-    assert fewer["said"][-1].startswith("nothing to do: step-000006 has all 4 steps of train.steps, and 2 more")
-    assert fewer["result"]["step"] == 6
+    assert unsaid["result"]["tokens_per_second"] > 0
+    assert RunDirectory(place / "run").read_result() == unsaid["result"]
     (more,) = run(None, place, "dp1 fp32", train_steps=7, train_validate_every=3)
-    assert more["result"]["step"] == 7 and [line["step"] for line in steps(place)] == [*range(1, 8)]
+    assert more["result"]["step"] == 7 == RunDirectory(place / "run").read_result()["step"]
+    assert [line["step"] for line in steps(place)] == [*range(1, 8)]
     assert (place / "run/metrics.jsonl").read_bytes().startswith(before)
 
 

@@ -20,6 +20,8 @@ from meshwright.train import journal, loop
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.trainer import Trainer
 
+LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
+"""Files of a run directory that only a run that trains writes."""
 Values = dict[tuple[str, str], torch.Tensor]  # (kind of state, row) -> all its elements, flat in engine orientation
 
 SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.py", "ast.py", "inspect.py")]

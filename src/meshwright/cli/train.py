@@ -38,7 +38,6 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
     from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
-    from meshwright.errors import UserError
     from meshwright.recipe import load_recipe
     from meshwright.train.launcher import launch_recipe
     from meshwright.train.refusals import check_recipe
@@ -51,23 +50,16 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
         from meshwright.train.worker import join
 
         result = join(recipe)
-        if place(recipe.run.rendezvous).rank != 0:
-            return None
-    else:
-        # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-        check_recipe(recipe)
-        named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
-        RunDirectory(recipe.run_directory).create()
-        check_resume(recipe)
-        prepared = prepare(recipe.data, recipe.run.seed, log=_say)
-        check_resume(recipe, prepared.sha256)
-        check_recipe(recipe, prepared.vocabulary)
-        result = launch_recipe(recipe, restarts=restarts)
-    try:
-        RunDirectory(recipe.run_directory).write_result(result)
-    except UserError as error:  # it is printed all the same
-        _say(str(error))
-    return result
+        return result if place(recipe.run.rendezvous).rank == 0 else None
+    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
+    check_recipe(recipe)
+    named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
+    RunDirectory(recipe.run_directory).create()
+    check_resume(recipe)
+    prepared = prepare(recipe.data, recipe.run.seed, log=_say)
+    check_resume(recipe, prepared.sha256)
+    check_recipe(recipe, prepared.vocabulary)
+    return launch_recipe(recipe, restarts=restarts)
 
 
 def _say(line: str) -> None:

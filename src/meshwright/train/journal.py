@@ -61,11 +61,7 @@ class Journal:
         if resumed_from and done < steps:
             self.say(f"resumed from {resumed_from}: {done} of {steps} steps are done")
         elif resumed_from:
-            self.say(
-                f"nothing to do: {resumed_from} has all {steps} steps"
-                + (f" of train.steps, and {done - steps} more" if done > steps else "")
-                + "; raise train.steps to train on"
-            )
+            self.nothing_to_do(resumed_from, done)
         if self.leader:
             self.directory.write_recipe(recipe.to_toml())
             try:
@@ -74,6 +70,12 @@ class Journal:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
         self.progress.begin(done)
+
+    def nothing_to_do(self, checkpoint: str, done: int) -> None:
+        """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""
+        steps = self.recipe.train.steps
+        more = f" of train.steps, and {done - steps} more" if done > steps else ""
+        self.say(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
 
     def close(self) -> None:
         """Leave the terminal as it was, close the file."""
@@ -154,7 +156,6 @@ class Journal:
         figures = self._figures if self._figures["tokens_per_second"] else self._earlier_figures()
         loss, validation_loss, rates = (figures[key] for key in ("loss", "validation_loss", "tokens_per_second"))
         rate = statistics.median(rates) if rates else None
-        newest, best = checkpointer.newest(), checkpointer.best()
         return {
             "step": trainer.steps_done,
             "loss": loss[-1] if loss else None,
@@ -168,9 +169,22 @@ class Journal:
             "parameters": trainer.table.numel,
             "predicted": {"state_bytes": trainer.predicted_bytes(), "flops_per_token": self.flops_per_token},
             "measured": {"state_bytes": trainer.memory(), "peak_memory_bytes": peak_memory_bytes(self.device)},
-            "checkpoint": str(newest.path) if newest else None,
-            "best_checkpoint": str(best.path) if best else None,
-        }
+        } | _paths(checkpointer)
+
+    def keep_result(self, result: dict[str, Any]) -> None:
+        """Leave the result document in the run directory; it is answered all the same where that takes nothing."""
+        if self.leader:
+            try:
+                self.directory.write_result(result)
+            except UserError as error:
+                self.say(str(error))
+
+    def earlier_result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any] | None:
+        """Rank 0: the result that the run left which did all these steps, with its checkpoints where they lie now."""
+        result = self.directory.read_result() if self.leader else None
+        if result is None or result.get("step") != trainer.steps_done:
+            return None
+        return result | _paths(checkpointer)
 
     def _earlier_figures(self) -> dict[str, list[float]]:
         figures: dict[str, list[float]] = {key: [] for key in self._figures}
@@ -180,6 +194,15 @@ class Journal:
                     if line.get(key) is not None:
                         values.append(line[key])
         return figures
+
+
+def _paths(checkpointer: Checkpointer) -> dict[str, str | None]:
+    """The newest and the best checkpoint, as the result document names them."""
+    newest, best = checkpointer.newest(), checkpointer.best()
+    return {
+        "checkpoint": str(newest.path) if newest else None,
+        "best_checkpoint": str(best.path) if best else None,
+    }
 
 
 def device_peak_flops(mesh: Mesh, precision: str) -> float:

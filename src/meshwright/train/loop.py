@@ -67,13 +67,17 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, or until told to stop; see `train`."""
+        """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
+        if (finished := self._finished()) is not None:
+            return finished
         with self.stop, closing(self.journal):
             self._begin()
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
-            return self.journal.result(self.trainer, self.checkpointer)
+            result = self.journal.result(self.trainer, self.checkpointer)
+            self.journal.keep_result(result)
+            return result
 
     def _step(self) -> None:
         """One training step and what is due after it."""
@@ -98,6 +102,17 @@ class Run:
             self._end_early()
 
     # --- before the first step
+
+    def _finished(self) -> dict[str, Any] | None:
+        """The result of the run that is resumed if it has all its steps: measured while it trained, as now it cannot be
+        again. Rank 0's answer; an empty one on the others. None where there is something to do, or no such result."""
+        if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
+            return None
+        result = self.journal.earlier_result(self.trainer, self.checkpointer)
+        if not self.agreement.everyone(result is not None or self.mesh.rank != 0):
+            return None
+        self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
+        return result or {}
 
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:

@@ -134,6 +134,14 @@ class RunDirectory:
         """Keep the result document of a finished run."""
         self._replace(RESULT, json.dumps(result, indent=1) + "\n")
 
+    def read_result(self) -> dict[str, Any] | None:
+        """What `write_result` kept; None where no run has finished here or the file holds something else."""
+        try:
+            result = json.loads((self.path / RESULT).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return result if isinstance(result, dict) else None
+
     def last_step(self) -> int | None:
         """The last step in `metrics.jsonl`, None before the first."""
         try:
