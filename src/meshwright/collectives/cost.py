@@ -39,7 +39,7 @@ class Tier:
 @dataclass(frozen=True)
 class Case:
     """What a closed form depends on. groups: ranks a node. cables: every rank has a link for each neighbour and each
-    way, so that all can be busy at once, instead of one port; all_linked: everybody is everybody's neighbour."""
+    way, so that all can be busy at once, instead of one port; ports: how many it has."""
 
     ranks: int
     size: float
@@ -49,7 +49,7 @@ class Case:
     groups: int | None = None
     dims: tuple[int, ...] | None = None
     cables: bool = False
-    all_linked: bool = False
+    ports: int = 1
 
     @property
     def share(self) -> float:
@@ -103,8 +103,8 @@ def closed_form_seconds(
     inner, outer = (Tier(latency, 1 / bandwidth, network.gap) for latency, bandwidth in network.tiers)
     shape = tuple(dims) if dims is not None else None
     n, cables = network.ranks, not network.switches
-    all_linked = cables and network.links == n * (n - 1)
-    return form(Case(n, total_bytes, outer, inner, segments, groups, shape, cables, all_linked))
+    ports = max(1, network.links // n) if cables else 1
+    return form(Case(n, total_bytes, outer, inner, segments, groups, shape, cables, ports))
 
 
 # --- rings and pairs
@@ -120,13 +120,13 @@ def _both_ways(phases: int) -> Form:
 
 
 def _at_once(phases: int) -> Form:
-    """A message to everybody, or over a link to each."""
-    return lambda c: phases * c.link.together([c.share] * (1 if c.all_linked else c.ranks - 1))
+    """A message to everybody, over the links that a rank has."""
+    return lambda c: phases * c.link.together([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _from_all(c: Case) -> float:
-    """A message from everybody, each over a port of its own, into one; or over a link from each."""
-    return c.link.rounds(1, c.share if c.all_linked else (c.ranks - 1) * c.share)
+    """A message from everybody, each out of another rank, over the links that one rank has."""
+    return c.link.rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
 # --- recursive halving and doubling

@@ -55,11 +55,11 @@ class Curves:
         return curves
 
     @classmethod
-    def quick(cls, chooser: Chooser) -> Curves:
+    def quick(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
         """As `over`, for the crossovers alone: without what is not near the best by its closed form, which is off by
         more where links are of two kinds."""
         inner, outer = chooser.network.tiers
-        return cls.over(chooser, within=1.3 if inner == outer else 2.5)
+        return cls.over(chooser, least, most, within=1.3 if inner == outer else 2.5)
 
     def best(self, index: int) -> str:
         """The fastest algorithm at a size; of equals, the first in the library."""
@@ -127,7 +127,9 @@ def draw_crossovers(curves: Curves, crossovers: list[Crossover], asked: float | 
     ends = [curves.best(0), *(crossover.after for crossover in crossovers)]
     best = list(dict.fromkeys(ends))
     hue = {name: _HUES[number % len(_HUES)] for number, name in enumerate(best)}
-    values = [value for seconds in [*curves.seconds.values(), curves.bound] for value in seconds if value > 0] or [1.0]
+    values = [
+        value for seconds in [*curves.seconds.values(), curves.bound] for value in seconds if 0 < value < math.inf
+    ] or [1.0]
     low_x, high_x = math.log10(curves.sizes[0]), math.log10(curves.sizes[-1])
     low_y, high_y = math.log10(min(values)) - 0.08, math.log10(max(values)) + 0.08
     plot_width, plot_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
@@ -139,7 +141,8 @@ def draw_crossovers(curves: Curves, crossovers: list[Crossover], asked: float | 
         return _TOP + (high_y - math.log10(max(seconds, 10**low_y))) / (high_y - low_y) * plot_height
 
     def line(seconds: list[float], style: str) -> str:
-        points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(curves.sizes, seconds, strict=True))
+        there = [pair for pair in zip(curves.sizes, seconds, strict=True) if math.isfinite(pair[1])]
+        points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in there)
         return f'<polyline class="{style}" points="{points}"'
 
     network = curves.chooser.network
@@ -183,8 +186,10 @@ def _axes(curves: Curves, x: Scale, y: Scale, low_y: float, high_y: float) -> li
 
 
 def _labels(curves: Curves, hue: dict[str, int], y: Scale) -> list[str]:
-    """Names at the right end, moved apart where curves end together, with a line to the curve's end."""
-    ends = sorted([(y(seconds[-1]), name) for name, seconds in curves.seconds.items()] + [(y(curves.bound[-1]), "")])
+    """Names at the right end, moved apart where curves end together, with a line to the curve's end. A curve that was
+    not followed so far, as too slow, has its name when the mouse is over it."""
+    last = {name: seconds[-1] for name, seconds in curves.seconds.items() if math.isfinite(seconds[-1])}
+    ends = sorted([(y(seconds), name) for name, seconds in last.items()] + [(y(curves.bound[-1]), "")])
     places: list[float] = []
     for at, _ in ends:
         places.append(max(at, places[-1] + _LINE) if places else at)

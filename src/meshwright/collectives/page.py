@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Curves, draw_crossovers
@@ -10,6 +11,7 @@ from meshwright.collectives.report import Report, crossover_line
 from meshwright.errors import UserError
 from meshwright.program.buffers import draw_buffers_html
 
+_FEW_RANKS = 16  # up to which every algorithm is followed to the end, however slow
 _STYLE = """
 .figures { border-collapse: collapse; margin: 12px 0 } .figures td, .figures th { padding: 2px 18px 2px 0;
   text-align: left } .figures td.number { text-align: right; font-variant-numeric: tabular-nums }
@@ -24,7 +26,8 @@ def draw_picture(report: Report) -> str:
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
     asked = report.total_bytes
     least, most = min(SMALLEST, max(asked, 1)), max(LARGEST, asked)
-    curves = Curves.over(report.chooser, least, most)
+    within = math.inf if report.checked.program.ranks <= _FEW_RANKS else 4.0
+    curves = Curves.over(report.chooser, least, most, within)
     return draw_crossovers(curves, curves.crossovers(), asked or None)
 
 

@@ -1,0 +1,171 @@
+"""The choice of an algorithm, where it changes with size, and the picture of that."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from meshwright.collectives.choose import Chooser, Settings, auto
+from meshwright.collectives.crossover import Curves, draw_crossovers
+from meshwright.collectives.library import ALGORITHMS, generate
+from meshwright.collectives.topologies import topology
+from meshwright.errors import UserError
+from meshwright.names import OPERATIONS
+from meshwright.program.check_collective import check_collective
+from meshwright.program.simulate_collective import simulate_collective
+
+
+def best(operation: str, name: str, ranks: int, size: float) -> str:
+    return auto(operation, topology(name, ranks), size).best.algorithm
+
+
+def test_few_rounds_win_for_small_vectors_and_few_bytes_for_large_ones():
+    assert best("all-reduce", "switch", 8, 64) == "butterfly"
+    assert best("all-reduce", "switch", 8, 1 << 30) in ("rabenseifner", "ring", "all-pairs")
+    assert best("broadcast", "switch", 16, 64) == "binomial-tree"
+    assert best("broadcast", "switch", 16, 1 << 30) in ("ring", "double-binary-tree")
+    assert best("all-to-all", "switch", 32, 64) == "bruck"
+    assert best("barrier", "switch", 16, 0) == "dissemination"
+
+
+def test_a_network_has_the_algorithm_that_was_made_for_it():
+    large = 1 << 28
+    assert best("all-reduce", "torus:3x3", 9, large) == "2d-torus"
+    assert best("all-reduce", "torus:2x2x3", 12, large) in ("3d-torus", "torus")
+    assert best("all-reduce", "mesh:3x3", 9, large) in ("2d-mesh", "mesh")
+    assert best("all-reduce", "ring", 8, large) in ("bidirectional-ring", "torus")
+    assert best("all-reduce", "nodes:2x4,outer=5GB/s,20us", 8, large) == "hierarchical-scatter"
+    assert best("all-reduce", "nodes:2x4,outer=1GB/s,adapters=1", 8, large) in ("hierarchical-scatter", "mesh")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_algorithm_that_takes_so_many_ranks_is_ranked_by_its_simulated_time(operation: str):
+    network = topology("switch", 6)
+    choice = auto(operation, network, 1e5, root=0)
+    assert {one.algorithm for one in choice.ranking} | choice.refused.keys() == set(ALGORITHMS[operation])
+    times = [one.seconds for one in choice.ranking]
+    assert times == pytest.approx(sorted(times))
+    for one in choice.ranking:
+        settings = one.settings
+        program = generate(
+            operation, one.algorithm, 6, segments=settings.segments, groups=settings.groups, dims=settings.dims
+        )
+        assert simulate_collective(check_collective(program), network, 1e5).seconds == one.seconds
+    assert choice.best.algorithm in choice.reason
+
+
+def test_what_refuses_is_said_with_its_reason():
+    choice = auto("all-reduce", topology("switch", 7), 1e5)
+    assert set(choice.refused) == {"2d-torus", "2d-mesh", "3d-torus"}
+    assert "cannot take 7 ranks" in choice.refused["2d-torus"]
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
+def test_no_other_number_of_segments_nearby_is_better(size: float):
+    network = topology("switch", 8)
+    chooser = Chooser("broadcast", network)
+    chosen = chooser.candidate("ring", size, near=math.inf)
+    assert chosen is not None and chosen.settings.segments is not None
+    for segments in (chosen.settings.segments // 2, chosen.settings.segments * 2):
+        if 1 <= segments <= 256:
+            other = check_collective(generate("broadcast", "ring", 8, segments=segments))
+            assert simulate_collective(other, network, size).seconds >= chosen.seconds
+
+
+def test_settings_come_from_the_network_unless_they_are_said():
+    chooser = Chooser("all-reduce", topology("nodes:2x6", 12))
+    assert chooser.fitting("hierarchical") == Settings(groups=6)
+    assert Chooser("all-reduce", topology("nodes:2x6", 12), said=Settings(groups=3)).fitting("hierarchical").groups == 3
+    torus = Chooser("all-reduce", topology("torus:3x4", 12))
+    assert torus.fitting("2d-torus").dims == torus.fitting("torus").dims == (3, 4)
+    assert torus.fitting("3d-torus").dims is None and torus.fitting("ring") == Settings()
+
+
+def test_equals_are_named_and_the_first_of_the_library_is_taken():
+    choice = auto("all-gather", topology("switch", 4), 1e9)
+    ring, pairwise = (next(one for one in choice.ranking if one.algorithm == name) for name in ("ring", "pairwise"))
+    assert ring.seconds == pytest.approx(pairwise.seconds)
+    assert choice.ranking.index(ring) < choice.ranking.index(pairwise)
+
+
+def test_one_rank_has_nothing_to_do():
+    assert auto("all-reduce", topology("switch", 1), 1e6).best.seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("operation", "root", "said"), [("all-redcue", 0, "all-reduce"), ("broadcast", 4, "ranks 0 to 3")]
+)
+def test_mistakes(operation: str, root: int, said: str):
+    with pytest.raises(UserError, match=said):
+        auto(operation, topology("switch", 4), 1e6, root)
+
+
+# --- crossovers
+
+
+@functools.cache
+def chooser() -> Chooser:
+    return Chooser("all-reduce", topology("nodes:2x3,outer=10GB/s,5us", 6))
+
+
+@functools.cache
+def curves_of_it() -> Curves:
+    return Curves.over(chooser(), most=2**26)
+
+
+def test_at_a_crossover_both_algorithms_take_as_long():
+    one = chooser()
+    found = curves_of_it().crossovers()
+    assert found
+    for crossover in found:
+        before, after = (one.candidate(name, crossover.size) for name in (crossover.before, crossover.after))
+        assert before is not None and after is not None
+        assert before.seconds == pytest.approx(after.seconds, rel=0.02)
+        smaller = one.choose(crossover.size / 1.1).ranking[0].seconds
+        candidate = one.candidate(crossover.before, crossover.size / 1.1)
+        assert candidate is not None and smaller == pytest.approx(candidate.seconds, rel=0.02)
+
+
+def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_the_largest():
+    curves = curves_of_it()
+    found = curves.crossovers()
+    assert [one.before for one in found] == [curves.best(0), *(one.after for one in found[:-1])]
+    assert found[-1].after == curves.best(len(curves.sizes) - 1)
+    assert [one.size for one in found] == sorted(one.size for one in found)
+
+
+def test_the_quick_search_finds_the_same_crossovers():
+    for name, ranks in (("nodes:2x3,outer=10GB/s,5us", 6), ("torus:3x3", 9), ("switch", 4)):
+        one = Chooser("all-reduce", topology(name, ranks))
+        assert Curves.quick(one, most=2**24).crossovers() == Curves.over(one, most=2**24).crossovers()
+
+
+def test_the_picture_stands_alone_and_names_every_algorithm_and_the_bound():
+    curves = curves_of_it()
+    found = curves.crossovers()
+    svg = draw_crossovers(curves, found, asked=2**20)
+    root = ElementTree.fromstring(svg)
+    words = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert set(curves.seconds) <= set(words) and "lower bound" in words and "1 MiB" in words
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|nan|inf\b", svg)
+    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == len(curves.seconds) + 1
+    labels = [
+        float(element.get("y", ""))
+        for element in root.iter()
+        if element.tag.endswith("text")
+        and (element.text in curves.seconds or element.text == "lower bound")
+        and element.get("text-anchor") is None
+    ]
+    gaps = [b - a for a, b in zip(sorted(labels), sorted(labels)[1:], strict=False)]
+    assert len(labels) == len(lines) and min(gaps) > 12
+
+
+def test_curves_lie_above_the_bound():
+    curves = curves_of_it()
+    for seconds in curves.seconds.values():
+        assert all(value >= bound * (1 - 1e-9) for value, bound in zip(seconds, curves.bound, strict=True))
