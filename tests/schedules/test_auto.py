@@ -221,8 +221,7 @@ def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
         changed[rank][position : position + 2] = reversed(changed[rank][position : position + 2])
         if fits(problem, rank, changed[rank]):
             whole = run(problem, changed)
-            begin = clock.by_rank[rank][position - 1] if position else 0.0
-            part = run(problem, changed, clock, begin)
+            part = run(problem, changed, clock, clock.by_rank[rank][position])
             assert part.makespan == whole.makespan
             assert whole.makespan == inf or part.by_task == whole.by_task
             differed += whole.makespan != clock.makespan
@@ -240,11 +239,62 @@ def test_every_part_keeps_memory_and_order(layout, limit, seed):
     for orders in starts:
         _, overtaken = out_of_order(problem, orders, 8, 0.3)
         makespan, improved = improve(problem, overtaken, 60)
-        assert makespan <= run(problem, overtaken).makespan
+        assert makespan == run(problem, improved).makespan <= run(problem, overtaken).makespan
         for found in (orders, overtaken, improved):
             program = program_from("part", problem, found)
             check_pipeline(program)
             assert max(simulate_pipeline(program, durations).peak_activations) <= limit
+
+
+def test_an_order_fits_if_memory_and_its_own_tasks_allow_it():
+    problem = Problem.of(
+        1, 2, (0,), Durations(1.0, 1.0, 1.0), (1.0,)
+    )  # tasks: forward 0, input gradient 1, weight gradient 2
+    assert fits(problem, 0, [0, 1, 2, 0, 1, 2])
+    assert not fits(problem, 0, [0, 0, 1, 2, 1, 2]), "two activations"
+    assert not fits(problem, 0, [0, 2, 1, 0, 1, 2]), "a weight gradient before its input gradient"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs", "zb-v", "dualpipe-v"])
+def test_a_backward_cut_in_two_is_no_slower(name):
+    program, durations = generate(name, 4, 8), Durations(1.0, 0.7, 1.1, 0.2)
+    by_stage = Durations.per_rank(program, 1.0, 0.7, 1.1, 0.2)
+    problem = Problem.of(4, 8, program.placement[0], by_stage, (inf,) * 4)
+    cut = program_from("cut", problem, orders_of(program))
+    check_pipeline(cut)
+    assert makespan_and_peak(cut, durations)[0] <= makespan_and_peak(program, durations)[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+@pytest.mark.parametrize("layout", [straight, v_shaped])
+def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
+    makespans = []
+    for micro_batches in (2 * ranks, 4 * ranks):
+        even = Durations(1.0, 1.0, 1.0)
+        problem = Problem.of(ranks, micro_batches, layout(ranks), even, (inf,) * ranks)
+        makespans.append(run(problem, steady_orders(problem, shortest_period(problem), (0.0,) * 4)).makespan)
+    assert makespans[1] - makespans[0] == 2 * ranks * shortest_period(problem) == 6 * ranks * problem.chunks
+
+
+@pytest.mark.parametrize("ranks", [4, 5, 8])
+def test_a_steady_pattern_without_delays_is_as_fast_and_small_as_v_min(ranks):
+    even = Durations(0.5, 0.5, 0.5)
+    problem = Problem.of(ranks, 2 * ranks, v_shaped(ranks), even, (inf,) * ranks)
+    orders = steady_orders(problem, shortest_period(problem), (0.0,) * 4)
+    timing = simulate_pipeline(program_from("pattern", problem, orders), even)
+    v_min = simulate_pipeline(generate("v-min", ranks, 2 * ranks), even)
+    assert timing.makespan <= v_min.makespan and max(timing.peak_activations) <= max(v_min.peak_activations)
+
+
+def test_moves_along_the_critical_path_repair_a_bad_start():
+    problem = Problem.of(4, 8, straight(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
+    start = orders_of(generate("1f1b", 4, 8))
+    makespan, orders = improve(problem, start, 500)
+    assert makespan == run(problem, orders).makespan <= 28 < run(problem, start).makespan
+    problem, _ = uneven_problem("two chunks", 2.0)
+    start = greedy(problem, Greed(problem.limit))[1]
+    makespan, orders = improve(problem, start, 500)
+    assert makespan == run(problem, orders).makespan < run(problem, start).makespan
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -75,7 +75,7 @@ def improve(
         old = now[rank]
         first = next(i for i, (a, b) in enumerate(zip(old, order, strict=True)) if a != b)
         now[rank] = order
-        trial = run(problem, now, clock, clock.by_rank[rank][first - 1] if first else 0.0)
+        trial = run(problem, now, clock, clock.by_rank[rank][first])
         if trial.makespan <= clock.makespan * 1.01 and worth(trial) <= value * (1 + 1e-12):
             clock, value = trial, worth(trial)
             blocks = critical_blocks(problem, now, clock)

@@ -154,7 +154,7 @@ class Clock:
 def run(problem: Problem, orders: list[Order], before: Clock | None = None, since: float = 0.0) -> Clock:
     """Let every rank take its tasks in turn, each as soon as what it needs has come.
 
-    before: the clock of orders that are the same up to time `since`, to be taken over from there.
+    before: the clock of orders in which the first task that differs ended at `since`, to be taken over up to there.
     """
     needs, lag, duration = problem.needs, problem.lag, problem.duration
     ranks = range(problem.ranks)
