@@ -113,7 +113,7 @@ _STYLE = """
 .mc text.best { fill: hsl(var(--hue) 65% var(--tone)); font-weight: 600; stroke: none }
 .mc rect.best { fill: hsl(var(--hue) 65% var(--tone)); stroke: none } .mc .on { fill: var(--paper); font-size: 11px }
 .mc .bound { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-dasharray: 5 4 }
-.mc .lead { stroke: var(--dim); stroke-opacity: .5; fill: none }
+.mc .lead { stroke: var(--dim); stroke-opacity: .5; stroke-width: 1; fill: none }
 .mc .asked { stroke: var(--ink); stroke-dasharray: 2 3 }
 @media (prefers-color-scheme: dark) {
   .mc { background: #15191e; --ink: #e4e7ea; --dim: #9aa3ad; --grid: #2a323a; --tone: 64%; --paper: #10161d }

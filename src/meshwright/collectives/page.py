@@ -15,8 +15,8 @@ _FEW_RANKS = 16  # up to which every algorithm is followed to the end, however s
 _STYLE = """
 .figures { border-collapse: collapse; margin: 12px 0 } .figures td, .figures th { padding: 2px 18px 2px 0;
   text-align: left } .figures td.number { text-align: right; font-variant-numeric: tabular-nums }
-.figures th { color: var(--dim); font-weight: 500 } .wide { overflow-x: auto; margin: 18px 0 } .wide svg { width: auto }
-.wide svg text { fill: revert-layer } h2.part { font-size: 18px; margin: 26px 0 6px }
+.figures th { color: var(--dim); font-weight: 500 } h2.part { font-size: 18px; margin: 26px 0 6px }
+.wide { overflow-x: auto; margin: 18px 0 } .wide svg { width: auto }
 """
 
 
@@ -45,7 +45,7 @@ def draw_page(report: Report, picture: str) -> str:
         parts.append(f'<h2 class="part">The choice</h2>\n<p>{escape(report.choice.reason)}.</p>')
         parts.append(_ranking(report))
     if report.crossovers is not None:
-        parts.append(f"<p>{escape(crossover_line(report.crossovers, None).capitalize())}.</p>")
+        parts.append(f"<p>C{escape(crossover_line(report.crossovers)[1:])}.</p>")
     parts += [f'<h2 class="part">Time over size</h2>\n<div class="wide">{picture}</div>', buffers]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'

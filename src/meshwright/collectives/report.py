@@ -130,7 +130,7 @@ class Report:
         if self.choice is not None:
             lines += ["", f"chosen: {self.choice.reason}", "", *ranking_table(self.choice)]
         if self.crossovers is not None:
-            lines += ["", crossover_line(self.crossovers, None)]
+            lines += ["", crossover_line(self.crossovers)]
         return "\n".join(lines)
 
 
@@ -149,10 +149,10 @@ def ranking_table(choice: Choice) -> list[str]:
     return lines + [f"  refused: {reason}" for reason in choice.refused.values()]
 
 
-def crossover_line(crossovers: Sequence[Crossover], only: str | None) -> str:
+def crossover_line(crossovers: Sequence[Crossover]) -> str:
     """`crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB hierarchical-scatter`."""
     if not crossovers:
-        return f"crossovers: none from 1 KiB to 1 GiB{f': {only} is always best' if only else ''}"
+        return "crossovers: none from 1 KiB to 1 GiB"
     return "crossovers: " + ", ".join(
         [crossovers[0].before, *(f"from {show_bytes(one.size)} {one.after}" for one in crossovers)]
     )
