@@ -20,7 +20,6 @@ from meshwright.program.simulate_collective import CollectiveSimulator, Unchecke
 
 MOST_SEGMENTS = 256
 _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only what is near the best by its closed form is simulated
-_NEAR = 2.5  # closed forms are off by less, where they neglect something in an algorithm's favour
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,13 @@ class Chooser:
         """Simulate, and rank by time; equals stay in the order of the library."""
         found: list[Candidate] = []
         left_out: list[str] = []
+        inner, outer = self.network.tiers
+        near = 1.5 if inner == outer else 2.5  # closed forms know one kind of links only
         for algorithm in sorted(self.algorithms, key=lambda name: self.closed_form(name, total_bytes)):
             best = min((one.seconds for one in found), default=float("inf"))
             segments = self._to_try(algorithm, total_bytes)[0].segments or 1
             costly = self.network.ranks > _MANY_RANKS or segments > _MANY_SEGMENTS
-            if costly and self.closed_form(algorithm, total_bytes) > _NEAR * best:
+            if costly and self.closed_form(algorithm, total_bytes) > near * best:
                 left_out.append(algorithm)
             elif (candidate := self.candidate(algorithm, total_bytes, near=1.2 * best)) is not None:
                 found.append(candidate)

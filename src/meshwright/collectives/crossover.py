@@ -59,7 +59,7 @@ class Curves:
         """As `over`, for the crossovers alone: without what is not near the best by its closed form, which is off by
         more where links are of two kinds."""
         inner, outer = chooser.network.tiers
-        return cls.over(chooser, least, most, within=1.3 if inner == outer else 2.5)
+        return cls.over(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def best(self, index: int) -> str:
         """The fastest algorithm at a size; of equals, the first in the library."""
