@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
 from meshwright.collectives.library import generate
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.programs import Executable
+from meshwright.comm.programs import Buffers, Executable
 from meshwright.program.check_collective import check_collective
 
 SIZES = {"64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22, "16 MiB": 2**24, "64 MiB": 2**26}
@@ -37,8 +37,10 @@ def measure(algorithms: tuple[str, ...], size: int, repeats: int) -> dict[str, l
     """Seconds of each repeat on this rank, by name."""
     vector = torch.empty(size // 4)
     runs: dict[str, Callable[[], Any]] = {"gloo": lambda: dist.all_reduce(vector)}
+    buffers = Buffers()
     for name in algorithms:
-        executable = Executable(check_collective(generate("all-reduce", name, dist.get_world_size())))
+        checked = check_collective(generate("all-reduce", name, dist.get_world_size()))
+        executable = Executable(checked, buffers=buffers)
         runs[name] = lambda executable=executable: executable.run(vector)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)

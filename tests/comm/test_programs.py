@@ -97,11 +97,12 @@ def program_of(operation: str, algorithm: str, ranks: int, root: int = 0) -> Che
 
 
 def run_in_small_segments(cases: list[tuple[str, str, int, int, str]]) -> int:
+    usual = programs.SEGMENT_BYTES, programs.CHUNK_BYTES
     programs.SEGMENT_BYTES, programs.CHUNK_BYTES = 2**12, 2**9
     try:
         return run_all(cases)
     finally:
-        programs.SEGMENT_BYTES, programs.CHUNK_BYTES = 2**22, 2**18
+        programs.SEGMENT_BYTES, programs.CHUNK_BYTES = usual
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])

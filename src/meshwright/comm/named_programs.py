@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import Named
-from meshwright.comm.programs import Executable
+from meshwright.comm.programs import Buffers, Executable
 from meshwright.program.check_collective import CheckedCollective
 
 
@@ -59,6 +59,7 @@ class NamedPrograms:
     def __init__(self, named: Mapping[tuple[str, str], Named] | None = None, timeout_seconds: float = 600.0) -> None:
         self._named = dict(named or {})
         self._timeout_seconds = timeout_seconds
+        self._buffers = Buffers()  # one run at a time
         self._executables: dict[tuple[tuple[int, ...], int], tuple[CheckedCollective, Executable]] = {}
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -74,7 +75,7 @@ class NamedPrograms:
         checked = named.for_bytes(size)
         key = (ranks, id(checked))
         if key not in self._executables:  # the program is kept too: its id must not be another's
-            self._executables[key] = (checked, Executable(checked, group, self._timeout_seconds))
+            self._executables[key] = (checked, Executable(checked, group, self._timeout_seconds, self._buffers))
         return self._executables[key][1]
 
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _OnStream:

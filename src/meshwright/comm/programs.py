@@ -51,6 +51,20 @@ class _Segment:
     finish: Callable[[], object] | None = None
 
 
+class Buffers:
+    """Memory beside the vector, kept from run to run. Programs that never run at the same time may share it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+
+    def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """`numel` elements with the dtype and device of `like`; the content of before, if anything."""
+        size, key = numel * like.element_size(), (name, lane, like.device)
+        if key not in self._kept or self._kept[key].numel() < size:
+            self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._kept[key][:size].view(like.dtype)
+
+
 class Executable:
     """A checked program as one rank runs it. All ranks of `group` make it and run it, in the same order.
 
@@ -60,7 +74,11 @@ class Executable:
     """
 
     def __init__(
-        self, checked: CheckedCollective, group: dist.ProcessGroup | None = None, timeout_seconds: float = 600.0
+        self,
+        checked: CheckedCollective,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 600.0,
+        buffers: Buffers | None = None,
     ) -> None:
         program = self.program = checked.program
         self.checked = checked
@@ -73,7 +91,7 @@ class Executable:
         self._adjacent = lower(checked, self.rank)
         self._slot_by_slot: RankProgram | None = None
         self._combine = _COMBINE[program.reduction]
-        self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+        self._buffers = Buffers() if buffers is None else buffers
         self.batched = dist.get_backend(self.group) == "nccl"
         # The chunks of rank r are first[r] .. first[r + 1].
         owner = program.owner(np.arange(program.chunks))
@@ -185,7 +203,7 @@ class Executable:
     def _where(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
         """What a message is read from or written to."""
         if message.size == 0:
-            return self._kept_tensor("signal", 0, 1, memory(0, 1))
+            return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
 
     def _post(
@@ -246,7 +264,7 @@ class Executable:
         part = vector[start : start + length]
         if part.numel() == length:
             return _Segment(self._adjacent, n, _adjacent(part, n))
-        padded = self._kept_tensor("padded", 0, length, vector)
+        padded = self._buffers.take("padded", 0, length, vector)
         padded[: part.numel()] = part
         padded[part.numel() :] = 0
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
@@ -293,8 +311,8 @@ class Executable:
     def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         """Run on a copy in which every share is filled up to whole chunks."""
         n, ranks = self._chunk_of_share(vector.numel()), self.program.ranks
-        padded = self._kept_tensor("padded", 0, n * self.program.chunks, vector).zero_()
-        result = padded if output is None else self._kept_tensor("padded output", 0, padded.numel(), vector)
+        padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
+        result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
         target = vector if output is None else output
         share = vector.numel() // ranks
         places = [slice(first * n, first * n + share) for first in self._first[:-1]]
@@ -325,14 +343,7 @@ class Executable:
 
     def _beside(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
         """Slots of a lane's own, kept from run to run."""
-        return _adjacent(self._kept_tensor(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
-
-    def _kept_tensor(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory of this executable, with the dtype and device of `like`."""
-        size, key = numel * like.element_size(), (name, lane, like.device)
-        if key not in self._kept or self._kept[key].numel() < size:
-            self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
-        return self._kept[key][:size].view(like.dtype)
+        return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
