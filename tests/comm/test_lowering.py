@@ -1,0 +1,118 @@
+"""One rank's part of a program: both ends come to the same messages, and nothing is overwritten while it is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.collectives.library import ALGORITHMS, generate
+from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
+from meshwright.errors import UserError
+from meshwright.program.check_collective import CheckedCollective, check_collective
+from meshwright.program.collective import Builder
+
+
+def every_program(ranks: int) -> list[CheckedCollective]:
+    found = []
+    for operation, named in ALGORITHMS.items():
+        for name in named:
+            try:
+                found.append(check_collective(generate(operation, name, ranks)))
+            except UserError:
+                continue
+    return found
+
+
+def posted(part: RankProgram) -> tuple[list[Message], list[Message]]:
+    """Sends and receives in the order of posting."""
+    sends = [message for group in part.groups for message in group.sends]
+    return sends, [message for group in part.groups for message in (*group.receives, *group.ahead)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 9])
+@pytest.mark.parametrize("merge", [True, False])
+def test_both_ends_come_to_the_same_messages_in_the_same_order(ranks: int, merge: bool):
+    for checked in every_program(ranks):
+        parts = [lower(checked, rank, merge) for rank in range(ranks)]
+        ends = [posted(part) for part in parts]
+        for a in range(ranks):
+            for b in range(ranks):
+                sent = [message.size for message in ends[a][0] if message.peer == b]
+                received = [message.size for message in ends[b][1] if message.peer == a]
+                assert sent == received, (checked.program.algorithm, a, b)
+        assert [part.sent for part in parts] == checked.bytes_sent(checked.program.chunks).tolist()
+
+
+def slots(message: Message | Reduce | Local) -> set[int]:
+    return set(range(message.slot, message.slot + message.size))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("merge", [True, False])
+def test_nothing_is_overwritten_while_it_is_needed(ranks: int, merge: bool):
+    """Walks through a rank's events: slots that a send reads or a receive fills are busy until that is waited for."""
+    for checked in every_program(ranks):
+        for rank in range(ranks):
+            reading: dict[int, set[int]] = {}
+            filling: dict[int, set[int]] = {}
+            staged: dict[int, set[int]] = {}
+            part = lower(checked, rank, merge)
+            for group in part.groups:
+                for sent in group.before:
+                    del reading[sent.message.number]
+                for message in group.receives:
+                    post_receive(message, reading, filling, staged)
+                for message in group.sends:
+                    assert not slots(message) & set().union(*filling.values())
+                    reading[message.number] = slots(message)
+                for message in group.ahead:
+                    post_receive(message, reading, filling, staged)
+                for event in group.after:
+                    if isinstance(event, Arrive):
+                        filling.pop(event.message.number, None)
+                    elif isinstance(event, Leave):
+                        del reading[event.message.number]
+                    else:
+                        assert not slots(event) & set().union(*reading.values(), *filling.values())
+                        if isinstance(event, Reduce):
+                            release(event, staged)
+            assert not reading and not filling and not any(staged.values()), "everything was waited for"
+
+
+def post_receive(
+    message: Message, reading: dict[int, set[int]], filling: dict[int, set[int]], staged: dict[int, set[int]]
+) -> None:
+    if message.staging < 0:
+        assert not slots(message) & set().union(*reading.values(), *filling.values())
+        filling[message.number] = slots(message)
+    else:
+        places = set(range(message.staging, message.staging + message.size))
+        assert not places & set().union(*staged.values()), "two messages in one place of the staging buffer"
+        staged[message.number] = places
+
+
+def release(event: Reduce, staged: dict[int, set[int]]) -> None:
+    places = set(range(event.staging, event.staging + event.size))
+    [number] = [number for number, held in staged.items() if places <= held]
+    staged[number] -= places
+
+
+def test_adjacent_chunks_travel_as_one_message():
+    rabenseifner = check_collective(generate("all-reduce", "rabenseifner", 8))
+    sends, _ = posted(lower(rabenseifner, 0))
+    assert [message.size for message in sends] == [4, 2, 1, 1, 2, 4]
+    alone, _ = posted(lower(rabenseifner, 0, merge=False))
+    assert [message.size for message in alone] == [1] * 14
+
+
+def test_a_receive_waits_its_turn_behind_an_earlier_one_from_the_same_rank():
+    program = Builder("broadcast", "by hand", ranks=2, chunks=4)
+    with program.round():
+        program.transfer(0, 1, chunk=0)
+    with program.round():
+        program.transfer(0, 1, chunk=0)  # cannot be posted ahead: the first receive still fills the slot
+        program.transfer(0, 1, chunk=2, count=2)  # could be, were it not for the one before it
+    with program.round():
+        program.transfer(0, 1, chunk=1)
+    checked = check_collective(program.build())
+    assert [message.size for message in posted(lower(checked, 0))[0]] == [1, 1, 2, 1]
+    assert [message.size for message in posted(lower(checked, 1))[1]] == [1, 1, 2, 1]
