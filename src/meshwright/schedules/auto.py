@@ -261,11 +261,12 @@ def _search(problem: Problem, named: list[list[Order]], known: float, effort: in
     """The best that about `effort` tasks on a clock find; ends early at the lower bound. known: a makespan that is to
     be beaten; what is far above it is not improved any more."""
     enough = problem.lower_bound * (1 + 1e-9)
-    runs = max(120, effort // problem.size)
+    runs = max(20, effort // problem.size)
+    few = min(3, 1 + runs // 60)
     pools = (
-        ([(run(problem, orders).makespan, orders) for orders in named], 3),
-        (_greedy(problem, min(36, runs // 50)), 3),
-        (_patterns(problem, min(300, runs // 6)), 12),
+        ([(run(problem, orders).makespan, orders) for orders in named], few),
+        (_greedy(problem, max(4, min(36, runs // 50))), few),
+        (_patterns(problem, max(16, min(300, runs // 6))), min(12, 2 + runs // 60)),
     )
     starts = [one for pool, keep in pools for one in sorted(pool, key=_makespan)[:keep]]
     # Few of the windows for all, more of them for the best, then moves along the critical path for the best of these.
@@ -298,7 +299,7 @@ def _greedy(problem: Problem, trials: int) -> list[Timed]:
     caps += [tuple(max(problem.chunks, min(s - slope * r, problem.limit[r])) for r in ranks) for slope in (1, 2)]
     caps = list(dict.fromkeys(caps))
     rules = list(product((False, True), (0.0, 0.5, 1.0), (1.0, 0.05, 0.5), (True, False)[: problem.chunks]))
-    for (forward_first, hold, patience, deep_first), cap in list(product(rules, caps))[: max(12, trials)]:
+    for (forward_first, hold, patience, deep_first), cap in list(product(rules, caps))[:trials]:
         found.append(greedy(problem, Greed(cap, forward_first, deep_first, hold, patience)))
         if found[-1][0] <= problem.lower_bound * (1 + 1e-9):
             break
@@ -312,7 +313,7 @@ def _patterns(problem: Problem, trials: int) -> list[Timed]:
     stretch = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0)
     delays = (0.0, 0.0, 0.25, 0.5, 1.0, 1.0, 2.0)
     unit = sum(problem.duration) / (3 * problem.stages)
-    for trial in range(max(30, trials)):
+    for trial in range(trials):
         every = least * stretch[trial % len(stretch)]
         drawn = [0.0 if trial < len(stretch) else delays[int(draw.random() * len(delays))] for _ in range(2 * v)]
         orders = steady_orders(problem, every, tuple(unit * delay for delay in drawn))
