@@ -172,11 +172,38 @@ def test_an_update_after_other_micro_batches_than_on_the_first_stage_is_refused(
     assert str(error) == "rank 1, step 2 (1U0): stage 0 is not updated after micro-batch 0"
 
 
+BOTH_WAYS = TWO_RANKS.replace("micro-batches 1", "micro-batches 2") + "placement 1 0\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (", 0U0", ", 1U0", "rank 1, step 3 (0'B1): no update of rank 1 applies this gradient"),
+        (", 0U0, 1'U0", ", 1U0, 0'U0", "rank 1, step 5 (0'U0): no micro-batch up to 0 runs through its stage"),
+        (", 0U0, 0U1, 1'U1", ", 1U0, 0'U1", "rank 0, step 5 (0U1): its gradients were applied by an update before"),
+    ],
+)
+def test_every_replica_is_updated_with_its_own_micro_batches(first: str, second: str, message: str) -> None:
+    down_and_up = ("0F0, 1'F1, 1'B1, 0B0", "0'F1, 1F0, 1B0, 0'B1")
+    check_pipeline(program(down_and_up[0] + ", 0U0, 1'U1", down_and_up[1] + ", 1U0, 0'U1", header=BOTH_WAYS))
+    assert str(refused(down_and_up[0] + first, down_and_up[1] + second, header=BOTH_WAYS)) == message
+
+
+def test_a_replica_through_which_nothing_runs_is_not_updated() -> None:
+    error = refused("0F0, 0F1, 0B0, 0B1, 0U1, 1'U1", "1F0, 1F1, 1B0, 1B1, 1U1, 0'U1", header=BOTH_WAYS)
+    assert str(error) == "rank 0, step 5 (1'U1): no micro-batch runs through replica 1"
+
+
+def test_a_number_of_ranks_beyond_all_memory_is_refused_without_a_table_of_them() -> None:
+    with pytest.raises(ProgramError, match="holds 0 stages of replica 0, of 1 for 2147483647 ranks"):
+        check_pipeline(program_of("huge", 2**31 - 1, 1, ((2**31 - 2,),), []))
+
+
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
         (((0, 2),), "rank 2, step 0 (placement): stage 1 of replica 0 is there; ranks are 0 to 1"),
-        (((0, 0),), "rank 1, step 0 (placement): holds 0 stages of replica 0, rank 0 holds 2; right is equally many"),
+        (((0, 0),), "rank 1, step 0 (placement): holds 0 stages of replica 0, of 2 for 2 ranks; right is equally many"),
         (((0, 1), (0,)), "rank 0, step 0 (placement): replica 1 has 1 stages, replica 0 has 2"),
         ((), "rank 0, step 0 (placement): 2 ranks, 1 micro-batches, 0 stages; a program has at least one of each"),
     ],

@@ -8,6 +8,7 @@ the program ends even if sends block; updates apply every gradient once.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,10 +94,12 @@ def _check_placement(program: PipelineProgram) -> None:
         if len(homes) != stages:
             reason = f"replica {replica} has {len(homes)} stages, replica 0 has {stages}"
             raise ProgramError(homes[-1] if homes else 0, 0, "placement", reason)
-        held = np.bincount(homes, minlength=ranks)
-        if (held != held[0]).any():
-            rank = int(np.argmax(held != held[0]))
-            reason = f"holds {held[rank]} stages of replica {replica}, rank 0 holds {held[0]}; right is equally many"
+        held = Counter(homes)  # not a table by rank: a file may say that there are any number of them
+        if len(held) < ranks or len(set(held.values())) > 1:
+            rank = next(rank for rank in range(ranks) if not held[rank] or held[rank] != held[0])
+            reason = (
+                f"holds {held[rank]} stages of replica {replica}, of {stages} for {ranks} ranks; right is equally many"
+            )
             raise ProgramError(rank, 0, "placement", reason)
 
 
@@ -306,23 +309,28 @@ def _check_updates(program: PipelineProgram) -> None:
     updates = np.flatnonzero(s.kind == Kind.UPDATE)
     for replica in range(replicas):
         of_replica = updates[s.replica[updates] == replica]
-        if not len(of_replica):
-            continue
+        if len(of_replica) and not (s.replica[final] == replica).any():
+            raise error(program, int(of_replica[0]), f"no micro-batch runs through replica {replica}")
         expected: list[int] | None = None
         for stage in range(stages):
             rank = program.placement[replica][stage]
             mine = of_replica[s.stage[of_replica] == stage]
             gradients = final[(s.replica[final] == replica) & (s.stage[final] == stage)]
-            until = s.micro_batch[mine]
-            backwards = np.flatnonzero(np.diff(until) <= 0)
-            if len(backwards):
-                raise error(program, int(mine[backwards[0] + 1]), "its gradients were applied by an update before")
+            if not len(gradients):
+                continue
             # The last group in which a gradient of a micro-batch up to each number is made.
             order = np.argsort(s.micro_batch[gradients], kind="stable")
             numbers, groups = s.micro_batch[gradients][order], s.group[gradients][order]
             latest = np.maximum.accumulate(groups)
-            ready = latest[np.searchsorted(numbers, until, side="right") - 1]
-            early = np.flatnonzero(ready >= s.group[mine])
+            until = s.micro_batch[mine]
+            applied = np.searchsorted(numbers, until, side="right")  # gradients that are in the weights after an update
+            nothing = np.flatnonzero(np.diff(applied, prepend=0) <= 0)
+            if len(nothing):
+                at = int(nothing[0])
+                before = "its gradients were applied by an update before"
+                none = f"no micro-batch up to {until[at]} runs through its stage"
+                raise error(program, int(mine[at]), before if applied[:at].any() else none)
+            early = np.flatnonzero(latest[applied - 1] >= s.group[mine])
             if len(early):
                 at = early[0]
                 late = int(gradients[order][np.flatnonzero(groups >= s.group[mine[at]])[0]])
@@ -330,12 +338,12 @@ def _check_updates(program: PipelineProgram) -> None:
                     f"applies gradients that are not there yet: {program.describe(late)} comes as step {s.group[late]}"
                 )
                 raise error(program, int(mine[at]), reason)
-            if not len(until) or until[-1] < numbers[-1]:
-                what = int(gradients[order][np.searchsorted(numbers, until[-1] if len(until) else -1, side="right")])
-                raise error(program, what, f"no update of rank {rank} applies this gradient")
+            missed = applied[-1] if len(applied) else 0
+            if missed < len(numbers):
+                reason = f"no update of rank {rank} applies this gradient"
+                raise error(program, int(gradients[order][missed]), reason)
             expected = until.tolist() if expected is None else expected
-            if until.tolist() != expected:
-                unlike = next(
-                    i for i, pair in enumerate(zip(until.tolist(), [*expected, -1], strict=False)) if pair[0] != pair[1]
-                )
-                raise error(program, int(mine[unlike]), f"stage 0 is not updated after micro-batch {until[unlike]}")
+            unlike = [i for i, pair in enumerate(zip(until.tolist(), expected, strict=False)) if pair[0] != pair[1]]
+            if unlike:
+                reason = f"stage 0 is not updated after micro-batch {until[unlike[0]]}"
+                raise error(program, int(mine[unlike[0]]), reason)

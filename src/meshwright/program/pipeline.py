@@ -227,13 +227,11 @@ class Builder:
 
     def __init__(self, name: str, ranks: int, micro_batches: int, placement: Placement) -> None:
         self.name, self.micro_batches, self.placement = name, micro_batches, placement
-        self.ranks = [
-            RankBuilder(
-                rank,
-                tuple(tuple(stage for stage, home in enumerate(stages) if home == rank) for stages in placement),
-            )
-            for rank in range(ranks)
-        ]
+        held: list[list[list[int]]] = [[[] for _ in placement] for _ in range(ranks)]
+        for replica, stages in enumerate(placement):
+            for stage, home in enumerate(stages):
+                held[home][replica].append(stage)
+        self.ranks = [RankBuilder(rank, tuple(map(tuple, mine))) for rank, mine in enumerate(held)]
 
     def build(self) -> PipelineProgram:
         """The program."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -166,7 +167,8 @@ class _Parser:
         for rank in stages:
             if rank >= ranks:
                 raise self._error(f"placement: there is no rank {rank}; {_counted('rank', ranks)}")
-        if not stages or len(stages) % ranks or any(stages.count(rank) * ranks != len(stages) for rank in set(stages)):
+        held = Counter(stages)
+        if len(held) < ranks or len(set(held.values())) > 1:
             raise self._error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
 
     def _end_header(self) -> None:
