@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.train import worker
+from meshwright.train import device, worker
 from meshwright.train.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, place
 from meshwright.train.run_directory import RunDirectory
 
@@ -32,6 +33,22 @@ def test_torchruns_environment_says_the_place():
     assert place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
     assert place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
     assert place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
+
+
+def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
+    started = {"RANK": "3", "WORLD_SIZE": "4"}
+    srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    intel = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+
+    def local(environment):
+        return place("file:///x", environment).local_rank
+
+    assert [local(started | by) for by in (srun, mpirun, intel, {"LOCAL_RANK": "2"} | srun)] == [1, 1, 1, 2]
+    assert local(started) is None  # not 0: all ranks would take the first GPU
+    assert local(started | srun | {"SLURM_NTASKS": "2"}) is None  # a script for each of two machines
+    assert local(started | srun | {"SLURM_PROCID": "1"}) is None
+    assert local({"RANK": "0", "WORLD_SIZE": "1"}) == 0
 
 
 def test_slurms_environment_says_the_place_and_the_first_host_is_where_to_meet():
@@ -101,21 +118,91 @@ def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
 def test_a_device_that_is_not_there_is_a_line():
     import torch
 
-    assert worker.choose_device("cpu", 3) == "cpu"
+    assert device.choose_device("cpu", 3) == "cpu"
     count = torch.cuda.device_count()
     with pytest.raises(UserError, match=rf'run.device = "cuda": this machine has .* and rank {count} on it needs one'):
-        worker.choose_device("cuda", count)
-    assert worker.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
+        device.choose_device("cuda", count)
+    assert device.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
+
+
+GPUS = ("GPU-a", "GPU-b")
+
+
+@pytest.mark.parametrize(
+    ("seats", "devices"),
+    [
+        ([("one", None, GPUS), ("two", None, GPUS), ("one", None, GPUS), ("two", None, GPUS)], [0, 0, 1, 1]),
+        ([("one", 1, GPUS), ("one", 0, GPUS)], [1, 0]),
+        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # told by two scripts, each of its own
+        ([("one", None, GPUS), ("one", 0, GPUS)], [0, 1]),
+        ([("one", 0, ("GPU-a",)), ("one", 1, ("GPU-b",))], [0, 0]),  # each bound to its own
+        ([("one", None, ("GPU-a",)), ("two", None, ("GPU-a",))], [0, 0]),
+    ],
+)
+def test_every_rank_has_a_gpu_of_its_own(seats, devices):
+    assigned = device.assign_devices("auto", [device.Seat(*seat) for seat in seats])
+    assert assigned == [f"cuda:{index}" for index in devices]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seats", "said"),
+    [
+        ("auto", [("one", None, ("GPU-a",)), ("one", None, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
+        ("auto", [("one", 0, GPUS), ("one", 1, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
+        ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs one of its own"),
+        ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs one"),
+        ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
+    ],
+)
+def test_ranks_that_would_share_a_gpu_or_have_none_are_refused_in_a_line(wanted, seats, said):
+    with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
+        device.assign_devices(wanted, [device.Seat(*seat) for seat in seats])
+    assert "\n" not in str(error.value)
+
+
+def test_where_nobody_has_a_gpu_auto_is_the_cpu():
+    assert device.assign_devices("auto", [device.Seat("one", None, ()), device.Seat("two", 0, ())]) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
+    """Two ranks of one machine that nobody numbered: rank by rank; the same line for both where there is one GPU."""
+    from torch.distributed import FileStore, TCPStore
+
+    def clients(name):
+        if kind == "file":
+            return [FileStore(str(tmp_path / name), 2) for _ in range(2)]
+        master = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        return [master, TCPStore("127.0.0.1", master.port, None, False, wait_for_workers=False)]
+
+    def both(name):
+        def agreed(rank, store):
+            try:
+                return device.agree_on_device("auto", Place(rank, 2, None, "", ""), store)
+            except UserError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(agreed, range(2), clients(name)))
+
+    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS))
+    assert both("two") == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS[:1]))
+    first, second = both("one")
+    assert first == second and "ranks 0 and 1 on " in first
+    monkeypatch.setattr(device, "_visible_devices", list)
+    assert both("none") == ["cpu", "cpu"]
 
 
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from meshwright.train.rendezvous import Place, initialise, place
+from meshwright.train.rendezvous import Place, initialise, meet, place
 sums = {}
 for name, rendezvous, environment in json.loads(sys.argv[1]):
     environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
-    initialise(place(rendezvous, environment), "cpu", 60.0)
+    here = place(rendezvous, environment)
+    initialise(here, meet(here, 60.0), "cpu", 60.0)
     value = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(value)
     dist.barrier()

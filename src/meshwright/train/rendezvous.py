@@ -8,8 +8,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks. `local_rank`: among those on the same machine. `method`: env://, tcp:// or
-    file://, where all meet. `started_by`: for error lines."""
+    """This process among the ranks. `local_rank`: among those on the same machine, None where nobody said so. `method`:
+    env://, tcp:// or file://, where all meet. `started_by`: for error lines."""
 
     rank: int
     ranks: int
-    local_rank: int
+    local_rank: int | None
     method: str
     started_by: str
 
@@ -49,7 +49,6 @@ def place(rendezvous: str | None = None, environment: Mapping[str, str] | None =
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-        local = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0
         started_by = f"RANK={rank} WORLD_SIZE={ranks}"
         method = rendezvous or "env://"
         if method == "env://":
@@ -58,12 +57,31 @@ def place(rendezvous: str | None = None, environment: Mapping[str, str] | None =
                     raise UserError(f"{started_by} but no {name}: start with torchrun, set it, or set run.rendezvous")
     else:
         rank, ranks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-        local = _number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else 0
         started_by = f"SLURM_PROCID={rank} SLURM_NTASKS={ranks}"
         method = rendezvous or _slurm_method(environment)
     if not 0 <= rank < ranks:
         raise UserError(f"{started_by}: ranks count from 0 to {ranks - 1}")
-    return Place(rank, ranks, local, method, started_by)
+    return Place(rank, ranks, _local_rank(environment, rank, ranks), method, started_by)
+
+
+_LOCAL_RANKS = (
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Intel MPI
+)
+
+
+def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
+    if "LOCAL_RANK" in environment:
+        return _number(environment, "LOCAL_RANK")
+    for own, all_of_them, local in _LOCAL_RANKS:
+        # Theirs is ours only where they started every rank: they may as well have started one script on each machine.
+        if {own, all_of_them, local} <= environment.keys() and (environment[own], environment[all_of_them]) == (
+            str(rank),
+            str(ranks),
+        ):
+            return _number(environment, local)
+    return 0 if ranks == 1 else None
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
@@ -104,9 +122,16 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f'{name} should be a whole number, not "{environment[name]}"') from None
 
 
-def initialise(place: Place, device: str, timeout_seconds: float) -> Store:
-    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu". Returns the store that
-    the ranks met at. `UserError` when they do not come together within the time-out."""
+def meet(place: Place, timeout_seconds: float) -> Store:
+    """The store that all ranks meet at, where each can leave words for the others. `UserError` when it cannot be
+    reached within the time-out."""
+    with _meeting(place, timeout_seconds):
+        return _store(place, timedelta(seconds=timeout_seconds))
+
+
+def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
+    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu". `UserError` when the
+    ranks do not come together at `store` within the time-out."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -116,18 +141,25 @@ def initialise(place: Place, device: str, timeout_seconds: float) -> Store:
         import torch
 
         options["device_id"] = torch.device(device)
-    try:
-        store = _store(place, timeout)
+    with _meeting(place, timeout_seconds):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout, **options
         )
+
+
+@contextmanager
+def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
+    """Makes one line of all that can go wrong where ranks meet."""
+    import torch.distributed as dist
+
+    try:
+        yield
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
             f"{timeout_seconds:g} s ({reason}); were all ranks started, and can they reach it?"
         ) from error
-    return store
 
 
 def _store(place: Place, timeout: timedelta) -> Store:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.train import rendezvous
+from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
@@ -119,43 +120,31 @@ def _train(
     if threads is not None:
         torch.set_num_threads(threads)
     keep_freed_memory()
-    device = choose_device(recipe.run.device, start.local_rank)
+    timeout = recipe.run.collective_timeout
+    store = None
+    if lock and start.ranks > 1:
+        store = rendezvous.meet(start, timeout)
+        device = agree_on_device(recipe.run.device, start, store)
+    else:
+        device = choose_device(recipe.run.device, start.local_rank or 0)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    store = None
     if start.ranks > 1:
-        store = rendezvous.initialise(start, device, recipe.run.collective_timeout)
+        store = store or rendezvous.meet(start, timeout)
+        rendezvous.initialise(start, store, device, timeout)
     try:
         if lock:
             _lock_for_all(directory, start, store)
             _write_ranks(directory, start, store)
         layout = recipe.parsed_layout
         programs = named_programs(recipe.collectives, layout, recipe.where)
-        mesh = Mesh.create(layout, device, recipe.run.collective_timeout, programs)
+        mesh = Mesh.create(layout, device, timeout, programs)
         return train(recipe, mesh, directory, **options)
     finally:
         if start.rank == 0:
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
             dist.destroy_process_group()
-
-
-def choose_device(wanted: str, local_rank: int) -> str:
-    """ "cpu" or "cuda:N" for the recipe's run.device. `UserError` when there is no such device."""
-    if wanted == "cpu":
-        return "cpu"
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto" and count == 0:
-        return "cpu"
-    if local_rank >= count:
-        there = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
-        raise UserError(
-            f'run.device = "{wanted}": this machine has {there}, and rank {local_rank} on it needs one of its own; '
-            'start fewer ranks here or set run.device = "cpu"'
-        )
-    return f"cuda:{local_rank}"
 
 
 def _lock_for_all(directory: RunDirectory, start: Place, store: Any) -> None:
