@@ -111,13 +111,19 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "1,x"], "'1,x' is not a duration"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "1,2"], "right is 1 or 4"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "nan"], "finite"),
+        (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "1e308"], "more than a number can hold"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], "exactly 1"),
         (["dualpipe", "--stages", "3", "--microbatches", "8"], "even"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--memory", "3"], "only auto"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1"], "right is 4"),
+        (
+            ["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1", "--forward", "3"],
+            "--parts says how long a forward and both gradients last; leave out --forward",
+        ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--layers", "3"], "at least 4 layers"),
         (["@missing.txt"], "missing.txt"),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--svg", "/no/such/folder/p.svg"], "/no/such/folder/p.svg"),
+        (["1f1b", "--stages", "2", "--microbatches", "2", "--svg", ""], "cannot write"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):

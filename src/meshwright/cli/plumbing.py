@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import click
 
@@ -111,7 +111,11 @@ def _wanted(parameter: click.Parameter) -> str:
     return f": {said[:1].lower()}{said[1:]}" if said else ""
 
 
-Answer = Callable[[Mapping[str, Any], str], None]
+class Answer(Protocol):
+    """Prints the JSON document or the text, whichever was asked for. alone: what has standard output to itself in
+    place of the text, which then goes to standard error."""
+
+    def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
 
 @contextmanager
@@ -123,14 +127,17 @@ def answering(as_json: bool) -> Iterator[Answer]:
     """
     answered = False
 
-    def answer(document: Mapping[str, Any], text: str = "") -> None:
+    def answer(document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
         nonlocal answered
         assert not answered, "a command answers once"
         answered = True
         if as_json:
             print(json_document(document), file=output, flush=True)
         elif text:
-            click.echo(text)
+            click.echo(text, err=alone is not None)
+        if alone is not None:
+            assert not as_json, "one JSON document, and nothing else"
+            click.echo(alone, nl=False)
 
     if not as_json:
         yield answer
@@ -157,8 +164,19 @@ def answering(as_json: bool) -> Iterator[Answer]:
             os.close(aside)
 
 
+def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
+    """Whether `-` stands in place of a file. Raises UserError with --json, which has standard output to itself."""
+    if str(path) != "-":
+        return False
+    if as_json:
+        raise UserError(f"{option} -: with --json, standard output carries one JSON document; name a file")
+    return True
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a file that a person asked for: whole or not at all. Raises UserError where it cannot be written."""
+    if not path.name:
+        raise UserError(f"cannot write {path}: it is a directory")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import answering, is_standard_output, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 from meshwright.names import SCHEDULES, unknown
@@ -45,7 +45,7 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     metavar="T[,T...]",
     default="1",
     show_default=True,
-    help="Of a rank's share: one, or one a rank.",
+    help="Of a rank's share: one, or one a rank; or one a stage.",
 )
 @click.option(
     "--input-gradient",
@@ -69,7 +69,7 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     metavar="T[,T...]",
     default="0",
     show_default=True,
-    help="From a stage to the next one.",
+    help="From a stage to the next one: one, or one a boundary.",
 )
 @click.option(
     "--overlapped",
@@ -90,7 +90,7 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
 @click.option("--trace", type=click.Path(path_type=Path), metavar="F", help="Write a trace for ui.perfetto.dev.")
 @click.option(
     "--program", "program_file", type=click.Path(path_type=Path), metavar="F",
-    help="Write the program, sends and receives included: .json, PyTorch's .csv, else text. @F reads it.",
+    help="Write the program, sends and receives included: .json, PyTorch's .csv, else text; - prints it. @F reads it.",
 )  # fmt: skip
 @click.option("--text", is_flag=True, help="Print the picture as text.")
 @json_option
@@ -121,7 +121,9 @@ def command(
     does not hold: a line names rank, step and reason.
     """
     _require(schedule, stages, microbatches)
+    printed = is_standard_output(program_file, "--program", as_json)
     if parts is not None:
+        _refuse_beside_parts()
         parts = parts if isinstance(parts, list) else [parts]
     from meshwright.schedules.report import schedule as report_of
 
@@ -134,7 +136,7 @@ def command(
             schedule, stages, microbatches, chunks,
             forward, input_gradient, weight_gradient, transfer, overlapped, memory, parts,
         )  # fmt: skip
-        lines = [report.summary()]
+        document, lines = report.document(), [report.summary()]
         if layers is not None:
             from meshwright.schedules.placement import placement_table
 
@@ -153,17 +155,19 @@ def command(
             from meshwright.program.trace import trace_events
 
             write_file(trace, json.dumps(trace_events(timeline)))
-        if program_file:
-            write_file(program_file, _written(report.complete, program_file))
+        program_text = _written(report.complete, program_file) if program_file else None
+        if program_file and program_text and not printed:
+            write_file(program_file, program_text)
         if text:
             from meshwright.program.gantt_text import draw_text
 
             width = shutil.get_terminal_size((120, 24)).columns
-            lines.append(draw_text(timeline, width))
-        lines += [f"{what}: {path}" for what, path in _files(svg, html, trace, program_file)]
-        document = report.document()
-        document["files"] = {what: str(path) for what, path in _files(svg, html, trace, program_file)}
-        answer(document, "\n".join(lines))
+            document["drawing"] = draw_text(timeline, width)
+            lines.append(document["drawing"])
+        files = _files(svg, html, trace, None if printed else program_file)
+        lines += [f"{what}: {path}" for what, path in files]
+        document["files"] = {what: str(path) for what, path in files}
+        answer(document, "\n".join(lines), alone=program_text if printed else None)
 
 
 def _require(schedule: str, stages: int | None, micro_batches: int | None) -> None:
@@ -177,6 +181,15 @@ def _require(schedule: str, stages: int | None, micro_batches: int | None) -> No
         raise UserError(f"schedule {schedule}: say how many, as in {' '.join(missing)}")
 
 
+def _refuse_beside_parts() -> None:
+    """The parts of a layer say how long its steps last: no other duration is heard beside them."""
+    context = click.get_current_context()
+    for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
+        if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"--parts says how long a forward and both gradients last; leave out {option}")
+
+
 def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Path | None) -> list[tuple[str, Path]]:
     """What was written, by what it is."""
     named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
@@ -184,16 +197,9 @@ def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Pat
 
 
 def _written(program: object, path: Path) -> str:
-    from meshwright.program.json_form import print_json
+    from meshwright.program.load import print_program
     from meshwright.program.pipeline import PipelineProgram
-    from meshwright.program.pipeline_text import print_pipeline
     from meshwright.schedules.pytorch_csv import to_csv
 
     assert isinstance(program, PipelineProgram)
-    match path.suffix.lower():
-        case ".json":
-            return print_json(program)
-        case ".csv":
-            return to_csv(program)
-        case _:
-            return print_pipeline(program)
+    return to_csv(program) if path.suffix.lower() == ".csv" else print_program(program, path)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.errors import UserError
 from meshwright.program import holdings
 from meshwright.program.dataflow import Dataflow
 from meshwright.program.durations import Durations, Floats
@@ -130,13 +131,16 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     A rank takes its groups in order, one at a time, each as soon as what it reads is there. Transfers cost the ranks
     no time: a message leaves when it is made or, where sends are written out, when its send is posted, and the receiver
     waits only when it uses what arrives. Assumes that stages and micro-batches are in range (`check_pipeline` proves
-    that and more). Raises ProgramError for a program that cannot go on, with what it waits for.
+    that and more). Raises ProgramError for a program that cannot go on, with what it waits for, and UserError for durations
+    that the program does not have or that nothing can add up.
     """
     flow, s = Dataflow(program), program.steps
     wait = waits(flow)
     transfer = durations.table("transfer", program)
     delay = transfer[s.replica[wait.maker], wait.boundary]
     group_start, group_end, order = run(program, wait, _group_durations(program, durations), delay)
+    if group_end and not np.isfinite(max(group_end)):
+        raise UserError("durations: they add up to more than a number can hold; take another unit of time")
     start, end = np.array(group_start, np.float64)[s.group_index], np.array(group_end, np.float64)[s.group_index]
     if program.has_transfers:
         end[wait.leaves] = start[wait.leaves] + delay
