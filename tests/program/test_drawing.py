@@ -14,7 +14,7 @@ from meshwright.program.collective import Builder as CollectiveBuilder
 from meshwright.program.gantt import COLOURS, draw_html, draw_svg
 from meshwright.program.gantt_text import draw_text
 from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
-from meshwright.program.timeline import Timeline, collective_timeline, pipeline_timeline
+from meshwright.program.timeline import Span, Timeline, collective_timeline, pipeline_timeline
 from meshwright.program.trace import trace_events
 
 SAME = ("update", "all-to-all", "send", "reduce")  # no matter which replica
@@ -86,6 +86,20 @@ def test_chunks_of_a_rank_differ_in_shade_and_in_label(timeline: Timeline):
 
 def test_every_kind_of_step_has_a_colour_of_its_own_replica():
     assert all(first != second for kind, (first, second) in COLOURS.items() if kind not in SAME)
+
+
+def test_the_legend_names_every_colour_once_and_the_strip_below_the_rows(timeline: Timeline):
+    def legend(drawn: Timeline) -> list[str]:
+        return [
+            word.text or ""
+            for word in ET.fromstring(draw_svg(drawn)).iter(f"{SVG}text")
+            if "small" in word.get("class", "")
+        ]
+
+    kinds = ["forward, chunk 1", "forward, chunk 2", "backward", "input gradient", "weight gradient"]
+    assert legend(timeline) == [*kinds, "activations"]
+    both = [Span(0, at, at + 1.0, "all-to-all", "F0d", "dispatch", mirrored=at > 0) for at in (0.0, 1.0)]
+    assert legend(Timeline("both ways", ("rank 0",), both)) == ["all-to-all"]
 
 
 def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):

@@ -67,7 +67,7 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, title:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mw" width="{total}" height="{height}" '
         f'viewBox="0 0 {total} {height}" role="img" aria-label="{escape(timeline.title)}">',
         f"<style>{STYLE}</style>",
-        *_legend(spans, left, top - 11),
+        *_legend(spans, timeline.level_name if timeline.levels else "", left, top - 11),
     ]
     if title:
         parts.append(
@@ -134,21 +134,27 @@ def _bar(span: Span, left: int, top: int, scale: float) -> str:
     )
 
 
-def _legend(spans: Sequence[Span], left: int, y: int) -> list[str]:
-    """A swatch for each kind of step in the picture."""
+def _legend(spans: Sequence[Span], level_name: str, left: int, y: int) -> list[str]:
+    """A swatch for each kind of step in the picture, and one for the strips that show the level."""
     parts, x = [], float(left)
+
+    def add(words: str, paint: str) -> None:
+        nonlocal x
+        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="11" height="11" rx="2" {paint}/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="{y}" class="muted small">{escape(words)}</text>')
+        x += 15 + 6.1 * len(words) + 16
+
     seen: dict[tuple[str, float, bool], Span] = {}
     for span in spans:
-        seen.setdefault((span.kind, span.shade, span.mirrored), span)
+        seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
     for kind, shade, mirrored in sorted(seen, key=lambda key: (key[2], [*COLOURS].index(key[0]), key[1])):
         words = kind + (", second replica" if mirrored else "")
         chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
         if len(chunks) > 1:
             words += f", chunk {chunks.index(shade) + 1}"
-        fill, _ = _colour(seen[kind, shade, mirrored])
-        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="11" height="11" rx="2" style="fill:{fill}"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="{y}" class="muted small">{words}</text>')
-        x += 15 + 6.1 * len(words) + 16
+        add(words, f'style="fill:{_colour(seen[kind, shade, mirrored])[0]}"')
+    if level_name:
+        add(level_name, 'class="level"')
     return parts
 
 

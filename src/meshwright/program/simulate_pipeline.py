@@ -131,8 +131,8 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     A rank takes its groups in order, one at a time, each as soon as what it reads is there. Transfers cost the ranks
     no time: a message leaves when it is made or, where sends are written out, when its send is posted, and the receiver
     waits only when it uses what arrives. Assumes that stages and micro-batches are in range (`check_pipeline` proves
-    that and more). Raises ProgramError for a program that cannot go on, with what it waits for, and UserError for durations
-    that the program does not have or that nothing can add up.
+    that and more). Raises ProgramError for a program that cannot go on, with what it waits for; UserError for lists of
+    durations of a wrong length and for durations that add up to infinity.
     """
     flow, s = Dataflow(program), program.steps
     wait = waits(flow)
