@@ -1,13 +1,14 @@
 """Simulated against measured: all-reduce programs on hosts made of network namespaces with shaped links.
 
 Every host is a network namespace with one virtual cable to a bridge; both ends of each cable are shaped to one rate, so
-the hosts hang on a switch with full-duplex ports. What a message costs is measured first (alpha: one tiny message
-between neighbours; beta: a long one), then each program is simulated with these figures and run over gloo. The
+the hosts hang on a switch with full-duplex ports. What a message costs is measured first (beta: long
+messages between neighbours; alpha: what one more round of tiny ones adds; gap: tiny messages to all others at once; how
+fast ranks reduce), then each program is simulated with these figures and run over gloo. The
 interfaces' own counters say what was really sent.
 
 Needs Linux, root, and Debian's iproute2. Eight processes on two cores: rates are low, so that links limit, not cores.
 
-    python bench/namespaces.py [--hosts 4] [--ranks-per-host 1] [--rate 200mbit] [--repeats 3] [--quick]
+    python bench/namespaces.py [--hosts 4] [--ranks-per-host 1] [--rate 200mbit] [--repeats 5] [--quick]
     python bench/namespaces.py --all      # 4 and 8 hosts of one rank, 2 of 4; writes bench/results/namespaces.json
 """
 
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -39,10 +40,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.collectives.library import generate
 from meshwright.collectives.topologies import topology
+from meshwright.comm import programs
 from meshwright.comm.programs import Executable
 from meshwright.program.check_collective import CheckedCollective, check_collective
-from meshwright.program.collective import Builder
-from meshwright.program.order import post_order
+from meshwright.program.collective import Builder, Kind
+from meshwright.program.order import match, post_order
 from meshwright.program.simulate_collective import simulate_collective
 
 NETWORK = "10.77.0"
@@ -50,6 +52,8 @@ BRIDGE = "mw-bridge"
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24, 2**26]
 PROGRAMS = ("ring", "rabenseifner", "butterfly", "all-pairs", "binomial-tree", "double-binary-tree", "hierarchical")
 MTU = 9000  # headers are then 0.7 % of what a link carries
+PROBE = (2**18, 2**22)  # bytes of the messages that show a link's rate
+ROUNDS = 17
 BURST = 10_000  # bytes that may pass at once: little more than one packet, or short messages would cost nothing
 
 
@@ -111,18 +115,34 @@ def rank_main(connection: Connection, rank: int, world_size: int, host: int) -> 
         "gloo", init_method=address, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
     connection.send("ready")
+    programs.SEGMENT_BYTES = 2**40  # the program as it is written, the vector in one piece
+    together = Executable(check_collective(generate("barrier", "dissemination", world_size)), timeout_seconds=120)
     kept: dict[str, Executable] = {}
     while True:
-        checked, numel, begins = connection.recv()
+        checked, numel = connection.recv()
+        if checked is None:
+            connection.send(reduction_rate(together))
+            continue
         name = f"{checked.program.operation} {checked.program.algorithm}"
         if name not in kept:
             kept[name] = Executable(checked, timeout_seconds=120)
         vector = torch.full((numel,), float(rank + 1))
-        time.sleep(max(0.0, begins - time.monotonic()))  # one clock for all: they are on one machine
+        together.run(None)
+        begun = time.monotonic()  # one clock for all: they are on one machine
         kept[name].run(vector)
         ended = time.monotonic()
         right = checked.program.operation != "all-reduce" or bool((vector == world_size * (world_size + 1) / 2).all())
-        connection.send((ended - begins, right))
+        connection.send((begun, ended, right))
+
+
+def reduction_rate(together: Executable) -> float:
+    """Bytes a second that this rank adds up while all others do the same."""
+    vector, other = torch.ones(2**20), torch.ones(2**20)
+    together.run(None)
+    begun = time.monotonic()
+    for _ in range(50):
+        torch.add(vector, other, out=vector)
+    return 50 * vector.nbytes / (time.monotonic() - begun)
 
 
 @dataclass
@@ -132,14 +152,19 @@ class Ranks:
     connections: list[Connection]
 
     def run(self, checked: CheckedCollective, size: int) -> float:
-        """Seconds from the common start until the last rank has finished."""
-        begins = time.monotonic() + 0.15 + size / 4e8  # time to fill the vectors
-        for connection in self.connections:
-            connection.send((checked, size // 4, begins))
-        answers = [connection.recv() for connection in self.connections]
-        if not all(right for _, right in answers):
+        """Seconds from the moment when all have left a barrier until the last rank has finished."""
+        answers = self._ask((checked, size // 4))
+        if not all(right for *_, right in answers):
             raise SystemExit(f"{checked.program.algorithm}: wrong sum")
-        return max(seconds for seconds, _ in answers)
+        return max(ended for _, ended, _ in answers) - max(begun for begun, *_ in answers)
+
+    def reduction_rate(self) -> float:
+        return statistics.median(self._ask((None, 0)))
+
+    def _ask(self, order: tuple[Any, ...]) -> list[Any]:
+        for connection in self.connections:
+            connection.send(order)
+        return [connection.recv() for connection in self.connections]
 
 
 @contextmanager
@@ -166,31 +191,32 @@ def ranks_on(host_count: int, per_host: int) -> Iterator[Ranks]:
 # --- what a link costs
 
 
-def neighbours(ranks: int, pairs: Sequence[tuple[int, int]]) -> CheckedCollective:
-    """A round in which each pair's first rank sends the vector to its second, checked as far as it is an operation."""
-    builder = Builder("send-receive", f"pairs {pairs}", ranks, 1)
-    with builder.round():
-        for source, target in pairs:
-            builder.transfer(source, target, chunk=0)
+def exchange(ranks: int, pairs: Sequence[tuple[int, int]], rounds: int = 1) -> CheckedCollective:
+    """Rounds in which each pair's first rank sends the vector to its second: no operation, so only the order of its
+    transfers is found."""
+    builder = Builder("send-receive", f"{rounds} x {pairs}", ranks, 1)
+    for _ in range(rounds):
+        with builder.round():
+            builder.transfer([a for a, _ in pairs], [b for _, b in pairs], chunk=0)
     program = builder.build()
     s = program.steps
-    sends = np.flatnonzero(s.kind == 0)
-    receives = np.array(
-        [np.flatnonzero((s.kind == 1) & (s.rank == s.peer[i]) & (s.peer == s.rank[i]))[0] for i in sends]
-    )
+    sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
     order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
-    return CheckedCollective(program, sends, receives, np.zeros(len(sends), np.int64), order)
+    level = np.maximum(order.level[s.group_index[sends]], order.level[s.group_index[receives]])
+    return CheckedCollective(program, sends, receives, level, order)
 
 
-def fit(ranks: Ranks, pattern: CheckedCollective, sizes: Sequence[int], repeats: int) -> tuple[float, float]:
-    """(alpha seconds, beta bytes a second) of a message: time = alpha + bytes / beta, by least relative squares."""
-    times = []
-    for size in sizes:
-        ranks.run(pattern, size)
-        times.append(statistics.median(ranks.run(pattern, size) for _ in range(repeats)))
-    x, y = np.array(sizes, float), np.array(times)
-    solved, *_ = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)
-    return float(max(solved[0], 0.0)), float(1 / solved[1])
+def fit(ranks: Ranks, world_size: int, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """(alpha seconds, beta bytes a second) of a message between each pair, all pairs at once."""
+    once, often = exchange(world_size, pairs), exchange(world_size, pairs, ROUNDS)
+    alpha = (tiny(ranks, often) - tiny(ranks, once)) / (ROUNDS - 1)
+    short, long = (statistics.median(ranks.run(once, size) for _ in range(5)) for size in PROBE)
+    return max(alpha, 0.0), (PROBE[1] - PROBE[0]) / (long - short)
+
+
+def tiny(ranks: Ranks, pattern: CheckedCollective, repeats: int = 21) -> float:
+    """Seconds of a pattern of messages of one number."""
+    return statistics.median(ranks.run(pattern, 4) for _ in range(repeats))
 
 
 def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -198,18 +224,22 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
     world_size = host_count * per_host
     with hosts(host_count, rate), ranks_on(host_count, per_host) as ranks:
         across = [(r, (r + per_host) % world_size) for r in range(0, world_size, per_host)]
-        probe = [4, 2**14, 2**16, 2**18, 2**20, 2**22]
-        alpha, beta = fit(ranks, neighbours(world_size, across), probe, 5)
+        alpha, beta = fit(ranks, world_size, across)
         shape = f"switch,{beta:.0f}B/s,{1e6 * alpha:.3f}us"
         inner = None
         if per_host > 1:
             within = [(r, r - r % per_host + (r + 1) % per_host) for r in range(world_size)]
-            inner = fit(ranks, neighbours(world_size, within), probe, 5)
+            inner = fit(ranks, world_size, within)
             shape = (
                 f"nodes:{host_count}x{per_host},inner={inner[1]:.0f}B/s,{1e6 * inner[0]:.3f}us,"
                 f"outer={beta:.0f}B/s,{1e6 * alpha:.3f}us,adapters=1"
             )
-        network = topology(shape, world_size)
+        heads = range(0, world_size, per_host)
+        everybody = [(a, b) for a in heads for b in heads if a != b]
+        once, often = (tiny(ranks, exchange(world_size, everybody, rounds)) for rounds in (1, ROUNDS))
+        apart = ((often - once) / (ROUNDS - 1) / alpha - 1) / max(1, host_count - 2)
+        network = replace(topology(shape, world_size), gap=max(0.0, apart))
+        rate_of_reduction = ranks.reduction_rate()
         rows = []
         for name in PROGRAMS:
             if name == "hierarchical" and per_host == 1:
@@ -217,11 +247,13 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
             groups = per_host if name == "hierarchical" else None
             checked = check_collective(generate("all-reduce", name, world_size, groups=groups))
             for size in sizes:
-                predicted = simulate_collective(checked, network, size)
-                ranks.run(checked, size)  # connections, buffers
+                predicted = simulate_collective(checked, network, size, rate_of_reduction)
+                turns = repeats if size < 2**24 else 1  # seconds each: little noise
+                if size == sizes[0]:
+                    ranks.run(checked, size)  # connections
                 before = sent_by_hosts(host_count)
-                seconds = [ranks.run(checked, size) for _ in range(repeats)]
-                wire = [(b - a) / repeats for a, b in zip(before, sent_by_hosts(host_count), strict=True)]
+                seconds = [ranks.run(checked, size) for _ in range(turns)]
+                wire = [(b - a) / turns for a, b in zip(before, sent_by_hosts(host_count), strict=True)]
                 leaving = crossing_bytes(checked, per_host, size)
                 measured = statistics.median(seconds)
                 rows.append(
@@ -247,6 +279,8 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
         "ranks_per_host": per_host,
         "rate": rate,
         "topology": shape,
+        "gap": network.gap,
+        "reduction_bytes_per_second": rate_of_reduction,
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
         "median_counted_over_program": statistics.median(row["counted_over_program"] for row in rows),
@@ -276,7 +310,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="up to 4 MiB")
     parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
