@@ -53,16 +53,17 @@ def test_latency_bandwidth_and_topology_are_heard(asked):
     assert adding["seconds"] == pytest.approx(slow["seconds"] + 3 * 0.025)
 
 
-def test_settings_are_heard(asked):
+def test_settings_are_heard(asked, tmp_path: Path):
     torus = asked(
         "all-reduce", "2d-torus", "--ranks", "12", "--bytes", "1MB", "--dims", "2x6", "--topology", "torus:2x6"
     )
     assert torus["rounds"] == 2 * (1 + 5) and torus["dims"] == [2, 6]
     nodes = asked("all-reduce", "hierarchical", "--ranks", "8", "--bytes", "1MB", "--groups", "4")
     assert nodes["groups"] == 4 and nodes["rounds"] == 2 * 2 + 2
-    tree = asked("broadcast", "ring", "--ranks", "4", "--bytes", "1MB", "--segments", "5", "--root", "2", "--text")
-    assert tree["rounds"] == 4 + 5 - 2
-    assert parse_collective(tree["program"]).root == 2
+    file = tmp_path / "chain.txt"
+    chain = ("broadcast", "ring", "--ranks", "4", "--bytes", "1MB", "--segments", "5", "--root", "2")
+    assert asked(*chain, "--program", str(file))["rounds"] == 4 + 5 - 2
+    assert parse_collective(file.read_text()).root == 2
 
 
 def test_the_topology_lends_its_shape(asked):
@@ -120,9 +121,9 @@ def test_people_get_a_report(command_line):
     assert max(map(len, lines)) < 400 and not any(line != line.rstrip() for line in lines)
 
 
-def test_draw_and_text_print_what_moves(command_line):
-    outcome = command_line("collective", "all-reduce", "ring", "--ranks", "3", "--bytes", "12", "--draw", "--text")
-    assert "send data[0] to 1" in outcome.output and "round 1 of 4" in outcome.output
+def test_text_prints_what_moves_round_by_round(command_line):
+    outcome = command_line("collective", "all-reduce", "ring", "--ranks", "3", "--bytes", "12", "--text")
+    assert "0 → 1 adds data[2]   1 → 2 adds data[0]" in outcome.output and "round 1 of 4" in outcome.output
 
 
 def test_pages_and_pictures_stand_alone(asked, tmp_path: Path):
@@ -142,9 +143,10 @@ def test_a_page_of_a_program_too_large_to_draw_says_so(asked, tmp_path: Path):
     assert "The buffers are not drawn" in (tmp_path / "a.html").read_text()
 
 
-def test_minimum_maximum_and_mean_are_reductions(asked):
-    answer = asked("reduce", "binomial-tree", "--ranks", "4", "--bytes", "64", "--reduction", "minimum", "--text")
-    assert parse_collective(answer["program"]).reduction == "minimum"
+@pytest.mark.parametrize("reduction", ["minimum", "maximum", "mean"])
+def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
+    words = ("reduce", "binomial-tree", "--ranks", "4", "--bytes", "64", "--reduction", reduction, "--program", "-")
+    assert parse_collective(command_line("collective", *words).output).reduction == reduction
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_minimum_maximum_and_mean_are_reductions(asked):
         ("all-reduce @/no/such/file --bytes 4", "/no/such/file"),
         ("barrier auto --ranks 4 --svg never.svg", "there is no picture"),
         ("all-reduce ring --ranks 100000 --bytes 4", "too large a program"),
-        ("all-reduce ring --ranks 64 --bytes 4 --draw", "cannot be drawn"),
+        ("all-reduce ring --ranks 64 --bytes 4 --text", "cannot be drawn"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(command_line, words: str, said: str):

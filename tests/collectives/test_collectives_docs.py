@@ -108,7 +108,7 @@ def test_every_option_is_documented():
 
 
 def test_every_key_is_documented(command_line):
-    words = "all-reduce auto --ranks 4 --bytes 1MiB --topology nodes:2 --text --draw --json"
+    words = "all-reduce auto --ranks 4 --bytes 1MiB --topology nodes:2 --text --json"
     answer = json.loads(command_line("collective", *words.split()).output)
     documented = names([row[0] for row in table("key")])
     assert set(answer) - {"schema"} <= documented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import answering, is_standard_output, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 
@@ -45,7 +46,7 @@ def _dims(context: click.Context, option: click.Parameter, text: str | None) -> 
     "meshwright collective all-reduce ring --ranks 8 --bytes 64MiB",
     "meshwright collective all-reduce auto --ranks 16 --bytes 1MiB --topology nodes:2x8,rails --html choice.html",
     "meshwright collective all-reduce 2d-torus --ranks 16 --bytes 1GB --topology torus:4x4,50GB/s,1us",
-    "meshwright collective all-reduce ring --ranks 4 --bytes 16 --draw",
+    "meshwright collective all-reduce ring --ranks 4 --bytes 16 --text",
     "meshwright collective broadcast @mine.txt --bytes 4096 --run",
 )
 @click.argument("operation")
@@ -69,12 +70,16 @@ def _dims(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--dims", callback=_dims, metavar="AxB", help="Sides of the grid, for tori and meshes.")
 @click.option("--reduction", metavar="R", help="sum (unless said), mean, minimum or maximum.")
 @click.option("--run", is_flag=True, help="Run it on processes of this machine, beside torch.distributed's own call.")
-@click.option("--text", is_flag=True, help="Print the program.")
-@click.option("--draw", is_flag=True, help="Print the buffers of all ranks, round by round.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: figures, picture, buffers.")
 @click.option(
     "--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture: time over size, all algorithms."
 )
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: figures, picture, buffers.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="F", help="Write a trace for ui.perfetto.dev.")
+@click.option(
+    "--program", "program_file", type=click.Path(path_type=Path), metavar="F",
+    help="Write the program: .json, else text; - prints it. @F reads it.",
+)  # fmt: skip
+@click.option("--text", is_flag=True, help="Print the buffers of all ranks, round by round.")
 @json_option
 def command(
     operation: str,
@@ -91,10 +96,11 @@ def command(
     dims: tuple[int, ...] | None,
     reduction: str | None,
     run: bool,
-    text: bool,
-    draw: bool,
-    html: Path | None,
     svg: Path | None,
+    html: Path | None,
+    trace: Path | None,
+    program_file: Path | None,
+    text: bool,
     as_json: bool,
 ) -> None:
     """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and time it on a network.
@@ -102,6 +108,7 @@ def command(
     auto simulates every algorithm that can do it and takes the fastest. Exit code 1 when a program does not hold: a
     line names rank, step and reason.
     """
+    printed = is_standard_output(program_file, "--program", as_json)
     with answering(as_json) as answer:
         from meshwright.collectives.report import collective
 
@@ -115,17 +122,11 @@ def command(
         document = report.document()
         parts = [report.summary()]
         if text:
-            from meshwright.program.collective_text import print_collective
-
-            document["program"] = print_collective(report.checked.program)
-            parts.append(document["program"])
-        if draw:
             from meshwright.program.buffers import draw_buffers_text
 
             document["drawing"] = draw_buffers_text(report.checked)
             parts.append(document["drawing"])
-        files = {name: path for name, path in (("picture", svg), ("page", html)) if path is not None}
-        if files:
+        if svg is not None or html is not None:
             from meshwright.collectives.page import draw_page, draw_picture
 
             picture = draw_picture(report)
@@ -133,9 +134,30 @@ def command(
                 write_file(svg, picture)
             if html is not None:
                 write_file(html, draw_page(report, picture))
-            parts.append("\n".join(f"{name}: {path}" for name, path in files.items()))
-        document["files"] = {name: str(path) for name, path in files.items()}
-        answer(document, "\n\n".join(part.rstrip("\n") for part in parts))
+        if trace is not None:
+            write_file(trace, json.dumps(_trace(report)))
+        program_text = None
+        if program_file is not None:
+            from meshwright.program.load import print_program
+
+            program_text = print_program(report.checked.program, program_file)
+            if not printed:
+                write_file(program_file, program_text)
+        named = (("picture", svg), ("page", html), ("trace", trace), ("program", None if printed else program_file))
+        document["files"] = {what: str(path) for what, path in named if path is not None}
+        if document["files"]:
+            parts.append("\n".join(f"{what}: {path}" for what, path in document["files"].items()))
+        answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)
+
+
+def _trace(report: Report) -> dict[str, Any]:
+    """The simulated transfers, as ui.perfetto.dev opens them."""
+    from meshwright.program.timeline import collective_timeline
+    from meshwright.program.trace import trace_events
+
+    checked, timing = report.checked, report.timing
+    program = checked.program
+    return trace_events(collective_timeline(program, checked.sends, checked.receives, timing.start, timing.end))
 
 
 def _measured(report: Report) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Programs from files: the text form or the JSON form, told apart by the first character."""
+"""Programs from files, and as files have them: the text form or the JSON form, told apart by the first character."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal, overload
 
 from meshwright.errors import UserError
 from meshwright.program.collective import CollectiveProgram
-from meshwright.program.collective_text import parse_collective
-from meshwright.program.json_form import from_json
+from meshwright.program.collective_text import parse_collective, print_collective
+from meshwright.program.json_form import from_json, print_json
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.pipeline_text import parse_pipeline
+from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
 
 
 @overload
@@ -40,6 +40,13 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
         other = "pipeline" if dialect == "collective" else "collective"
         raise UserError(f"{name}: a {other} program where a {dialect} program is wanted")
     return program
+
+
+def print_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
+    """What a file of that name should hold for `load_program`: JSON where it ends in `.json`, else text."""
+    if Path(path).suffix.lower() == ".json":
+        return print_json(program)
+    return print_collective(program) if isinstance(program, CollectiveProgram) else print_pipeline(program)
 
 
 def read_text(path: str | Path) -> str:

@@ -1,0 +1,69 @@
+"""What `meshwright collective` and `meshwright schedule` have in common: --text, --program, --trace, alike in both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.program.load import load_program, print_program
+
+COMMANDS = {
+    "collective": ("all-reduce", "ring", "--ranks", "3", "--bytes", "12"),
+    "schedule": ("1f1b", "--stages", "2", "--microbatches", "3"),
+}
+FIRST_LINE = {"collective": "collective all-reduce ring", "schedule": "pipeline 1f1b"}
+
+
+@pytest.fixture(params=sorted(COMMANDS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_dash_prints_the_program_alone_and_the_report_goes_to_standard_error(command_line, name: str, tmp_path: Path):
+    report = command_line(name, *COMMANDS[name]).output
+    outcome = command_line(name, *COMMANDS[name], "--program", "-")
+    assert outcome.code == 0 and outcome.output.splitlines()[0] == FIRST_LINE[name]
+    assert outcome.errors.rstrip() == report.rstrip()
+    path = tmp_path / "piped.txt"
+    path.write_text(outcome.output)
+    words = (f"@{path}",) if name == "schedule" else ("all-reduce", f"@{path}", "--bytes", "12")
+    assert command_line(name, *words).code == 0
+
+
+def test_a_dash_is_refused_beside_json(command_line, name: str):
+    outcome = command_line(name, *COMMANDS[name], "--program", "-", "--json")
+    assert (outcome.code, outcome.output) == (2, "")
+    assert "--program -: with --json, standard output carries one JSON document; name a file" in outcome.errors
+
+
+@pytest.mark.parametrize("file", ["program.txt", "program.json", "PROGRAM.JSON"])
+def test_a_program_is_written_in_the_form_of_its_name_and_read_back(command_line, name: str, file: str, tmp_path: Path):
+    path = tmp_path / file
+    outcome = command_line(name, *COMMANDS[name], "--program", path, "--json")
+    assert json.loads(outcome.output)["files"] == {"program": str(path)}
+    text = path.read_text()
+    assert text.startswith("{" if file.lower().endswith("json") else FIRST_LINE[name])
+    dialect: Any = "pipeline" if name == "schedule" else "collective"
+    assert print_program(load_program(path, dialect), path) == text
+
+
+def test_the_text_drawing_stands_below_the_report_and_in_the_document(command_line, name: str):
+    drawing = json.loads(command_line(name, *COMMANDS[name], "--text", "--json").output)["drawing"]
+    shown = command_line(name, *COMMANDS[name], "--text").output
+    assert "rank 0" in drawing and shown.rstrip().endswith(drawing.rstrip())
+    assert shown.startswith(command_line(name, *COMMANDS[name]).output.rstrip())
+
+
+def test_a_trace_has_the_simulated_times_in_microseconds(command_line, name: str, tmp_path: Path):
+    path = tmp_path / "trace.json"
+    answer = json.loads(command_line(name, *COMMANDS[name], "--trace", path, "--json").output)
+    assert answer["files"] == {"trace": str(path)}
+    slices = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    ends = answer["seconds"] if name == "collective" else answer["makespan"]
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(ends * 1e6)
+    assert min(event["ts"] for event in slices) == 0
+    # Ring: each of 3 ranks sends in each of 4 rounds. 1F1B: forward and backward of 3 micro-batches on 2 ranks.
+    assert len(slices) == 12
