@@ -102,6 +102,19 @@ def test_the_legend_names_every_colour_once_and_the_strip_below_the_rows(timelin
     assert legend(Timeline("both ways", ("rank 0",), both)) == ["all-to-all"]
 
 
+def test_a_legend_wider_than_the_picture_takes_several_lines_above_the_rows(timeline: Timeline):
+    kinds = [kind for kind in COLOURS if kind not in SAME]
+    spans = [Span(0, k, k + 1.0, kind, "F0", kind, mirrored=m) for k, kind in enumerate(kinds) for m in (False, True)]
+    picture = ET.fromstring(draw_svg(Timeline("narrow", ("rank 0",), spans), width=400))
+    words = [word for word in picture.iter(f"{SVG}text") if "small" in word.get("class", "")]
+    assert len(words) == 2 * len(kinds)
+    ends = [float(word.get("x", 0)) + 6.1 * len(word.text or "") for word in words]
+    assert max(ends) <= float(picture.get("width", 0))
+    lines = sorted({float(word.get("y", 0)) for word in words})
+    rows = [float(row.get("y", 0)) for row in picture.iter(f"{SVG}rect") if row.get("class") == "row"]
+    assert len(lines) > 1 and lines[-1] < min(rows)
+
+
 def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
     page = draw_html(timeline, table=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
     assert not re.search(r"(src|href)=|@import|url\(", page)

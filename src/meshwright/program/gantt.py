@@ -59,15 +59,17 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, title:
         labels = max(len(span.label) for span in spans)
         plot = min(max(plot, round(end / shortest * (7.4 * labels + 3))), 8 * width)
     scale = plot / end
-    top, left = (52 if title else 30), MARGIN + NAMES
+    left = MARGIN + NAMES
     pitch = ROW + GAP + (STRIP if timeline.levels else 0)
-    height = top + len(timeline.tracks) * pitch + 34
     total = left + plot + notes + 2 * MARGIN
+    level_name = timeline.level_name if timeline.levels else ""
+    legend, top = _legend(spans, level_name, left, total - MARGIN, 41 if title else 19)
+    height = top + len(timeline.tracks) * pitch + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mw" width="{total}" height="{height}" '
         f'viewBox="0 0 {total} {height}" role="img" aria-label="{escape(timeline.title)}">',
         f"<style>{STYLE}</style>",
-        *_legend(spans, timeline.level_name if timeline.levels else "", left, top - 11),
+        *legend,
     ]
     if title:
         parts.append(
@@ -134,12 +136,15 @@ def _bar(span: Span, left: int, top: int, scale: float) -> str:
     )
 
 
-def _legend(spans: Sequence[Span], level_name: str, left: int, y: int) -> list[str]:
-    """A swatch for each kind of step in the picture, and one for the strips that show the level."""
+def _legend(spans: Sequence[Span], level_name: str, left: int, right: float, y: int) -> tuple[list[str], int]:
+    """A swatch for each kind of step in the picture, and one for the strips that show the level, in as many lines as
+    it takes from the height y on; and the height at which the rows can begin."""
     parts, x = [], float(left)
 
     def add(words: str, paint: str) -> None:
-        nonlocal x
+        nonlocal x, y
+        if x > left and x + 15 + 6.1 * len(words) > right:
+            x, y = float(left), y + 17
         parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="11" height="11" rx="2" {paint}/>')
         parts.append(f'<text x="{x + 15:.0f}" y="{y}" class="muted small">{escape(words)}</text>')
         x += 15 + 6.1 * len(words) + 16
@@ -155,7 +160,7 @@ def _legend(spans: Sequence[Span], level_name: str, left: int, y: int) -> list[s
         add(words, f'style="fill:{_colour(seen[kind, shade, mirrored])[0]}"')
     if level_name:
         add(level_name, 'class="level"')
-    return parts
+    return parts, y + 11
 
 
 def _levels(timeline: Timeline, left: int, top: int, pitch: int, scale: float) -> list[str]:
