@@ -175,9 +175,9 @@ def test_an_error_is_one_line_with_its_own_exit_code(error: Exception, code: int
 
 def test_an_interrupt_ends_with_130(command_line, commands):
     commands(raising(KeyboardInterrupt()))
-    outcome = command_line("trial")
-    assert outcome.code == 130
-    assert outcome.errors.endswith("meshwright: interrupted\n")
+    assert command_line("trial") == (130, "", "meshwright: interrupted\n")
+    commands(raising(KeyboardInterrupt("stopped by an interrupt after saving step 3")))
+    assert command_line("trial") == (130, "", "meshwright: stopped by an interrupt after saving step 3\n")
 
 
 def test_a_fault_of_ours_keeps_its_traceback(command_line, commands):

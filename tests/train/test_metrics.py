@@ -108,6 +108,12 @@ def test_ranks_within_the_factor_and_single_hiccups_are_not_named():
     assert [watch.add([1.0, 5.0 if number == 4 else 1.0, 1.0]) for number in range(10)] == [None] * 10
 
 
+def test_a_first_step_that_compiles_longer_on_one_rank_is_not_named():
+    watch = SlowRankWatch(2, factor=1.5, window=10)
+    assert [watch.add([1.0, 60.0 if number == 0 else 1.0]) for number in range(10)] == [None] * 10
+    assert watch.between_windows
+
+
 def test_two_ranks_are_compared_with_each_other_and_one_with_nobody():
     assert SlowRankWatch(2, 1.5, window=1).add([0.1, 0.4]) == (1, pytest.approx(4.0))
     assert SlowRankWatch(1, 1.5, window=1).add([0.1]) is None

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -26,6 +27,10 @@ COMMANDS = {
 }
 
 
+class _Interrupted(Exception):
+    """Ctrl-C; the text is what there is to say about it."""
+
+
 class Commands(Group):
     """Knows the names and summaries of all commands, imports only the one that runs."""
 
@@ -37,6 +42,12 @@ class Commands(Group):
             return None
         command: click.Command = importlib.import_module(f"meshwright.cli.{name}").command
         return command
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt as error:  # click would answer it with an empty line
+            raise _Interrupted(str(error)) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -69,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code, kind="")
     except MeshwrightError as error:
         return _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", 130, kind="")
+    except (_Interrupted, KeyboardInterrupt, click.Abort) as error:
+        if sys.stderr.isatty():
+            click.echo(err=True)  # ends the line of the ^C
+        return _fail(str(error) or "interrupted", 130, kind="")
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -35,6 +35,7 @@ class Journal:
         self.metrics: MetricsFile | None = None
         self._metrics_trouble = ""
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
+        self._slow_rank: int | None = None  # named at the end of the last window
         self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
 
     def say(self, line: str) -> None:
@@ -136,10 +137,16 @@ class Journal:
 
     def _watch_ranks(self, done: int, verdict: Verdict) -> None:
         slow = self._watch.add(verdict.rank_seconds)
-        if slow is not None:
-            rank, ratio = slow
-            self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
-            self.say(f"rank {rank} works {ratio:.1f} times as long as the others' median (up to step {done})")
+        if slow is None:
+            self._slow_rank = None if self._watch.between_windows else self._slow_rank
+            return
+        rank, ratio = slow
+        self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
+        if rank != self._slow_rank:  # said once, not with every window that it stays so
+            others = f"rank {1 - rank}'s" if self.mesh.world_size == 2 else "the median of the others'"
+            steps = f"steps {done - self._watch.window + 1} to {done}"
+            self.say(f"rank {rank} is slow: in {steps} its own work took {ratio:.1f} times as long as {others}")
+        self._slow_rank = rank
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is None:

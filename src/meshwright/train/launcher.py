@@ -66,7 +66,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
-    `KeyboardInterrupt` after an interrupt, likewise.
+    `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
     from meshwright.train.refusals import check_recipe
 
@@ -294,8 +294,7 @@ class _Attempt:
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         line = saved[0] if saved else f"stopped by SIGTERM before a checkpoint was due; {self._resumes()}"
         if self.signals.interrupted:
-            self.spec.log(line.replace("SIGTERM", "interrupt"))
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
 
     def _raise(self, rank: _Rank) -> None:

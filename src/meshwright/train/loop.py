@@ -222,8 +222,7 @@ class Run:
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"
         line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command goes on from there"
         if self.stop.interrupted:
-            self.journal.say(line)
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(line)
         raise Terminated(line)
 
 

@@ -73,27 +73,33 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
 class SlowRankWatch:
     """Finds a rank whose own work takes longer than the others', over windows of `window` steps.
 
-    Times are seconds of work excluding the wait for others; a rank is slow when it needs more than `factor` times the
-    median of the other ranks.
+    Times are seconds of work excluding the wait for others. A rank's time is the median of its steps in the window, so
+    that a first step, which compiles, or a hiccup counts for nothing; it is slow when that is more than `factor` times
+    the median of the other ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
         self.factor, self.window = factor, window
-        self._sums, self._steps = [0.0] * ranks, 0
+        self._ranks = ranks
+        self._steps: list[Sequence[float]] = []
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
         """Add one step's seconds by rank; at a window's end, (rank, ratio to the others' median) of a slow rank."""
-        self._sums = [total + value for total, value in zip(self._sums, seconds, strict=True)]
-        self._steps += 1
-        if self._steps < self.window:
+        assert len(seconds) == self._ranks
+        self._steps.append(seconds)
+        if len(self._steps) < self.window or self._ranks < 2:
+            self._steps = self._steps[-self.window :]
             return None
-        sums, self._sums, self._steps = self._sums, [0.0] * len(self._sums), 0
-        if len(sums) < 2:
-            return None
-        slowest = max(range(len(sums)), key=sums.__getitem__)
-        others = statistics.median(sums[:slowest] + sums[slowest + 1 :])
-        ratio = sums[slowest] / others if others > 0 else 1.0
+        times, self._steps = [statistics.median(rank) for rank in zip(*self._steps, strict=True)], []
+        slowest = max(range(len(times)), key=times.__getitem__)
+        others = statistics.median(times[:slowest] + times[slowest + 1 :])
+        ratio = times[slowest] / others if others > 0 else 1.0
         return (slowest, ratio) if ratio > self.factor else None
+
+    @property
+    def between_windows(self) -> bool:
+        """Whether the last step that was added ended a window."""
+        return not self._steps
 
 
 def peak_memory_bytes(device: torch.device) -> int:
