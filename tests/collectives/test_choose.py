@@ -76,6 +76,15 @@ def test_no_other_number_of_segments_nearby_is_better(size: float):
             assert simulate_collective(other, network, size).seconds >= chosen.seconds
 
 
+def test_where_the_closed_form_is_wrong_about_segments_the_simulator_is_asked():
+    network = topology("torus:2x3", 6)
+    ranking = {one.algorithm: one for one in auto("broadcast", network, 3e6).ranking}
+    by_form = Chooser("broadcast", network).candidate("double-binary-tree", 3e6)
+    assert by_form is not None
+    assert ranking["double-binary-tree"].seconds < 0.95 * by_form.seconds
+    assert ranking["double-binary-tree"].settings.segments != by_form.settings.segments
+
+
 def test_settings_come_from_the_network_unless_they_are_said():
     chooser = Chooser("all-reduce", topology("nodes:2x6", 12))
     assert chooser.fitting("hierarchical") == Settings(groups=6)
@@ -125,9 +134,8 @@ def test_at_a_crossover_both_algorithms_take_as_long():
         before, after = (one.candidate(name, crossover.size) for name in (crossover.before, crossover.after))
         assert before is not None and after is not None
         assert before.seconds == pytest.approx(after.seconds, rel=0.02)
-        smaller = one.choose(crossover.size / 1.1).ranking[0].seconds
-        candidate = one.candidate(crossover.before, crossover.size / 1.1)
-        assert candidate is not None and smaller == pytest.approx(candidate.seconds, rel=0.02)
+        for name, size in ((crossover.before, crossover.size / 1.05), (crossover.after, crossover.size * 1.05)):
+            assert one.choose(size).best.algorithm == name
 
 
 def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_the_largest():

@@ -285,6 +285,16 @@ def test_the_bound_knows_the_slowest_cut():
     assert lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
 
 
+def test_the_bound_knows_which_way_bytes_must_go():
+    """With one slow direction: a rank must send its own share in an all-gather, and the others' in a reduce-scatter."""
+    for operation, out, into in (("all-gather", 1, 3), ("reduce-scatter", 3, 1), ("scatter", 3, 0), ("gather", 0, 3)):
+        for link, shares in ((0, out), (4, into)):  # rank 0's ways to and from the switch
+            network = topology("switch,10GB/s,0s", 4)
+            network.bandwidth[link] = 1e8
+            bound = lower_bound_seconds(operation, network, 4e9)
+            assert bound == pytest.approx(max(shares * 1e9 / 1e8, 3e9 / 10e9))
+
+
 def test_the_bound_knows_the_longest_way():
     assert lower_bound_seconds("barrier", topology("ring,1us", 9), 0) == pytest.approx(4e-6)
     assert lower_bound_seconds("broadcast", topology("mesh:3x3,1us", 9), 0, root=4) == pytest.approx(2e-6)

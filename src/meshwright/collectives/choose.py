@@ -19,6 +19,7 @@ from meshwright.program.network import Network
 from meshwright.program.simulate_collective import CollectiveSimulator, Unchecked
 
 MOST_SEGMENTS = 256
+_WORTH_TRYING = 1.2  # times the best: what another number of segments may gain
 _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only what is near the best by its closed form is simulated
 
 
@@ -104,7 +105,7 @@ class Chooser:
             costly = self.network.ranks > _MANY_RANKS or segments > _MANY_SEGMENTS
             if costly and self.closed_form(algorithm, total_bytes) > near * best:
                 left_out.append(algorithm)
-            elif (candidate := self.candidate(algorithm, total_bytes, near=1.2 * best)) is not None:
+            elif (candidate := self.candidate(algorithm, total_bytes, near=_WORTH_TRYING * best)) is not None:
                 found.append(candidate)
         if not found:
             raise UserError(
@@ -119,14 +120,17 @@ class Chooser:
         """The algorithm as it is best for a size, or None where it refuses.
 
         A pipeline has as many segments as its closed form likes best; if that takes no more than `near` seconds, half
-        and twice as many are tried too.
+        as many are tried too, and twice as many where half is no gain.
         """
         first, *others = self._to_try(algorithm, total_bytes)
-        candidate = self._timed(algorithm, first, total_bytes)
-        if candidate is None or candidate.seconds > near:
-            return candidate
-        tried = [candidate, *(self._timed(algorithm, settings, total_bytes) for settings in others)]
-        return min((one for one in tried if one is not None), key=lambda one: one.seconds)
+        best = self._timed(algorithm, first, total_bytes)
+        if best is None or best.seconds > near:
+            return best
+        for settings in others:
+            other = self._timed(algorithm, settings, total_bytes)
+            if other is not None and other.seconds < best.seconds:
+                return other
+        return best
 
     def _timed(self, algorithm: str, settings: Settings, total_bytes: float) -> Candidate | None:
         simulator = self._simulator(algorithm, settings)
@@ -168,7 +172,7 @@ class Chooser:
         tried = [self._in_segments(settings, 1 << bit) for bit in range(most.bit_length())]
         forms = [self._form(algorithm, one, total_bytes) or 0.0 for one in tried]
         best = forms.index(min(forms))
-        return [tried[best], *tried[best + 1 : best + 2], *tried[max(0, best - 1) : best]]
+        return [tried[best], *tried[max(0, best - 1) : best], *tried[best + 1 : best + 2]]
 
     @staticmethod
     def _in_segments(settings: Settings, segments: int) -> Settings:
