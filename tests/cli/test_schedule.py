@@ -112,6 +112,11 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "1,2"], "right is 1 or 4"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "nan"], "finite"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--forward", "1e308"], "more than a number can hold"),
+        (["auto", "--stages", "2", "--microbatches", "4", "--forward", "1e308"], "more than a number can hold"),
+        (
+            ["auto", "--stages", "2", "--microbatches", "4", "--overlapped", "1,2,3"],
+            "overlapped: 3 values; right is 1 or 2",
+        ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], "exactly 1"),
         (["dualpipe", "--stages", "3", "--microbatches", "8"], "even"),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--memory", "3"], "only auto"),

@@ -129,9 +129,10 @@ def search_schedule(
     for name, count in _named(counts, weight_copies):
         try:
             program = _generate(name, ranks, micro_batches, count)
-            candidates.append(_simulated(name, program, durations, limits))
         except UserError as error:
             refused[name] = str(error)
+        else:
+            candidates.append(_simulated(name, program, durations, limits))
     best = min((one.makespan for one in candidates if one.fits), default=inf)
 
     problems = {}
