@@ -126,9 +126,10 @@ def curves_of_it() -> Curves:
     return Curves.over(chooser(), most=2**26)
 
 
-def test_at_a_crossover_both_algorithms_take_as_long():
-    one = chooser()
-    found = curves_of_it().crossovers()
+@pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
+def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
+    one = Chooser("all-reduce", topology(f"nodes:2x3,{outer}", 6))
+    found = Curves.over(one, 2**14, 2**22).crossovers()
     assert found
     for crossover in found:
         before, after = (one.candidate(name, crossover.size) for name in (crossover.before, crossover.after))
