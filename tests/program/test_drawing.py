@@ -115,6 +115,28 @@ def test_a_legend_wider_than_the_picture_takes_several_lines_above_the_rows(time
     assert len(lines) > 1 and lines[-1] < min(rows)
 
 
+def test_the_strip_below_a_row_is_as_high_as_what_is_held_and_steps_when_that_changes(timeline: Timeline):
+    first, _ = ET.fromstring(draw_svg(timeline)).iter(f"{SVG}polygon")
+    points = [tuple(map(float, point.split(","))) for point in first.get("points", "").split()]
+    (left, base), *corners = points
+    assert [round(base - y, 1) for _, y in corners] == [0, 4.5, 4.5, 9, 9, 4.5, 4.5, 0]  # of 9 pixels
+    unit = (corners[-1][0] - left) / timeline.end
+    assert [round((x - left) / unit, 1) for x, _ in corners] == [0, 0, 1, 1, 6, 6, 7, 7]
+
+
+@pytest.mark.parametrize("end", [0.013, 1.0, 7.0, 96.5, 12_345.0])
+def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
+    picture = ET.fromstring(draw_svg(Timeline("axis", ("rank 0",), [Span(0, 0.0, end, "forward", "F0", "F0")])))
+    ticks = [t for t in picture.iter(f"{SVG}text") if t.get("text-anchor") == "middle" and t.get("class") == "muted"]
+    times, places = (
+        [float(value or 0) for value in values] for values in ([t.text for t in ticks], [t.get("x") for t in ticks])
+    )
+    assert times[0] == 0 and 4 <= len(times) <= 25
+    assert np.diff(times) == pytest.approx(times[1]) and times[-1] <= end * 1.0001 < times[-1] + times[1] * 1.001
+    assert f"{times[1]:.0e}"[0] in "125"
+    assert np.diff(places) == pytest.approx(np.diff(places)[0], abs=0.11)
+
+
 def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
     page = draw_html(timeline, table=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
     assert not re.search(r"(src|href)=|@import|url\(", page)
@@ -176,6 +198,7 @@ def test_transfers_of_a_collective_lie_on_the_tracks_of_their_senders():
         (1, "send", "data[0]>0"),
     ]
     flows = [event for event in trace_events(drawn)["traceEvents"] if event["ph"] in "sf"]
-    assert len(flows) == 8
+    found = sorted((e["ts"], e["tid"], e["ph"]) for e in flows)
+    assert found == sorted((1e6 * (at + (ph == "f")), rank, ph) for at in (0, 1) for rank in (0, 1) for ph in "sf")
     svg = ET.fromstring(draw_svg(drawn, arrows=True))
     assert len([line for line in svg.iter(f"{SVG}line") if line.get("class") == "arrow"]) == 4

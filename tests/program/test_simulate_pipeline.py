@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, straight, v_shaped
+from meshwright.program.pipeline import Builder, Kind, PipelineProgram, program_of, straight, v_shaped
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
 from meshwright.schedules.library import generate
@@ -148,6 +148,7 @@ ranks 2, micro-batches 2, placement 0 1
     assert when["0SEND_F0"] == (2, 2.5)
     assert when["1RECV_F0"] == (0, 2.5)
     assert when["1F0"] == (2.5, 3.5)
+    assert when["1RECV_F1"] == (3.5, 3.5)  # its message is there before it is posted
     assert timing.transfers.tolist() == [2, 2]
     assert timing.makespan == timing.end[timing.program.steps.kind <= Kind.UPDATE].max()
 
@@ -194,6 +195,20 @@ ranks 1, micro-batches 5, placement 0
 )
 def test_a_version_of_the_weights_lives_until_the_last_backward_that_uses_it(order: str, versions: int) -> None:
     assert simulate_pipeline(pipedream_like(order), UNIT).weight_copies.tolist() == [versions]
+
+
+def test_a_version_made_while_a_backward_uses_another_is_held_beside_it() -> None:
+    order = "0F0, 0F1, 0F2, 0B0, 0U0, 0B1, 0B2, 0U1, 0U2"  # 0B2 uses version 0, 1 is in use, and 2 must not mix with it
+    timing = simulate_pipeline(program(f"ranks 1, micro-batches 3, placement 0\n\n{order}"), UNIT)
+    assert timing.weight_copies.tolist() == [3]
+
+
+def test_durations_of_two_replicas_go_by_stage_where_a_rank_holds_one_of_each_and_else_by_rank() -> None:
+    one_stage = program_of("one", 2, 2, ((0, 1), (1, 0)), [])
+    assert Durations.per_rank(one_stage, [1, 10]).table("forward", one_stage).tolist() == [[1, 10], [1, 10]]
+    two_stages = program_of("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
+    by_rank = Durations.per_rank(two_stages, [2, 20]).table("forward", two_stages)
+    assert by_rank.tolist() == [[1, 10, 1, 10], [10, 1, 10, 1]]
 
 
 def test_two_replicas_are_two_copies_of_the_weights() -> None:
