@@ -160,10 +160,18 @@ def test_what_does_not_run_through_a_replica_is_not_sent_there() -> None:
     assert str(error) == "rank 0, step 4 (1'RECV_F0): micro-batch 0 does not run through replica 1"
 
 
-def test_a_group_holds_no_two_forwards() -> None:
+@pytest.mark.parametrize(
+    ("first", "step"),
+    [
+        ("0F0 | 0F1, 0B0, 0B1", "step 0 (0F0)"),
+        ("0F0, 0F1, 0B0 | 0I1, 0W1", "step 2 (0B0)"),
+        ("0F0, 0F1, 0I0, 0I1, 0W0 | 0W1", "step 4 (0W0)"),
+    ],
+)
+def test_a_group_holds_no_two_steps_of_a_kind(first: str, step: str) -> None:
     header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
-    error = refused("0F0 | 0F1, 0B0, 0B1", "1F0, 1F1, 1B0, 1B1", header=header)
-    assert str(error).startswith("rank 0, step 0 (0F0): its group computes two forwards")
+    error = refused(first, "1F0, 1F1, 1B0, 1B1", header=header)
+    assert str(error).startswith(f"rank 0, {step}: its group computes two forwards, two backwards or two weight gradi")
 
 
 def test_an_update_after_other_micro_batches_than_on_the_first_stage_is_refused() -> None:

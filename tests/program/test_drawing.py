@@ -135,6 +135,7 @@ def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
     assert np.diff(times) == pytest.approx(times[1]) and times[-1] <= end * 1.0001 < times[-1] + times[1] * 1.001
     assert f"{times[1]:.0e}"[0] in "125"
     assert np.diff(places) == pytest.approx(np.diff(places)[0], abs=0.11)
+    assert 60 < np.diff(places)[0] < 160  # pixels
 
 
 def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
