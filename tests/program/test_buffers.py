@@ -80,7 +80,7 @@ def test_local_steps_have_a_frame_of_their_own() -> None:
 
 def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
     program = ring(2)
-    columns = {name: getattr(program.steps, name).tolist() for name in Steps.__annotations__}
+    columns = {name: getattr(program.steps, name).tolist() for name in Steps.__dataclass_fields__}
     for name, value in {"rank": 1, "group": 9, "kind": 3, "slot": 2, "count": 1, "peer": -1, "source": 0}.items():
         columns[name].append(value)
     checked = check_collective(dataclasses.replace(program, steps=Steps.arranged(**columns), scratch=1))

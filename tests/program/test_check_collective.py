@@ -26,7 +26,7 @@ def program_of(operation: str, ranks: int, chunks: int, *rows: tuple[int, ...], 
 def without(program: CollectiveProgram, step: int) -> CollectiveProgram:
     s = program.steps
     kept = Steps.arranged(
-        **{name: np.delete(column, step) for name, column in vars(s).items() if name in s.__annotations__}
+        **{name: np.delete(column, step) for name, column in vars(s).items() if name in s.__dataclass_fields__}
     )
     return CollectiveProgram(program.operation, program.algorithm, program.ranks, program.chunks, kept)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, REDUCTIONS
+from meshwright.program.columns import Columns, numbered_groups
 from meshwright.program.order import Integers
 
 
@@ -48,24 +48,13 @@ MOST_CHUNKS = 1 << 25  # of all ranks together
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class Steps(Columns):
     """Columns with one entry a step, ordered by rank, then group (numbered from 0 on each rank), then as written."""
 
-    rank: Integers
-    group: Integers
-    kind: Integers
     slot: Integers  # first slot read (send) or written (all others)
     count: Integers  # slots; 0 for signal and wait
     peer: Integers  # the other rank of a transfer; -1 for local steps
     source: Integers  # first slot read by a local step; -1 for transfers
-
-    def __len__(self) -> int:
-        return len(self.rank)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Steps) and all(
-            np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
-        )
 
     @classmethod
     def arranged(cls, **columns: ArrayLike) -> Steps:
@@ -73,31 +62,8 @@ class Steps:
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
         arrays = {name: column[order] for name, column in arrays.items()}
-        rank, group = arrays["rank"], arrays["group"]
-        new_rank = np.diff(rank, prepend=-1) != 0
-        number = np.cumsum(new_rank | (np.diff(group, prepend=-1) != 0)) - 1
-        first = np.flatnonzero(new_rank)
-        starts = number[first] if len(first) else np.zeros(0, np.int64)
-        arrays["group"] = number - np.repeat(starts, np.diff(np.append(first, len(rank))))
+        arrays["group"] = numbered_groups(arrays["rank"], arrays["group"])
         return cls(**arrays)
-
-    @cached_property
-    def group_index(self) -> Integers:
-        """Number of each step's group among all groups of all ranks."""
-        return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
-
-    @cached_property
-    def group_rank(self) -> Integers:
-        """Rank of each group, groups numbered as in `group_index`."""
-        return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
-
-    def of_rank(self, rank: int) -> range:
-        """Indices of a rank's steps."""
-        return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
-
-    def is_one_of(self, kinds: tuple[Kind, ...]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """One truth value a step."""
-        return np.isin(self.kind, kinds)
 
 
 @dataclass(frozen=True)

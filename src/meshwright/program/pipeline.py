@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshwright.program.columns import Columns, numbered_groups
 from meshwright.program.order import Integers
 
 Placement = tuple[tuple[int, ...], ...]
@@ -62,45 +62,16 @@ class Component(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class Steps(Columns):
     """Columns with one entry a step, in the order in which each rank takes them, rank by rank.
 
     Steps of one group happen together: transfers are posted at once, a forward and a backward overlap.
     """
 
-    rank: Integers
-    group: Integers  # numbered from 0 on each rank
-    kind: Integers
     stage: Integers
     replica: Integers
     micro_batch: Integers  # an update: of the last micro-batch whose gradients it applies
     component: Integers
-
-    def __len__(self) -> int:
-        return len(self.rank)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Steps) and all(
-            np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
-        )
-
-    @cached_property
-    def group_index(self) -> Integers:
-        """Number of each step's group among all groups of all ranks."""
-        return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
-
-    @cached_property
-    def group_rank(self) -> Integers:
-        """Rank of each group, groups numbered as in `group_index`."""
-        return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
-
-    def of_rank(self, rank: int) -> range:
-        """Indices of a rank's steps."""
-        return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
-
-    def is_one_of(self, kinds: tuple[Kind, ...]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """One truth value a step."""
-        return np.isin(self.kind, kinds)
 
 
 @dataclass(frozen=True)
@@ -245,9 +216,6 @@ def program_of(name: str, ranks: int, micro_batches: int, placement: Placement, 
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]
     rank = table[:, 0]
-    new_rank = np.diff(rank, prepend=-1) != 0
-    number = np.cumsum(new_rank | (np.diff(table[:, 1], prepend=-1) != 0)) - 1
-    first = np.flatnonzero(new_rank)
-    group = number - np.repeat(number[first], np.diff(np.append(first, len(rank))))
+    group = numbered_groups(rank, table[:, 1])
     columns = [np.ascontiguousarray(table[:, i]) for i in range(2, 7)]
     return PipelineProgram(name, ranks, micro_batches, placement, Steps(rank.copy(), group, *columns))
