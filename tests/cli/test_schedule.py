@@ -80,6 +80,16 @@ def test_layers_cut_into_parts_hide_all_to_all_behind_computation(capsys: pytest
     assert dual["makespan"] < 0.75 * plain["makespan"] and max(dual["exposed_all_to_all"]) < 32
 
 
+def test_auto_says_what_it_tried_and_why_the_winner_won(capsys: pytest.CaptureFixture[str]):
+    arguments = ("auto", "--stages", "3", "--microbatches", "6", "--forward", "1,1,1.5")
+    document = answer(capsys, *arguments)
+    fitting = [one["makespan"] for one in document["candidates"] if one["fits"]]
+    assert document["makespan"] == min(fitting) >= document["lower_bound"]
+    assert {"1f1b", "zb-v"} <= {one["name"] for one in document["candidates"]}
+    assert main(["schedule", *arguments]) == 0
+    assert f"{document['found_by']} wins: makespan" in capsys.readouterr().out
+
+
 def test_it_shows_which_layers_lie_where(capsys: pytest.CaptureFixture[str]):
     assert main(["schedule", "dualpipe-v", "--stages", "2", "--microbatches", "4", "--layers", "8"]) == 0
     out = capsys.readouterr().out

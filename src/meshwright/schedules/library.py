@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
 from meshwright.names import SCHEDULE_CHUNKS, unknown
@@ -22,6 +23,9 @@ from meshwright.schedules.synchronous import gpipe, one_f_one_b
 from meshwright.schedules.v_shape import v_half, v_min
 from meshwright.schedules.zb_v import zb_v
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
+
+if TYPE_CHECKING:
+    from meshwright.schedules.auto import Found
 
 # Each takes ranks and micro-batches and, where the number of chunks is free, chunks. `auto` searches instead.
 SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
@@ -67,18 +71,36 @@ def generate(
         return _agree(load(name[1:]), name, ranks, micro_batches, chunks)
     if name not in KNOWN:
         raise UserError(unknown("schedule", name, KNOWN))
+    if name == "auto":
+        return search(ranks, micro_batches, chunks, durations, memory).program
+    ranks, micro_batches, count = _sizes(name, ranks, micro_batches, chunks)
+    least, most = SCHEDULE_CHUNKS[name][1:]
+    return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+
+
+def search(
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    chunks: int | None = None,
+    durations: Durations | None = None,
+    memory: float | None = None,
+) -> Found:
+    """What `auto` finds, with all that it tried. Arguments and errors as in `generate`."""
+    from meshwright.schedules.auto import search_schedule  # it looks at the named ones, too
+
+    ranks, micro_batches, _ = _sizes("auto", ranks, micro_batches, chunks)
+    return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
+
+
+def _sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
+    """Ranks, micro-batches and chunks of a named schedule, if there can be such a program."""
     ranks = _positive(name, "ranks", "on", ranks)
     micro_batches = _positive(name, "micro-batches", "with", micro_batches)
     count = _chunks(name, chunks)
     if (steps := 3 * ranks * micro_batches * count) > MOST_STEPS:
         size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
         raise UserError(f"{name} on {size}; programs have at most {MOST_STEPS:,}: take fewer micro-batches")
-    if name == "auto":
-        from meshwright.schedules.auto import find_schedule  # it looks at the named ones, too
-
-        return find_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
-    least, most = SCHEDULE_CHUNKS[name][1:]
-    return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+    return ranks, micro_batches, count
 
 
 def load(path: str) -> PipelineProgram:

@@ -14,8 +14,9 @@ from meshwright.program.durations import Durations
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 from meshwright.program.timeline import Timeline, pipeline_timeline
+from meshwright.schedules.auto import Found
 from meshwright.schedules.components import ComponentDurations, ComponentTiming, simulate_components
-from meshwright.schedules.library import generate
+from meshwright.schedules.library import generate, search
 from meshwright.schedules.transfers import with_transfers
 
 
@@ -27,6 +28,7 @@ class ScheduleReport:
     complete: PipelineProgram  # with its sends and receives
     timing: PipelineTiming
     parts: ComponentTiming | None = None  # where layers were cut into attention, dispatch, MLP and combine
+    found: Found | None = None  # what auto tried
 
     def document(self) -> dict[str, Any]:
         """The keys of `meshwright schedule --json`."""
@@ -52,6 +54,13 @@ class ScheduleReport:
         if self.parts is not None:
             document["all_to_all"] = self.parts.all_to_all
             document["exposed_all_to_all"] = self.parts.exposed
+        if self.found is not None:
+            document["found_by"] = self.found.winner.name
+            document["lower_bound"] = self.found.lower_bound
+            document["candidates"] = [
+                {"name": one.name, "makespan": one.makespan, "peak_activations": max(one.peak), "fits": one.fits}
+                for one in self.found.candidates
+            ]
         if program.asynchronous:
             document["steady_bubble_fraction"] = timing.steady_bubble_fraction
         return document
@@ -109,6 +118,8 @@ class ScheduleReport:
             f"peak activations {_span(timing.peak_activations.tolist())} micro-batches; weight copies {copies:g}; "
             f"messages sent by a rank {_span(timing.transfers.tolist())}; idle {_span(timing.idle.tolist())}"
         )
+        if self.found is not None:
+            lines += ["", self.found.explain()]
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
@@ -145,10 +156,15 @@ def schedule(
     Raises UserError for names and numbers that cannot be, ProgramError for a program that does not hold.
     """
     times = (forward, input_gradient, weight_gradient, transfer, 0.0, overlapped)
-    wanted = Durations(*times) if name == "auto" else None  # by rank: where stages live is for the search to say
-    program = generate(name, ranks, micro_batches, chunks, wanted, memory)
+    found, cut = None, None
+    if name == "auto":
+        # By rank, of its whole share: where stages live is for the search to say.
+        wanted = Durations(*times) if parts is None else _shares(parts, 1, transfer).durations()
+        found = search(ranks, micro_batches, chunks, wanted, memory)
+        program = found.program
+    else:
+        program = generate(name, ranks, micro_batches, chunks)
     check_pipeline(program)
-    cut = None
     if parts is None:
         durations = Durations.per_rank(program, *times)
         timing = simulate_pipeline(program, durations)
@@ -160,7 +176,7 @@ def schedule(
     if not program.has_transfers:
         complete = with_transfers(program, durations)
         check_pipeline(complete)
-    return ScheduleReport(program, complete, timing, cut)
+    return ScheduleReport(program, complete, timing, cut, found)
 
 
 def _shares(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
