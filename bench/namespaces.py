@@ -8,7 +8,7 @@ interfaces' own counters say what was really sent.
 
 Needs Linux, root, and Debian's iproute2. Eight processes on two cores: rates are low, so that links limit, not cores.
 
-    python bench/namespaces.py [--hosts 4] [--ranks-per-host 1] [--rate 200mbit] [--repeats 5] [--quick]
+    python bench/namespaces.py [--hosts 4] [--ranks-per-host 1] [--rate 100mbit] [--repeats 5] [--quick]
     python bench/namespaces.py --all      # 4 and 8 hosts of one rank, 2 of 4; writes bench/results/namespaces.json
 """
 
@@ -54,6 +54,7 @@ PROGRAMS = ("ring", "rabenseifner", "butterfly", "all-pairs", "binomial-tree", "
 MTU = 9000  # headers are then 0.7 % of what a link carries
 PROBE = (2**18, 2**22)  # bytes of the messages that show a link's rate
 ROUNDS = 17
+CHUNKS = 9  # of the patterns that show what a message costs: one is sent, each of the others is a place for one
 BURST = 10_000  # bytes that may pass at once: little more than one packet, or short messages would cost nothing
 
 
@@ -192,12 +193,15 @@ def ranks_on(host_count: int, per_host: int) -> Iterator[Ranks]:
 
 
 def exchange(ranks: int, pairs: Sequence[tuple[int, int]], rounds: int = 1) -> CheckedCollective:
-    """Rounds in which each pair's first rank sends the vector to its second: no operation, so only the order of its
-    transfers is found."""
-    builder = Builder("send-receive", f"{rounds} x {pairs}", ranks, 1)
+    """Rounds in which each pair's first rank sends a chunk to its second, which has a place for each: no operation, so
+    only the order of its transfers is found. The vector has CHUNKS times the bytes of a message."""
+    builder = Builder("send-receive", f"{rounds} x {pairs}", ranks, CHUNKS)
+    arrived = dict.fromkeys(range(ranks), 0)
     for _ in range(rounds):
         with builder.round():
-            builder.transfer([a for a, _ in pairs], [b for _, b in pairs], chunk=0)
+            for source, target in pairs:
+                arrived[target] = arrived[target] % (CHUNKS - 1) + 1
+                builder.transfer(source, target, chunk=0, into=arrived[target])
     program = builder.build()
     s = program.steps
     sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
@@ -210,13 +214,13 @@ def fit(ranks: Ranks, world_size: int, pairs: Sequence[tuple[int, int]]) -> tupl
     """(alpha seconds, beta bytes a second) of a message between each pair, all pairs at once."""
     once, often = exchange(world_size, pairs), exchange(world_size, pairs, ROUNDS)
     alpha = (tiny(ranks, often) - tiny(ranks, once)) / (ROUNDS - 1)
-    short, long = (statistics.median(ranks.run(once, size) for _ in range(5)) for size in PROBE)
+    short, long = (statistics.median(ranks.run(once, CHUNKS * size) for _ in range(5)) for size in PROBE)
     return max(alpha, 0.0), (PROBE[1] - PROBE[0]) / (long - short)
 
 
 def tiny(ranks: Ranks, pattern: CheckedCollective, repeats: int = 21) -> float:
     """Seconds of a pattern of messages of one number."""
-    return statistics.median(ranks.run(pattern, 4) for _ in range(repeats))
+    return statistics.median(ranks.run(pattern, 4 * CHUNKS) for _ in range(repeats))
 
 
 def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -309,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="up to 4 MiB")
     parser.add_argument("--all", action="store_true")
@@ -317,7 +321,7 @@ def main() -> None:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("network namespaces need root and the commands ip and tc (Debian: iproute2)")
     if not re.fullmatch(r"\d+mbit", arguments.rate):
-        raise SystemExit(f"--rate {arguments.rate}: right would be 200mbit")
+        raise SystemExit(f"--rate {arguments.rate}: right would be 100mbit")
     sizes = [size for size in SIZES if size <= 2**22] if arguments.quick else SIZES
     shapes = [(4, 1), (8, 1), (2, 4)] if arguments.all else [(arguments.hosts, arguments.ranks_per_host)]
     studies = [study(*shape, arguments.rate, sizes, arguments.repeats) for shape in shapes]
