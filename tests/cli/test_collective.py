@@ -157,7 +157,8 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
         ("all-reduce ring --bytes 4", "say how many ranks, as in --ranks 8"),
         ("all-reduce ring --ranks 4", "say how large the vector is, as in --bytes 64MiB"),
         ("all-reduce ring --ranks 4 --bytes 4parsecs", "is not a size such as 4096, 64MiB or 1GB"),
-        ("all-reduce ring --ranks 4 --bytes -4", "is not a size"),
+        ("all-reduce ring --ranks 4 --bytes -4", '--bytes: "-4" is not a size'),
+        ("all-reduce ring --ranks 4 --bytes 1e400", "--bytes: 1e400 is too large"),
         ("all-reduce ring --ranks 0 --bytes 4", "0 is not in the range"),
         ("all-reduce ring --ranks 4 --bytes 4 --groups 2", "ring all-reduce takes no groups"),
         ("all-reduce 2d-torus --ranks 7 --bytes 4", "2d-torus cannot take 7 ranks"),
@@ -172,6 +173,8 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
         ("all-reduce @/no/such/file --bytes 4", "/no/such/file"),
         ("barrier auto --ranks 4 --svg never.svg", "there is no picture"),
         ("all-reduce ring --ranks 100000 --bytes 4", "too large a program"),
+        ("all-reduce ring --ranks 99999999999999999999 --bytes 4", "ranks would take too long; 131,072 are the most"),
+        ("all-reduce auto --ranks 16385 --bytes 4", "16,385 ranks would take too long; 16,384 are the most"),
         ("all-reduce ring --ranks 64 --bytes 4 --text", "cannot be drawn"),
     ],
 )

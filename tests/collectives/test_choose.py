@@ -153,6 +153,23 @@ def test_the_quick_search_finds_the_same_crossovers():
         assert Curves.quick(one, most=2**24).crossovers() == Curves.over(one, most=2**24).crossovers()
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
+def test_the_picture_marks_what_was_asked_for(algorithm: str):
+    curves = curves_of_it()
+    found = curves.crossovers()
+    seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
+    root = ElementTree.fromstring(draw_crossovers(curves, found, curves.sizes[2], (algorithm, seconds)))
+    best = {curves.best(0), *(crossover.after for crossover in found)}
+    assert "ring" not in best and "all-pairs" in best
+    drawn = {element[0].text: element for element in root.iter() if element.tag.endswith("polyline")}
+    named = [name for name, line in drawn.items() if "named" in line.get("class", "")]
+    assert named == (["ring"] if algorithm == "ring" else [])  # what is best somewhere has its colour
+    [dot] = [element for element in root.iter() if element.tag.endswith("circle")]
+    if algorithm in drawn:
+        points = (drawn[algorithm].get("points") or "").split()
+        assert f"{dot.get('cx')},{dot.get('cy')}" == points[2]
+
+
 def test_the_picture_stands_alone_and_names_every_algorithm_and_the_bound():
     curves = curves_of_it()
     found = curves.crossovers()

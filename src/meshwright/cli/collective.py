@@ -24,7 +24,7 @@ def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | No
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         from meshwright.collectives import quantities
 
-        return None if text is None else getattr(quantities, parser)(text, f"--{str(option.name).replace('_', '-')}")
+        return None if text is None else getattr(quantities, parser)(text, option.opts[0])
 
     return read
 

@@ -115,20 +115,34 @@ _STYLE = """
 .mc .bound { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-dasharray: 5 4 }
 .mc .lead { stroke: var(--dim); stroke-opacity: .5; stroke-width: 1; fill: none }
 .mc .asked { stroke: var(--ink); stroke-dasharray: 2 3 }
+.mc .named { stroke: var(--ink); stroke-width: 2; stroke-opacity: 1 } .mc text.named { stroke: none; font-weight: 600 }
+.mc circle { fill: var(--ink); stroke: var(--paper); stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
   .mc { background: #15191e; --ink: #e4e7ea; --dim: #9aa3ad; --grid: #2a323a; --tone: 64%; --paper: #10161d }
 }
 """
 
 
-def draw_crossovers(curves: Curves, crossovers: list[Crossover], asked: float | None = None) -> str:
+def draw_crossovers(
+    curves: Curves,
+    crossovers: list[Crossover],
+    asked: float | None = None,
+    named: tuple[str, float] | None = None,
+) -> str:
     """Time over size, both logarithmic, as one SVG: the algorithms that are best somewhere in colour, the others thin,
-    the lower bound dashed, each named where it ends; below, who is best where. asked: a size to mark."""
+    the lower bound dashed, each named where it ends; below, who is best where.
+
+    asked: a size to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its
+    curve stands out if there is one (a program from a file has none).
+    """
     ends = [curves.best(0), *(crossover.after for crossover in crossovers)]
     best = list(dict.fromkeys(ends))
     hue = {name: _HUES[number % len(_HUES)] for number, name in enumerate(best)}
     values = [
-        value for seconds in [*curves.seconds.values(), curves.bound] for value in seconds if 0 < value < math.inf
+        value
+        for seconds in [*curves.seconds.values(), curves.bound, [named[1]] if asked and named else []]
+        for value in seconds
+        if 0 < value < math.inf
     ] or [1.0]
     low_x, high_x = math.log10(curves.sizes[0]), math.log10(curves.sizes[-1])
     low_y, high_y = math.log10(min(values)) - 0.08, math.log10(max(values)) + 0.08
@@ -154,16 +168,27 @@ def draw_crossovers(curves: Curves, crossovers: list[Crossover], asked: float | 
         f'<text class="dim" x="{_LEFT}" y="36">seconds over bytes of the vector, simulated</text>',
         *_axes(curves, x, y, low_y, high_y),
     ]
-    for algorithm in sorted(curves.seconds, key=lambda one: one in best):
+    wanted = named[0] if named else ""
+    for algorithm in sorted(curves.seconds, key=lambda one: (one in best, one == wanted)):
         style = f'best curve" style="--hue:{hue[algorithm]}' if algorithm in best else "curve"
+        style = "named curve" if algorithm == wanted and algorithm not in best else style
         parts.append(f"{line(curves.seconds[algorithm], style)}><title>{escape(algorithm)}</title></polyline>")
     parts.append(f"{line(curves.bound, 'bound')}><title>lower bound</title></polyline>")
-    parts += _labels(curves, hue, y)
+    parts += _labels(curves, hue, y, wanted)
     parts += _best_below(curves, crossovers, hue, x)
     if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
         at = f"{x(asked):.1f}"
         parts.append(f'<line class="asked" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text class="dim" x="{x(asked) + 4:.1f}" y="{_TOP + 12}">{show_bytes(asked)}</text>')
+        said = show_bytes(asked)
+        if named and named[1] > 0:
+            said += f": {named[0]} takes {show_seconds(named[1])}"
+            parts.append(f'<circle cx="{at}" cy="{y(named[1]):.1f}" r="4.5"><title>{escape(said)}</title></circle>')
+        # Where curves run high, above them.
+        if x(asked) > _LEFT + plot_width / 2:
+            place = f'x="{x(asked) + 4:.1f}" y="{_TOP - 5}" text-anchor="end"'
+        else:
+            place = f'x="{x(asked) + 4:.1f}" y="{_TOP + 12}"'
+        parts.append(f"<text {place}>{escape(said)}</text>")
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -185,7 +210,7 @@ def _axes(curves: Curves, x: Scale, y: Scale, low_y: float, high_y: float) -> li
     return parts
 
 
-def _labels(curves: Curves, hue: dict[str, int], y: Scale) -> list[str]:
+def _labels(curves: Curves, hue: dict[str, int], y: Scale, wanted: str) -> list[str]:
     """Names at the right end, moved apart where curves end together, with a line to the curve's end. A curve that was
     not followed so far, as too slow, has its name when the mouse is over it."""
     last = {name: seconds[-1] for name, seconds in curves.seconds.items() if math.isfinite(seconds[-1])}
@@ -202,6 +227,7 @@ def _labels(curves: Curves, hue: dict[str, int], y: Scale) -> list[str]:
     parts, right = [], _WIDTH - _RIGHT
     for (at, name), place in zip(ends, places, strict=True):
         style = f'class="best" style="--hue:{hue[name]}"' if name in hue else 'class="dim"' if name else ""
+        style = 'class="named"' if name and name == wanted and name not in hue else style
         parts.append(f'<path class="lead" d="M{right + 1} {at:.1f} L{right + 16} {place:.1f}"/>')
         parts.append(f'<text {style} x="{right + 20}" y="{place + 4:.1f}">{escape(name or "lower bound")}</text>')
     return parts

@@ -72,10 +72,11 @@ def show_rate(value: float) -> str:
 
 
 def _show(value: float, units: dict[str, Decimal]) -> str:
-    """Three digits, in the largest of ascending units of which there is at least one."""
+    """Three digits, in the largest of ascending units of which there is at least one; whole from a thousand of it up
+    to a million."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or value >= pair[1]][-1]
     scaled = value / float(factor)
-    return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:,.0f} {unit}"
+    return f"{scaled:,.0f} {unit}" if 1000 <= scaled < 1e6 else f"{scaled:.3g} {unit}"
 
 
 def exact_rate(value: float) -> str:

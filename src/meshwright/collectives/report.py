@@ -22,6 +22,8 @@ from meshwright.program.load import load_program
 from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
 
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
+MOST_RANKS = 1 << 17  # of which an answer takes no more than a minute
+MOST_RANKS_TO_CHOOSE_FOR = 1 << 14
 _FEW_RANKS = 32  # up to which crossovers are looked for without being asked
 
 
@@ -197,6 +199,9 @@ def collective(
         ranks, root = program.ranks, program.root
     if ranks is None:
         raise UserError(f"{operation} {algorithm}: say how many ranks, as in --ranks 8")
+    most = MOST_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MOST_RANKS
+    if ranks > most:
+        raise UserError(f"{operation} {algorithm} on {ranks:,} ranks would take too long; {most:,} are the most")
     if reduction is not None and reduction not in REDUCTIONS:
         raise UserError(unknown("reduction", reduction, REDUCTIONS))
     if reduction not in (None, "sum") and operation not in REDUCING:
