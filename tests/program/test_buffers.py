@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -131,7 +132,7 @@ class Tags(HTMLParser):
         self.elsewhere: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elsewhere += [name for name, _ in attrs if name in ("src", "href", "xlink:href")]
+        self.elsewhere += [name for name, value in attrs if name in ("src", "href") and str(value)[:1] != "#"]
         if tag not in ("meta", "br"):
             self.open.append(tag)
 
@@ -149,7 +150,11 @@ def test_the_page_stands_alone_and_shows_every_cell() -> None:
     tags.feed(page)
     assert tags.open == [] and tags.elsewhere == []
     assert "<ring>" not in page and "&lt;ring&gt; &amp; more" in page
-    assert page.count("<svg") == 1 + 8
+    assert page.count("<svg") == 1 + 8 + 1  # the start, a round each, and what they share
+    # Every cell shows whose parts it holds, and what it shows is drawn, once.
+    used, there = re.findall(r'href="#(\S+)"', page), re.findall(r'id="(\S+)"', page)
+    assert len(used) == 9 * 25 and set(used) == set(there) and len(there) == len(set(there))
+    assert {"parts-c", "parts-bc", "parts-abcde"} <= set(there)
     assert page.count('class="whole') + page.count('class="part') == 9 * 25
     assert page.count('class="head"') == 8 * 5
     assert "prefers-color-scheme: dark" in page

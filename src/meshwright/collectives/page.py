@@ -16,7 +16,7 @@ _STYLE = """
 .figures { border-collapse: collapse; margin: 12px 0 } .figures td, .figures th { padding: 2px 18px 2px 0;
   text-align: left } .figures td.number { text-align: right; font-variant-numeric: tabular-nums }
 .figures th { color: var(--dim); font-weight: 500 } h2.part { font-size: 18px; margin: 26px 0 6px }
-.wide { overflow-x: auto; margin: 18px 0 } .wide svg { width: auto; min-width: 0 }
+.wide { overflow-x: auto; margin: 18px 0 }
 """
 
 

@@ -27,7 +27,8 @@ p { margin: 4px 0; color: var(--dim); max-width: 100ch; }
 .key { display: inline-block; width: 26px; height: 14px; border-radius: 3px; vertical-align: -2px; margin: 0 4px 0 14px;
   box-sizing: border-box; }
 .frames { display: grid; gap: 28px 40px; margin-top: 20px; }
-section { overflow-x: auto; } svg { width: 100%; display: block; } svg text { fill: var(--ink); }
+.stripes { position: absolute; width: 0; height: 0; }
+section { overflow-x: auto; } section svg { width: 100%; display: block; } svg text { fill: var(--ink); }
 .cell { font: 12px ui-monospace, monospace; text-anchor: middle; } .fresh + text { font-weight: 700; }
 .side { font: 11px ui-monospace, monospace; text-anchor: end; fill: var(--dim) !important; }
 .rank { font: 600 13px system-ui, sans-serif; text-anchor: middle; }
@@ -46,8 +47,11 @@ def draw_buffers_html(checked: CheckedCollective) -> str:
     """The page. Raises `UserError` where the program is too large to draw."""
     program, drawn = checked.program, frames(checked)
     name = f"{program.operation} {program.algorithm}, {program.ranks} ranks"
-    pictures = [_Picture(program, frame, _cell_width(drawn)) for frame in drawn]
+    cell_width = _cell_width(drawn)
+    pictures = [_Picture(program, frame, cell_width) for frame in drawn]
     width = max(picture.width for picture in pictures)
+    held = {cell.origins for frame in drawn for cells in frame.cells for cell in cells if cell.label}
+    stripes = "\n".join(_stripes(origins, program.ranks, cell_width) for origins in sorted(held))
     sections = "\n".join(
         f"<section><h2>{escape(frame.title.capitalize())}</h2>\n{picture.draw(width)}</section>"
         for frame, picture in zip(drawn, pictures, strict=True)
@@ -58,9 +62,10 @@ def draw_buffers_html(checked: CheckedCollective) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(name)}</title>\n<style>{_STYLE}.frames {{ grid-template-columns: {columns}; }}\n"
-        f"section {{ max-width: {most}px; }} svg {{ min-width: {least}px; }}</style></head>\n"
+        f"section {{ max-width: {most}px; }} section svg {{ min-width: {least}px; }}</style></head>\n"
         f"<body>\n<h1>{escape(name)}</h1>\n<p>{escape(_cost(checked))}</p>\n<p>{escape(legend(program))}</p>\n"
-        f'<p class="keys">{_keys(program)}</p>\n<div class="frames">\n{sections}\n</div>\n</body></html>\n'
+        f'<p class="keys">{_keys(program)}</p>\n<div class="frames">\n{sections}\n</div>\n'
+        f'<svg class="stripes"><defs>\n{stripes}\n</defs></svg>\n</body></html>\n'
     )
 
 
@@ -92,6 +97,22 @@ def _keys(program: CollectiveProgram) -> str:
 def _cell_width(drawn: list[Frame]) -> int:
     longest = max(len(cell.label) for frame in drawn for rank in frame.cells for cell in rank)
     return max(64, round(7.6 * longest) + 20)
+
+
+def _stripes(origins: tuple[int, ...], ranks: int, width: int) -> str:
+    """Whose parts a cell holds: a stripe a rank, drawn once for all cells that hold the same."""
+    bit = (width - 12) / ranks
+    stripes = "".join(
+        f'<rect class="{"bit" if rank in origins else "off"}" style="--hue:{_hue(rank, ranks)}" '
+        f'x="{6 + rank * bit + 0.5:.1f}" y="{_CELL - 6}" width="{bit - 1:.1f}" height="3"/>'
+        for rank in range(ranks)
+    )
+    return f'<g id="{_name(origins)}">{stripes}</g>'
+
+
+def _name(origins: tuple[int, ...]) -> str:
+    """`parts-abd`, of ranks 0, 1 and 3."""
+    return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
 def _hue(rank: int, ranks: int) -> int:
@@ -157,13 +178,7 @@ class _Picture:
             f'<text class="cell" x="{x + width / 2}" y="{y + _CELL / 2 + 2}">{escape(cell.label)}</text>'
         )
         if cell.label and self.ranks > 1:
-            bit = (width - 12) / self.ranks
-            for other in range(self.ranks):
-                there = other in cell.origins
-                text += (
-                    f'<rect class="{"bit" if there else "off"}" style="--hue:{_hue(other, self.ranks)}" '
-                    f'x="{x + 6 + other * bit + 0.5:.1f}" y="{y + _CELL - 6}" width="{bit - 1:.1f}" height="3"/>'
-                )
+            text += f'<use href="#{_name(cell.origins)}" x="{x}" y="{y}"/>'
         return text
 
     def _arrow(self, number: int, arrow: Arrow) -> str:
