@@ -47,6 +47,12 @@ def test_an_intermediate_size_that_tp_does_not_divide():
         refuse(Layout(tp=8), config, 1, planning=True)
 
 
+def test_a_vocabulary_too_small_for_a_slice_a_rank():
+    config = dataclasses.replace(TINY, vocabulary=9)
+    with pytest.raises(UserError, match="vocabulary of 9 into slices of 2, of which the last rank gets none; tp5"):
+        refuse(Layout(tp=8), config, 1, planning=True)
+
+
 def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
     config = dataclasses.replace(TINY, hidden=48, heads=12, kv_heads=6, head_dim=4)
     with pytest.raises(UserError, match="tp4 and the model's 6 key-value heads do not divide each other"):
@@ -58,7 +64,7 @@ def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
     [
         ("bloom-176b", "dp1", "bloom can be planned but not run: its ALiBi positions"),
         ("gemma-2-2b", "dp1", "gemma2 can be planned but not run: its capped scores"),
-        ("llama-tiny", "tp2", "cannot run tensor parallelism yet"),
+        ("llama-tiny", "cp2", "cannot run context parallelism yet"),
         ("llama-tiny", "pp2", "cannot run pipeline parallelism yet"),
         ("llama-tiny", "dp1 fp8", "cannot run this precision yet"),
     ],
@@ -76,7 +82,9 @@ def test_rotary_positions_can_be_planned_beyond_what_the_model_was_made_for():
         refuse(Layout(), preset("llama-2-7b"), 1, 32768)
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp2 zero1", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero2 bf16"])
+@pytest.mark.parametrize(
+    "layout", ["dp1", "dp2 zero1", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero2 bf16", "dp2 zero3 tp4:nosp"]
+)
 def test_what_this_version_runs_is_let_through(layout: str):
     parsed = Layout.parse(layout)
     refuse(parsed, TINY, 8, 512, parsed.world_size)

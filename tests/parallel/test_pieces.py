@@ -27,7 +27,7 @@ def test_pieces_of_all_shards_cover_every_row_once(name, shards):
             for piece in pieces_of(unit, "master", flat, start, start, min(stop, unit.numel)):
                 assert piece.tensor.numel() == piece.stop - piece.start > 0
                 seen[piece.name][piece.start : piece.stop] += 1
-                offset = next(offset for row, offset in unit.rows if row.name == piece.name)
+                offset = next(part.offset for part in unit.parts if part.row.name == piece.name)
                 assert piece.tensor[0] == offset + piece.start
     assert all(bool((count == 1).all()) for count in seen.values())
 
@@ -35,8 +35,8 @@ def test_pieces_of_all_shards_cover_every_row_once(name, shards):
 def test_decayed_tensors_come_first_in_a_unit():
     table = parameter_table(preset("gpt2-tiny"))
     unit = flat_unit(table, "layers.0")
-    for tensor, offset in unit.tensors:
-        assert (offset < unit.decay_numel) == tensor.decay
+    for placed in unit.tensors:
+        assert (placed.offset < unit.decay_numel) == placed.tensor.decay
 
 
 def test_a_piece_is_a_view_that_a_checkpoint_can_write_into():

@@ -45,8 +45,8 @@ def state_pieces(
         for name in table.units:
             unit = flat_unit(table, name)
             whole = torch.zeros(unit.padded)
-            for row, offset in unit.rows:
-                whole[offset : offset + row.numel] = row_values(kind, row, salt)
+            for part in unit.parts:
+                whole[part.offset : part.offset + part.numel] = part.of(row_values(kind, part.row, salt))
             low, high = part_of(0, unit.numel, rank, ranks)
             shard = whole[low:high].clone()
             pieces += pieces_of(unit, kind, shard, low, low, high)

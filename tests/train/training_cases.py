@@ -6,15 +6,16 @@ import errno
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshwright.collectives.named import named_programs
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.data import DataParallel
+from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train import journal, loop
 from meshwright.train.run_directory import RunDirectory
@@ -97,25 +98,23 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
         pass
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    state = [
-        (piece.kind, piece.name, piece.start, piece.tensor.clone().numpy()) for piece in run.trainer.pieces(owned=True)
-    ]
+    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.pieces(owned=True)]
     mesh.close()
     return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
 
 
 def whole_state(outcomes: list[dict[str, Any]]) -> Values:
     """The state of a run, put together from what its ranks own: every element is some rank's, and one's alone."""
-    parts: dict[tuple[str, str], list[tuple[int, np.ndarray]]] = {}
+    pieces: dict[tuple[str, str], list[Piece]] = {}
     for outcome in outcomes:
-        for kind, name, start, values in outcome["state"]:
-            parts.setdefault((kind, name), []).append((start, values))
-    whole = {}
-    for key, found in parts.items():
-        found.sort(key=lambda part: part[0])
-        starts = np.cumsum([0, *(len(values) for _, values in found)])
-        assert [start for start, _ in found] == starts[:-1].tolist(), key
-        whole[key] = torch.from_numpy(np.concatenate([values for _, values in found]))
+        for piece in outcome["state"]:
+            pieces.setdefault((piece.kind, piece.name), []).append(piece)
+    whole: Values = {}
+    for key, found in pieces.items():
+        whole[key] = torch.full((sum(piece.stop - piece.start for piece in found),), torch.nan)
+        for piece in found:
+            piece.put(whole[key])
+        assert bool(whole[key].isfinite().all()), key  # as many elements as there are, and none left out: each once
     return whole
 
 
@@ -261,3 +260,17 @@ def first_norms(text: str) -> dict[str, Any]:
     verdict = trainer.step()
     moved = [b - shard.master for b, shard in zip(before, trainer.parallel.shards, strict=True)]
     return {"gradients": gradients, "moved": moved, "norm": verdict.gradient_norm, "loss": verdict.loss}
+
+
+def train_and_show(text: str) -> list[Piece]:
+    """Train on this rank: all masters that it holds."""
+    wanted = load_recipe_text(text, "recipe")
+    torch.set_num_threads(1)
+    journal.device_peak_flops = lambda mesh, precision: 1e9
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    directory = RunDirectory(wanted.run_directory)
+    directory.create()
+    run = loop.Run(wanted, mesh, directory, show_progress=False)
+    run.run()
+    mesh.close()
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.parallel.master_pieces(owned=False)]

@@ -15,11 +15,13 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.initialise import initial_value
 from meshwright.model.presets import preset
+from meshwright.model.refuse import refuse
+from meshwright.parallel.pieces import Piece
 from meshwright.verify import verify
 from meshwright.verify.compare import compare, relative_errors
 from meshwright.verify.grid import grid
 from meshwright.verify.mutations import NEUTRAL
-from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, share_of
+from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, sequence_of, share_of
 from meshwright.verify.ranks import RankResult
 from meshwright.verify.reference import Reference
 
@@ -37,11 +39,11 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
     for rank in range(ranks):
 
         def cut(rows: dict[str, torch.Tensor], part: int = rank % shards) -> list:
-            slices = []
+            pieces = []
             for name, values in rows.items():
                 low, high = values.numel() * part // shards, values.numel() * (part + 1) // shards
-                slices.append((name, low, values[low:high].clone()))
-            return slices
+                pieces.append(Piece("gradient", name, low, high, values[low:high].clone()))
+            return pieces
 
         results.append(
             RankResult(
@@ -94,35 +96,58 @@ def test_one_devices_gradients_are_those_of_transformers(name):
 # --- whole runs
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full"])
+@pytest.mark.parametrize("layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp4:nosp"])
 def test_a_right_layout_passes_in_float64_and_float32(layout):
     document = verify(layout, model="qwen3-0.6b")
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
     assert verify(layout, model="gpt2", dtype="float32")["passed"]
 
 
-@pytest.mark.parametrize("layout", ["dp2 mb2", "dp4 zero3 hs2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2 mb2",
+        "dp4 zero3 hs2",
+        pytest.param("tp2", marks=pytest.mark.slow),
+        pytest.param("tp4:nosp", marks=pytest.mark.slow),
+    ],
+)
 def test_every_planted_fault_is_caught_or_declared_neutral(layout):
     document = verify(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
     assert mutations["planted"] == mutations["caught"] + mutations["neutral"] >= 16
     sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
-    expected = {"data.targets", "data.gradients", "step.verdict", "a loss that is not a number on one rank"}
+    expected = {"step.verdict", "a loss that is not a number on one rank"}
+    if "tp" in layout:
+        backward = {f"{site}.backward" for site in ("attention.input", "mlp.input", "head.input")}
+        forward = {"embedding", "attention.output", "mlp.output"}
+        expected |= {"loss.target_logit", "loss.maximum", "loss.sum", *forward, *backward}
+        if "nosp" not in layout:
+            expected |= {"tensor.gradients"} | {site.removesuffix(".backward") for site in backward}
+            expected |= {f"{site}.backward" for site in forward}
+        if "tp4" in layout:
+            expected.add("tensor.gradients.shared_heads")
+    else:
+        expected |= {"data.targets", "data.gradients"}
     if "zero" in layout:
         expected.add("data.parameters")
     if "hs" in layout:
         expected.add("data.gradients.replicas")
     assert sites == expected
     said = {fault["fault"]: fault["said"] for fault in mutations["faults"]}
-    assert "twice too large" in next(
-        said[fault] for fault in said if fault.startswith("data.gradients (") and "double" in fault
-    )
-    assert all("gradient of" in text for fault, text in said.items() if fault.startswith("data.gradients"))
+    sums = ("data.gradients", "tensor.gradients")
+    assert "twice too large" in next(said[fault] for fault in said if fault.startswith(sums) and ": double" in fault)
+    assert all("gradient of" in text for fault, text in said.items() if fault.startswith(sums))
+    neutral = {fault["fault"] for fault in mutations["faults"] if fault["outcome"] == "neutral"}
+    kinds = ("double", "drop", "stale") if "tp" in layout else ()
+    assert neutral == {f"loss.maximum (all_reduce): {kind}" for kind in kinds}
 
 
-def test_the_list_of_neutral_sites_is_empty():
-    assert NEUTRAL == {}
+def test_the_neutral_faults_are_these():
+    """A common shift of all logits changes no softmax; what every rank agrees on is such a shift."""
+    assert set(NEUTRAL) == {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
+    assert all(len(reason) > 20 for reason in NEUTRAL.values())
 
 
 def test_the_grid_meets_every_axis_and_every_pair():
@@ -133,6 +158,7 @@ def test_the_grid_meets_every_axis_and_every_pair():
         {
             f"dp{layout.dp > 1}", f"zero{layout.zero}", f"hs{layout.hybrid is not None}",
             f"mb{layout.micro_batches > 1}", f"ac:{layout.recompute}",
+            f"tp{layout.tp > 1}" + ("" if layout.tensor_sequence_parallel else ":nosp"),
         }
         for layout in layouts
     ]  # fmt: skip
@@ -141,6 +167,11 @@ def test_the_grid_meets_every_axis_and_every_pair():
             assert any({zero, other, "dpTrue"} <= each for each in features), (zero, other)
     for other in ("zero1", "zero2", "zero3", "mbTrue", "mbFalse"):
         assert any({"hsTrue", other} <= each for each in features), other
+    for other in ("dpTrue", "dpFalse", "zero0", "zero1", "zero2", "zero3", "mbTrue", "ac:selective", "ac:full"):
+        for tensor in ("tpTrue", "tpTrue:nosp"):
+            assert any({tensor, other} <= each for each in features), (tensor, other)
+    assert any({"tpTrue", "hsTrue"} <= each for each in features)
+    assert {layout.tp for layout in layouts} == {1, 2, 3, 4, 8}
 
 
 # --- what a failure says
@@ -151,7 +182,7 @@ def test_a_doubled_gradient_is_named(reference):
     assert compare(reference, results, Layout(dp=2)).passed
     name = "model.layers.2.mlp.down_proj.weight"
     for result in results:
-        next(values for row, _, values in result.gradients[0] if row == name).mul_(2)
+        next(piece.tensor for piece in result.gradients[0] if piece.name == name).mul_(2)
     found = compare(reference, results, Layout(dp=2))
     assert found.failure == f"step 1: the gradient of {name} is off by 1.0e+00 (twice too large)"
     assert found.worst_name == name and found.worst_error == pytest.approx(1.0)
@@ -164,7 +195,7 @@ def test_the_first_in_backward_order_is_named(reference):
         "model.layers.3.self_attn.q_proj.weight",
         "model.layers.1.mlp.up_proj.weight",
     ):
-        next(values for name, _, values in results[0].gradients[1] if name == row).add_(1)
+        next(piece.tensor for piece in results[0].gradients[1] if piece.name == row).add_(1)
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
 
@@ -173,8 +204,8 @@ def test_a_missing_part_names_its_rank(reference):
     results = ideal_results(reference, 4)
     part = reference.parts(0, 4)[3]
     for result in results:
-        for name, _, values in result.gradients[0]:
-            values.sub_(part[name])
+        for piece in result.gradients[0]:
+            piece.tensor.sub_(part[piece.name])
     failure = compare(reference, results, Layout(dp=4)).failure
     assert failure is not None and "(the part of rank 3 is missing)" in failure
 
@@ -183,8 +214,8 @@ def test_an_unsummed_gradient_says_whose_it_is(reference):
     results = ideal_results(reference, 2)
     parts = reference.parts(0, 2)
     for rank, result in enumerate(results):
-        for name, _, values in result.gradients[0]:
-            values.copy_(parts[rank][name])
+        for piece in result.gradients[0]:
+            piece.tensor.copy_(parts[rank][piece.name])
     failure = compare(reference, results, Layout(dp=2)).failure
     assert failure is not None
     assert "on rank 0 the part of rank 0 alone, not summed; on rank 1 the part of rank 1 alone" in failure
@@ -195,17 +226,31 @@ def test_a_difference_on_one_shard_names_its_rank(reference):
     layout = Layout(dp=4, zero=2)
     assert compare(reference, results, layout).passed
     name = "model.layers.0.mlp.up_proj.weight"
-    values = next(values for row, _, values in results[2].gradients[2] if row == name)
-    values.mul_(3)
+    next(piece.tensor for piece in results[2].gradients[2] if piece.name == name).mul_(3)
     failure = compare(reference, results, layout).failure
     assert failure is not None and name in failure and "3 times as large as it should be, on rank 2 alone" in failure
 
 
 def test_a_stale_gradient_is_recognised(reference):
     results = ideal_results(reference, 1)
-    results[0].gradients[1] = [(name, start, values.clone()) for name, start, values in results[0].gradients[0]]
+    results[0].gradients[1] = results[0].gradients[0]
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2" in failure and "the gradient of the step before" in failure
+
+
+def test_parts_that_ranks_of_tp_did_not_sum_are_recognised_and_each_copy_counts(reference):
+    layout = Layout(tp=2)
+    name = "model.norm.weight"
+    for factors, said in (
+        ((0.25, 0.75), "(each rank of tp has its own part alone, not summed)"),
+        ((1, 3), "(3 times as large as it should be, on rank 1 alone)"),
+        ((3, 1), "(3 times as large as it should be, on rank 0 alone)"),
+    ):
+        results = ideal_results(reference, 2)
+        for result, factor in zip(results, factors, strict=True):
+            next(piece.tensor for piece in result.gradients[0] if piece.name == name).mul_(factor)
+        failure = compare(reference, results, layout).failure
+        assert failure is not None and failure.endswith(said), failure
 
 
 def test_missing_and_infinite_values_fail(reference):
@@ -219,7 +264,7 @@ def test_missing_and_infinite_values_fail(reference):
     results[0].norms[1] *= 1 + 1e-9
     assert "gradient norm is off by 1.0e-09" in str(compare(reference, results, Layout()).failure)
     results = ideal_results(reference, 1)
-    results[0].masters[0][2].add_(1e-6)
+    results[0].masters[0].tensor.add_(1e-6)
     assert "update of model.embed_tokens.weight" in str(compare(reference, results, Layout()).failure)
 
 
@@ -261,17 +306,31 @@ def test_a_scaled_down_model_keeps_its_kind(name):
     assert small.layers == 5 and small.vocabulary == 499
 
 
+@pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
+def test_a_scaled_down_model_can_be_cut(tp):
+    for name in ("llama-3-8b", "qwen3-0.6b", "gpt2"):
+        layout = Layout(tp=tp)
+        small = scaled_down(preset(name), tp)
+        refuse(layout, small, 8, sequence_of(layout), tp)
+        assert small.vocabulary % tp, "the last rank's slice of the vocabulary is filled up"
+        assert tp % 2 or tp < 4 or name == "gpt2" or small.kv_heads < tp, "key-value heads fewer than ranks"
+
+
 def test_large_layouts_are_made_small_in_kind():
     assert str(scaled_layout(Layout.parse("dp64 zero3 hs8 mb32 bf16"))) == "dp8 zero3 hs4 mb4"
     assert str(scaled_layout(Layout.parse("dp64 zero1"))) == "dp8 zero1"
     assert str(scaled_layout(Layout.parse("dp4 zero2 hs2 mb2"))) == "dp4 zero2 hs2 mb2"
+    assert str(scaled_layout(Layout.parse("dp16 zero1 tp8"))) == "dp2 zero1 tp4"
+    assert str(scaled_layout(Layout.parse("dp16 zero3 hs4 tp8:nosp"))) == "dp4 zero3 hs2 tp2:nosp"
+    assert str(scaled_layout(Layout.parse("tp16"))) == "tp8"
+    assert str(scaled_layout(Layout.parse("dp2 tp6"))) == "dp2 tp4"
 
 
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match='unknown dtype "float46"; did you mean "float64"'):
         verify("dp2", dtype="float46")
-    with pytest.raises(UserError, match="tp2"):
-        verify("dp2 tp2")
+    with pytest.raises(UserError, match="cp2"):
+        verify("dp2 cp2")
     with pytest.raises(UserError, match="preset"):
         verify("dp2", model="lama-3-8b")
     with pytest.raises(UserError, match="planned but not run"):

@@ -102,6 +102,7 @@ class Mesh:
         self.device = device
         self.communicator = communicator
         self._made: list[dist.ProcessGroup] = []
+        self._group_of = group_of
         for name in AXIS_NAMES:
             for ranks in layout.groups(name):
                 group = group_of(tuple(ranks))
@@ -144,6 +145,7 @@ class Mesh:
         everybody = tuple(range(world_size))
         # Axes over the same ranks share one group: connections are full meshes, and groups are made by all ranks alike.
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
+        made: list[dist.ProcessGroup] = []
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             if len(ranks) == 1:
@@ -151,12 +153,29 @@ class Mesh:
             if ranks not in groups:
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
+                if groups[ranks] is not None:
+                    made.append(group)
             return groups[ranks]
 
         communicator = Communicator(device, timeout_seconds, programs)
         mesh = cls(layout, dist.get_rank(), torch.device(device), communicator, group_of)
-        mesh._made = [group for ranks, group in groups.items() if ranks != everybody and group is not None]
+        mesh._made = made
         return mesh
+
+    def neighbours(self, name: str, size: int) -> Axis:
+        """The block of `size` consecutive places of the axis `name` in which this rank stands. Every rank of the world
+        calls it, with the same arguments."""
+        axis: Axis = getattr(self, name)
+        if size == axis.size:
+            return axis
+        found = axis
+        for ranks in self.layout.groups(name):
+            for start in range(0, len(ranks), size):
+                block = tuple(ranks[start : start + size])
+                group = self._group_of(block)
+                if self.rank in block:
+                    found = Axis(f"{name}/{size}", block, block.index(self.rank), group, self.communicator)
+        return found
 
     def close(self) -> None:
         """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""

@@ -32,15 +32,16 @@ def linear_cross_entropy(
     axes: Axes,
     *,
     first_token: int = 0,
+    widest: int | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weightᵀ)[target] (nats); targets of -100 do not count.
 
     The sum, and that of the weight's gradient over chunks, are formed in float32 at least. With tensor parallelism the
-    rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them.
-    `compiled` fuses what is done to each logit with torch.compile.
+    rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them, at most
+    `widest`. `compiled` fuses what is done to each logit with torch.compile.
     """
-    head = _Head(weight_VH, first_token, axes, compiled)
+    head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
@@ -51,11 +52,12 @@ def token_losses(
     axes: Axes,
     *,
     first_token: int = 0,
+    widest: int | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
     """Each token's loss (nats, float32 at least), 0 where the target is -100; without gradients."""
     with torch.no_grad():
-        head = _Head(weight_VH, first_token, axes, compiled)
+        head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
         return torch.cat([chunk.losses_C for chunk in _chunks(hidden_TH, targets_T, head)])
 
 
@@ -66,6 +68,7 @@ class _Head(NamedTuple):
     first_token: int
     axes: Axes
     compiled: bool
+    widest: int
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -170,9 +173,12 @@ def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _chunks(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head) -> Iterator[_Chunk]:
-    """Chunks of about equal size. They share one buffer of logits: each is gone when the next is asked for."""
+    """Chunks of about equal size. They share one buffer of logits: each is gone when the next is asked for.
+
+    All ranks of tp cut alike, though they hold different numbers of rows: they meet in every chunk.
+    """
     tokens, vocabulary = hidden_TH.shape[0], head.weight_VH.shape[0]
-    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(hidden_TH.device.type, 1 << 27) // vocabulary)
+    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(hidden_TH.device.type, 1 << 27) // head.widest)
     at_once = -(-tokens // max(1, -(-tokens // limit)))
     buffer = hidden_TH.new_empty(at_once, vocabulary)
     for start in range(0, tokens, max(1, at_once)):

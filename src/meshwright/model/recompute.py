@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import meshwright.model.tiled_attention  # noqa: F401  (defines the operator that is named below)
+import meshwright.comm.operators
+import meshwright.model.tiled_attention  # noqa: F401  (these define the operators that are named below)
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.default})
@@ -23,6 +24,11 @@ ATTENTION = frozenset(
     }
 )
 
+# What ranks have summed is small and came over the wire: it is kept. What sequence parallelism gathered is as large as
+# the ranks' slices together: it is gathered again (Korthikanti et al. 2022, section 4.2.2).
+SUMS = frozenset({torch.ops.meshwright.reduce_from.default, torch.ops.meshwright.reduce_scatter_to.default})
+GATHERED = frozenset({torch.ops.meshwright.gather_from.default})
+
 Function = Callable[..., torch.Tensor]
 
 
@@ -31,14 +37,14 @@ def recomputed(function: Function, kind: str, compile_options: dict[str, Any] | 
 
     "none": what its backward pass needs; compiled, the results of matrix products and attention, because everything
     else is elementwise, and fused into the kernels of the backward pass it costs less again than it costs to keep;
-    "selective": the results of matrix products, from which norms, activations and attention are computed again (after
-    Korthikanti et al. 2022, arXiv:2205.05198, section 5); "full": its inputs alone.
+    "selective": the results of matrix products, and of sums over ranks, from which norms, activations and attention are
+    computed again (after Korthikanti et al. 2022, arXiv:2205.05198, section 5); "full": its inputs alone.
     """
     assert kind in ("none", "selective", "full"), kind
     if kind == "selective":
-        function = _keeping(function, MATRIX_PRODUCTS)
+        function = _keeping(function, MATRIX_PRODUCTS | SUMS)
     elif kind == "none" and compile_options is not None:
-        function = _keeping(function, MATRIX_PRODUCTS | ATTENTION)
+        function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
     if compile_options is not None:
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
         function = torch.compile(function, **compile_options)

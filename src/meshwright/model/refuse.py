@@ -66,6 +66,12 @@ def _tensor(layout: Layout, config: ModelConfig) -> str | None:
             f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: "
             "every rank needs whole heads, or every head whole ranks"
         )
+    width = -(-config.vocabulary // tp)
+    if width * (tp - 1) >= config.vocabulary:
+        return (
+            f"tp{tp} cuts the model's vocabulary of {config.vocabulary} into slices of {width}, of which the last rank "
+            f"gets none; tp{-(-config.vocabulary // width)} would do"
+        )
     return None
 
 

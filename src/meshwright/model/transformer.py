@@ -86,7 +86,11 @@ class Transformer(nn.Module):
         self._run_block: Callable[..., torch.Tensor] = recomputed(Block.__call__, recompute)
         self._norm: Callable[..., torch.Tensor] = self.final_norm.__class__.__call__
         self._recompute = recompute
-        self._loss_options: dict[str, Any] = {"axes": self.axes, "first_token": self._first_token}
+        self._loss_options: dict[str, Any] = {
+            "axes": self.axes,
+            "first_token": self._first_token,
+            "widest": min(width, config.vocabulary),
+        }
 
     @property
     def head_weight(self) -> torch.Tensor:

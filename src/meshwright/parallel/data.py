@@ -9,7 +9,7 @@
 
 With hybrid sharding all of this happens inside a sharding group, and each shard's gradient is all-reduced once across
 the groups. Reductions start while the backward pass goes on below; gathers run ahead of their use. Gradients are
-summed, never averaged, in the dtype of the master.
+summed, never averaged, in the dtype of the master. With tensor parallelism the flat buffers hold this rank's slices.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.parameters import ParameterTable
 from meshwright.parallel.buffers import REDUCTIONS_IN_FLIGHT, TransientBuffers, kept_buffers
 from meshwright.parallel.pieces import Piece, flat_unit, padded_numel, part_of, pieces_of
+from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.units import UnitBuffers
 
 GRADIENT_SITE = "data.gradients"
@@ -59,6 +60,12 @@ def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
     return max(1, int(count))
 
 
+def loss_share(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the step's loss, given the loss of its own samples: the shares' sum over `mesh.world` is the
+    loss, not finite if it is not on any rank. Ranks of tp compute the same loss."""
+    return loss / mesh.tp.size
+
+
 class DataParallel:
     """Parameters, masters and gradients of `model` on one rank, and the collective calls that keep ranks in step.
 
@@ -86,7 +93,7 @@ class DataParallel:
         self._units: dict[str, UnitBuffers] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
         for name in table.units:
-            flat = flat_unit(table, name, shards)
+            flat = flat_unit(table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank))
             unit = UnitBuffers(flat, self.zero, mesh.shard, mesh.device, parameter_dtype, master_dtype)
             if seed is None:
                 unit.take_over(model)
@@ -103,6 +110,7 @@ class DataParallel:
         # A tied head computes with the embedding's matrix: its unit stays until the head is done with it.
         self._tied = not any(tensor.name == "head.weight" for tensor in table.tensors)
         self.shards = [self._shard(unit) for unit in self._units.values()]
+        self._partial = PartialGradients(self._units.values(), mesh)
         self._transient = TransientBuffers(mesh.device, master_dtype, [u.flat.padded for u in self._units.values()])
         self._begin()
         self.publish()
@@ -149,19 +157,22 @@ class DataParallel:
                 unit.release()
 
     def finish(self) -> None:
-        """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches."""
+        """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches, the true gradient
+        of what this rank holds."""
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         for handle in self._replica_sums:
             handle.wait()
         self._replica_sums.clear()
+        self._partial.add_up()
 
     def squared_norm_share(self) -> torch.Tensor:
         """This rank's share of the squared global gradient norm (float64): their sum over `mesh.world` is the square,
-        not finite if any gradient on any rank is not."""
+        not finite if any gradient on any rank is not. Who holds the same element shares it."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for shard in self.shards:
-            total += _squared_norm(shard.gradient)
+        for unit in self._units.values():
+            for low, high, copies in unit.flat.copies(unit.start, unit.stop):
+                total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / copies
         return total / (self.mesh.data.size if self.zero == 0 else self.mesh.replica.size)
 
     def publish(self) -> None:
@@ -316,11 +327,12 @@ class DataParallel:
         """The same for other state: `tensors`, one per shard, as long as its master."""
         pieces: list[Piece] = []
         copies = self.mesh.data if self.zero == 0 else self.mesh.replica
+        position = self.mesh.tp.rank if owned else None
         for shard, tensor, unit in zip(self.shards, tensors, self._units.values(), strict=True):
             low, high = shard.start, min(shard.stop, unit.flat.numel)
             if owned:
                 low, high = part_of(low, max(low, high), copies.rank, copies.size)
-            pieces += pieces_of(unit.flat, kind, tensor, shard.start, low, high)
+            pieces += pieces_of(unit.flat, kind, tensor, shard.start, low, high, position)
         return pieces
 
     def memory(self) -> dict[str, int]:
@@ -345,11 +357,12 @@ class DataParallel:
     def predicted_bytes(self) -> dict[str, int]:
         """The same from the table alone, between steps: shapes, dtypes and the ZeRO stage."""
         shards = self.mesh.shard.size if self.zero else 1
-        padded = [padded_numel(self.table.unit_numel(name), shards) for name in self.table.units]
+        numels = [self.table.unit_numel(name, self.mesh.layout) for name in self.table.units]
+        padded = [padded_numel(numel, shards) for numel in numels]
         kept = sum(size * count for size, count in kept_buffers(padded).items())
         parameter, master = self.parameter_dtype.itemsize, self.master_dtype.itemsize
         whole = sum(padded)
-        exact = whole if self.zero else sum(self.table.unit_numel(name) for name in self.table.units)
+        exact = whole if self.zero else sum(numels)
         return {
             "parameters": whole * parameter // (shards if self.zero == 3 else 1),
             "masters": 0 if parameter == master else exact * master // shards,

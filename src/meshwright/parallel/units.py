@@ -68,31 +68,33 @@ class UnitBuffers:
         autograd like a change of the values that it saved.
         """
         bound = []
-        for tensor, offset in self.flat.tensors:
-            parent, _, leaf = tensor.name.rpartition(".")
+        for placed in self.flat.tensors:
+            parent, _, leaf = placed.tensor.name.rpartition(".")
             module = model.get_submodule(parent)
             before = getattr(module, leaf)
-            assert before.shape == torch.Size(tensor.shape), (tensor.name, before.shape, tensor.shape)
+            assert before.shape == torch.Size(placed.shape), (placed.tensor.name, before.shape, placed.shape)
             parameter = nn.Parameter(torch.empty(0, dtype=self.parameters.dtype, device=self.parameters.device))
-            parameter.data = self.parameters[offset : offset + tensor.numel].view(tensor.shape)
+            parameter.data = self.parameters[placed.offset : placed.offset + placed.numel].view(placed.shape)
             module.register_parameter(leaf, parameter)
             bound.append(parameter)
         return bound
 
     def initialise(self, seed: int) -> None:
         """Fill the master's range with initial values: each row depends on (seed, name) alone."""
-        for row, offset in self.flat.rows:
-            first, last = max(self.start, offset), min(self.stop, offset + row.numel)
+        for part in self.flat.parts:
+            first, last = max(self.start, part.offset), min(self.stop, part.offset + part.numel)
             if first < last:
-                value = initial_value(row, seed)
-                value = (value.t() if row.transposed else value).reshape(-1)
-                self.master[first - self.start : last - self.start].copy_(value[first - offset : last - offset])
+                value = initial_value(part.row, seed)
+                mine = part.of((value.t() if part.row.transposed else value).reshape(-1))
+                self.master[first - self.start : last - self.start].copy_(
+                    mine[first - part.offset : last - part.offset]
+                )
 
     def take_over(self, model: nn.Module) -> None:
         """Fill the master's range with the values that the model's parameters have now (before `bind`)."""
-        for tensor, offset in self.flat.tensors:
-            value = model.get_parameter(tensor.name).detach()
-            first, last = max(self.start, offset), min(self.stop, offset + tensor.numel)
+        for placed in self.flat.tensors:
+            value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
+            first, last = max(self.start, offset), min(self.stop, offset + placed.numel)
             if first < last and value.device.type != "meta":
                 part = value.reshape(-1)[first - offset : last - offset]
                 self.master[first - self.start : last - self.start].copy_(part)
@@ -141,4 +143,4 @@ class UnitBuffers:
 
     def gradient_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a whole-unit gradient buffer that belong to each parameter, in their shapes."""
-        return [whole[offset : offset + tensor.numel].view(tensor.shape) for tensor, offset in self.flat.tensors]
+        return [whole[at.offset : at.offset + at.numel].view(at.shape) for at in self.flat.tensors]

@@ -19,7 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
@@ -162,7 +162,7 @@ class Trainer:
             value = read_row(files, row, names)
             flat = (value.t() if row.transposed else value).reshape(-1)
             for piece in pieces:
-                piece.tensor.copy_(flat[piece.start : piece.stop])
+                piece.tensor.copy_(piece.of(flat))
         self.parallel.publish()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Trainer:
     def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
         mesh = self.mesh
         values = torch.zeros(4 + mesh.world_size, dtype=torch.float64, device=self.device)
-        values[0] = loss_sum
+        values[0] = loss_share(loss_sum, mesh)
         values[1] = self.parallel.squared_norm_share()
         values[2], values[3] = float(stop), float(save_failed)
         values[4 + mesh.rank] = self.clock.working_seconds()

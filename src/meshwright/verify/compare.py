@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.layout import Layout
-from meshwright.verify.ranks import RankResult, Slices
+from meshwright.parallel.pieces import Piece
+from meshwright.verify.ranks import RankResult
 from meshwright.verify.reference import Reference, Rows
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
@@ -100,21 +101,25 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
 
 
 def holders(layout: Layout) -> list[tuple[int, ...]]:
-    """Groups of ranks that hold one whole copy of gradients and masters together."""
-    if layout.zero == 0:
-        return [(rank,) for rank in range(layout.world_size)]
-    return layout.groups("shard")
+    """Groups of ranks that hold one whole copy of gradients and masters together: those that share ZeRO's shards, each
+    with its ranks of tp."""
+    tensor_group = {rank: group for group in layout.groups("tp") for rank in group}
+    sharing = layout.groups("shard") if layout.zero else [(rank,) for rank in range(layout.world_size)]
+    first = [ranks for ranks in sharing if tensor_group[ranks[0]][0] == ranks[0]]
+    return [tuple(member for rank in ranks for member in tensor_group[rank]) for ranks in first]
 
 
-def _copies(layout: Layout, slices: Sequence[Slices], reference: Reference) -> list[Rows]:
-    """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number."""
+def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
+    """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
+    of tp hold is once that of each of them."""
     copies = []
     for ranks in holders(layout):
-        rows = {name: torch.full_like(values, math.nan) for name, values in reference.weights[0].items()}
-        for rank in ranks:
-            for name, start, values in slices[rank]:
-                rows[name][start : start + values.numel()] = values
-        copies.append(rows)
+        for position in range(layout.tp):
+            rows = {name: torch.full_like(values, math.nan) for name, values in reference.weights[0].items()}
+            for rank in sorted(ranks, key=lambda rank: layout.coordinates(rank)["tp"] == position):
+                for piece in pieces[rank]:
+                    piece.put(rows[piece.name])
+            copies.append(rows)
     return copies
 
 
@@ -137,27 +142,26 @@ def _backward_order(reference: Reference) -> list[str]:
     return [row.name for row in reversed(reference.table.rows)]
 
 
-def _pattern(reference: Reference, slices: Sequence[Slices], layout: Layout, step: int, name: str) -> str:
+def _pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str) -> str:
     """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
     truth = reference.gradients[step][name]
-    ranks = layout.groups("data")[0]
-    parts = reference.parts(step, len(ranks) * layout.micro_batches)
+    mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
+    if _apart_on_tp(reference, mine, layout, truth, name):
+        return "each rank of tp has its own part alone, not summed"
+    data_group = {rank: group for group in layout.groups("data") for rank in group}
+    parts = reference.parts(step, len(data_group[0]) * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
-    labels = [(rank, micro_batch) for rank in ranks for micro_batch in range(layout.micro_batches)]
     before = reference.gradients[step - 1][name] if step else None
     found: dict[str, list[int]] = {}
     held = 0
-    for rank, rank_slices in enumerate(slices):
-        for row, start, values in rank_slices:
-            if row != name:
-                continue
+    for rank, of_rank in enumerate(mine):
+        labels = [(member, micro_batch) for member in data_group[rank] for micro_batch in range(layout.micro_batches)]
+        for piece in of_rank:
             held += 1
-            stop = start + values.numel()
-            if not float((values - truth[start:stop]).norm()) <= 1e-6 * float(truth.norm()):
-                previous = None if before is None else before[start:stop]
-                what = _describe(
-                    values.double(), truth[start:stop].double(), contributions[:, start:stop], labels, previous
-                )
+            values, right = piece.tensor, piece.of(truth)
+            if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
+                previous = None if before is None else piece.of(before)
+                what = _describe(values.double(), right.double(), piece.of(contributions), labels, previous)
                 found.setdefault(what, []).append(rank)
     if not found:
         return "a small error everywhere"
@@ -170,6 +174,24 @@ def _pattern(reference: Reference, slices: Sequence[Slices], layout: Layout, ste
     if len(found) == 1:
         return next(iter(found)) + where
     return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
+
+
+def _apart_on_tp(
+    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor, name: str
+) -> bool:
+    """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
+    row = reference.table.row(name)
+    if "tp" not in row.gradient_axes(layout):
+        return False
+    size, copies = float(truth.norm()), row.replicas(layout)
+    for group in layout.groups("tp"):
+        for first in range(0, len(group), copies):
+            for same in zip(*(pieces[rank] for rank in group[first : first + copies]), strict=True):
+                right = same[0].of(truth)
+                total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+                if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
+                    return False
+    return True
 
 
 def _describe(

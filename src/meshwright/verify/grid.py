@@ -6,7 +6,8 @@ from meshwright.layout import Layout
 
 
 def grid() -> list[Layout]:
-    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, and hybrid sharding where it can be."""
+    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, and tensor
+    parallelism with each of them."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):
@@ -20,4 +21,20 @@ def grid() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    return list(dict.fromkeys(layouts))
+    return list(dict.fromkeys(layouts + _tensor()))
+
+
+def _tensor() -> list[Layout]:
+    """tp with sequence parallelism and without; key-value heads are fewer than ranks from tp4 on."""
+    layouts = [Layout(tp=tp, tensor_sequence_parallel=parallel) for tp in (2, 3, 4) for parallel in (True, False)]
+    layouts += [Layout(tp=4, recompute=recompute, micro_batches=2) for recompute in ("none", "selective", "full")]
+    layouts += [
+        Layout(tp=2, tensor_sequence_parallel=False, recompute=recompute) for recompute in ("selective", "full")
+    ]
+    for zero in (0, 1, 2, 3):
+        recompute = ("none", "selective", "full", "none")[zero]
+        layouts.append(Layout(dp=2, zero=zero, tp=2, recompute=recompute, micro_batches=1 + zero % 2))
+        layouts.append(Layout(dp=2, zero=zero, tp=2, tensor_sequence_parallel=False, micro_batches=2 - zero % 2))
+    layouts += [Layout(dp=4, zero=zero, hybrid=2, tp=2, micro_batches=zero % 2 + 1) for zero in (1, 2, 3)]
+    layouts += [Layout(dp=2, zero=3, tp=4, tensor_sequence_parallel=parallel) for parallel in (True, False)]
+    return [*layouts, Layout(tp=8)]

@@ -45,9 +45,20 @@ class Batch:
         return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop])
 
 
-def scaled_down(config: ModelConfig) -> ModelConfig:
-    """A model of a few thousand parameters with every feature of `config`, in sizes that divide badly."""
+def sequence_of(layout: Layout) -> int:
+    """Tokens in a row: odd where that is possible."""
+    return -(-SEQUENCE // layout.tp) * layout.tp
+
+
+def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
+    """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
+    `tp` ranks: fewer key-value heads than ranks from four on, where heads share them."""
     grouped = config.kv_heads < config.heads
+    heads = next(heads for heads in range(4, 4 * tp + 1) if heads % tp == 0)
+    if tp % 2 and tp > 1:
+        heads, kv_heads = 2 * tp, tp
+    else:
+        kv_heads = 2
     own_head_dim = config.head_dim * config.heads != config.hidden
     layers = 5
     windowed = config.windowed_layers
@@ -57,16 +68,17 @@ def scaled_down(config: ModelConfig) -> ModelConfig:
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
         scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
+    intermediate = -(-37 // tp) * tp
     return dataclasses.replace(
         config,
         vocabulary=499,
-        hidden=24,
+        hidden=6 * heads,
         layers=layers,
-        heads=4,
-        kv_heads=(1 if config.kv_heads == 1 else 2) if grouped else 4,
+        heads=heads,
+        kv_heads=(1 if config.kv_heads == 1 else kv_heads) if grouped else heads,
         head_dim=10 if own_head_dim else 6,
-        intermediate=37,
-        max_positions=SEQUENCE + 4,
+        intermediate=intermediate,
+        max_positions=SEQUENCE + 8,
         rope_scaling=scaling,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
@@ -79,13 +91,14 @@ def scaled_down(config: ModelConfig) -> ModelConfig:
 
 def scaled_layout(layout: Layout) -> Layout:
     """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several replicas, several sharding
-    groups. Its precision is left out: the problem says in which the sums are formed."""
+    groups, ranks of tp. Its precision is left out: the problem says in which the sums are formed."""
     layout = layout.with_(precision=None, micro_batches=min(layout.micro_batches, MOST_MICRO_BATCHES))
     if layout.world_size <= MOST_RANKS:
         return layout
-    if layout.hybrid is not None and layout.hybrid < layout.dp:
-        return layout.with_(dp=MOST_RANKS, hybrid=MOST_RANKS // 2)
-    return layout.with_(dp=MOST_RANKS, hybrid=None)
+    groups = layout.hybrid is not None and layout.hybrid < layout.dp
+    tp = min(layout.tp, MOST_RANKS if layout.dp == 1 else MOST_RANKS // 4 if groups else MOST_RANKS // 2)
+    dp = min(layout.dp, MOST_RANKS // tp)
+    return layout.with_(tp=tp, dp=dp, hybrid=dp // 2 if groups else None)
 
 
 def make_batch(problem: Problem, step: int) -> Batch:

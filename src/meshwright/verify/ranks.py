@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,13 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.problem import Problem, make_batch, share_of
 from meshwright.verify.reference import loss_sum
 
 VERDICT_SITE = "step.verdict"
-
-Slices = list[tuple[str, int, torch.Tensor]]  # row name, first element, values
 
 
 @dataclass
@@ -33,8 +31,8 @@ class RankResult:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: list[Slices] = field(default_factory=list)
-    masters: Slices = field(default_factory=list)
+    gradients: list[list[Piece]] = field(default_factory=list)
+    masters: list[Piece] = field(default_factory=list)
     final_loss: float = math.nan
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -78,19 +76,19 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
             parallel.backward(loss, last=index == len(batches) - 1)
             total += loss.detach()
         parallel.finish()
-        verdict = torch.stack([total, parallel.squared_norm_share()])
+        verdict = torch.stack([loss_share(total, mesh), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, VERDICT_SITE)
         result.losses.append(float(verdict[0]))
         result.norms.append(math.sqrt(float(verdict[1])))
         gradients = [shard.gradient for shard in parallel.shards]
-        result.gradients.append(_slices(parallel.pieces_like("gradient", gradients, owned=False)))
+        result.gradients.append(_copied(parallel.pieces_like("gradient", gradients, owned=False)))
         if bool(verdict.isfinite().all()):
             for shard in parallel.shards:
                 shard.master.sub_(shard.gradient, alpha=problem.learning_rate)
             parallel.publish()
         if step == 0:
             result.calls_first_step = mesh.record.table()
-    result.masters = _slices(parallel.master_pieces(owned=False))
+    result.masters = _copied(parallel.master_pieces(owned=False))
     result.final_loss = _final_loss(problem, layout, mesh, model, parallel)
     result.calls = mesh.record.table()
     result.struck = mesh.faults.struck
@@ -105,9 +103,10 @@ def _final_loss(problem: Problem, layout: Layout, mesh: Mesh, model: Transformer
     with torch.no_grad():
         for batch in batches:
             total += loss_sum(model, batch, parallel) / targets
+    total = loss_share(total, mesh)
     all_reduce(total, mesh.world, VERDICT_SITE)
     return float(total)
 
 
-def _slices(pieces: list[Piece]) -> Slices:
-    return [(piece.name, piece.start, piece.tensor.clone()) for piece in pieces]
+def _copied(pieces: list[Piece]) -> list[Piece]:
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]

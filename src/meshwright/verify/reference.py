@@ -28,6 +28,7 @@ class Reference:
     gradients: list[Rows] = field(default_factory=list)
     weights: list[Rows] = field(default_factory=list)
     final_loss: float = math.nan
+    _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -55,14 +56,16 @@ class Reference:
 
     def parts(self, step: int, count: int) -> list[Rows]:
         """The gradient of a step split by ranks: what each of `count` equal shares of the batch contributes."""
-        self._set(self.weights[step])
-        batch = make_batch(self.problem, step)
-        rows = self.problem.batch // count
-        parts = []
-        for rank in range(count):
-            self._backward(batch.rows(rank * rows, (rank + 1) * rows), _targets(batch))
-            parts.append(self._rows(gradients=True))
-        return parts
+        if (step, count) not in self._parts:
+            self._set(self.weights[step])
+            batch = make_batch(self.problem, step)
+            rows = self.problem.batch // count
+            parts = []
+            for rank in range(count):
+                self._backward(batch.rows(rank * rows, (rank + 1) * rows), _targets(batch))
+                parts.append(self._rows(gradients=True))
+            self._parts[step, count] = parts
+        return self._parts[step, count]
 
     def _backward(self, batch: Batch, targets: int) -> float:
         self._model.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
 from meshwright.verify.grid import grid
 from meshwright.verify.mutations import plant_all
-from meshwright.verify.problem import SEQUENCE, Problem, scaled_down, scaled_layout
+from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
 from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
 
@@ -145,15 +145,16 @@ class _Bench:
 
     def _problem(self, wanted: Layout, config: ModelConfig) -> tuple[Layout, Problem]:
         layout = scaled_layout(wanted)
+        config, sequence = scaled_down(config, layout.tp), sequence_of(layout)
         share = layout.dp * layout.micro_batches
         # One batch for as many layouts as possible, so that one device has to answer once.
         batch = share * math.ceil(8 / share) if 24 % share else 24
-        refuse(layout, config, batch, SEQUENCE, layout.world_size)
-        return layout, Problem(config, batch, self.dtype)
+        refuse(layout, config, batch, sequence, layout.world_size)
+        return layout, Problem(config, batch, self.dtype, sequence)
 
 
 def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe]:
-    """The layouts, the named, scaled-down models, and the programs that are asked for."""
+    """The layouts, the named models, and the programs that are asked for."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -171,7 +172,7 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
             named_programs(recipe.collectives, scaled_layout(each), recipe.where)
     models = [(name, preset(name)) for name in DEFAULT_MODELS] if model is None else [_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
-    return layouts, [(name, scaled_down(config)) for name, config in models], collectives
+    return layouts, models, collectives
 
 
 def _model(model: Any) -> tuple[str, ModelConfig]:

@@ -19,7 +19,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.train.checkpoint.catalogue import open_checkpoint
 from meshwright.train.checkpoint.files import opened
 from meshwright.train.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
-from meshwright.train.checkpoint.slices import Read, blocks_of, kinds, plan_reads, read_index
+from meshwright.train.checkpoint.slices import Range, Read, blocks_of, intersections, kinds, plan_reads, read_index
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _THREADS = 4
@@ -46,7 +46,8 @@ def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> N
             f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {', '.join(sorted(kinds(index)))}): "
             "it was trained with another train.optimizer"
         )
-    reads = plan_reads(index, [(piece.kind, piece.name, piece.start, piece.stop) for piece in pieces])
+    wanted = [(piece.kind, piece.name, piece.start, piece.stop, piece.columns) for piece in pieces]
+    reads = plan_reads(index, wanted)
     tasks = [
         _Task(file, block, copies)
         for file, parts in reads.items()
@@ -70,12 +71,20 @@ def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> N
         for read, first, count, inside in task.copies:
             dtype = _DTYPES[read.code]
             source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
-            destination = pieces[read.piece].tensor
-            destination[read.start + first : read.start + first + count].copy_(source)
+            copy_common(source, read.part(first, count), pieces[read.piece].tensor, read.wanted)
 
     with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
         for _ in pool.map(run, tasks):
             pass
+
+
+def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
+    """Copy what two 1-D tensors have in common, given which elements of one matrix each of them holds."""
+    for top, bottom, left, right in intersections(has, wants):
+        size = (bottom - top, right - left)
+        there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.place(top, left))
+        here = destination.storage_offset() + wants.place(top, left)
+        destination.as_strided(size, (wants.width, 1), here).copy_(there)
 
 
 def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.model.parameters import ParameterTable, Row
+from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint.files import json_bytes
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -96,30 +97,41 @@ def model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTE
     return ModelFiles(tuple(files), places, index, ITEM_BYTES[code])
 
 
-def disk_runs(row: Row, start: int, values: npt.NDArray[np.generic]) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Where elements [start, start + len(values)) of a row, flat in engine orientation, lie on disk: contiguous runs
-    (first element on disk, values).
+def disk_runs(
+    row: Row, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
+) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
+    """Where elements [start, start + len(values)) of a row, or of its `columns`, flat in engine orientation, lie on
+    disk: contiguous runs (first element on disk, values).
 
-    A row that is not transposed is one run. In a transposed one the elements of disk row i are those with flat
-    index o * inputs + i in the engine's [outputs, inputs]: for a range of flat indices one run of consecutive o.
+    A row that is not transposed is one run; of some columns it is a run for each row of the matrix. In a transposed
+    one the elements of disk row i are those with flat index o * inputs + i in the engine's [outputs, inputs]: for a
+    range of flat indices one run of consecutive o.
     """
+    stop = start + len(values)
     if not row.transposed:
-        yield start, values
+        if columns is None:
+            yield start, values
+            return
+        for line in range(start // columns.width, -(-stop // columns.width)):
+            low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
+            yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
         return
     outputs, inputs = row.engine_shape
-    stop = start + len(values)
+    leftmost = 0
+    if columns is not None:
+        leftmost, inputs = columns.start, columns.width
     first, last = start // inputs, -(-stop // inputs)  # engine rows touched, the outer two perhaps in part
     padded = np.zeros((last - first) * inputs, dtype=values.dtype)
     padded[start - first * inputs : stop - first * inputs] = values
-    columns = np.ascontiguousarray(padded.reshape(last - first, inputs).T)
+    turned = np.ascontiguousarray(padded.reshape(last - first, inputs).T)
     if first == 0 and last == outputs and start == 0 and stop == outputs * inputs:
-        yield 0, columns.reshape(-1)
+        yield leftmost * outputs, turned.reshape(-1)
         return
     lows = first + (np.arange(inputs) < start - first * inputs)
     highs = last - (np.arange(inputs) >= stop - (last - 1) * inputs)
     for column, (low, high) in enumerate(zip(lows.tolist(), highs.tolist(), strict=True)):
         if low < high:
-            yield column * outputs + low, columns[column, low - first : high - first]
+            yield (leftmost + column) * outputs + low, turned[column, low - first : high - first]
 
 
 def write_piece(
@@ -127,10 +139,11 @@ def write_piece(
     start: int,
     values: npt.NDArray[np.generic],
     write: Callable[[str, memoryview, int], None],
+    columns: Columns | None = None,
 ) -> None:
-    """Write a piece of a row (flat, engine orientation, from element `start`) in the disk's dtype at its place;
-    `write(file, bytes, offset)` does it."""
-    for first, run in disk_runs(place.row, start, values):
+    """Write a piece of a row or of its `columns` (flat, engine orientation, from element `start`) in the disk's dtype
+    at its place; `write(file, bytes, offset)` does it."""
+    for first, run in disk_runs(place.row, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
 

@@ -9,6 +9,7 @@ Whoever cannot go on leaves `.failed-R`; rank 0 then removes the directory.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from meshwright.model.parameters import ParameterTable
+from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint import catalogue, slices
 from meshwright.train.checkpoint.files import (
     in_units,
@@ -141,15 +143,14 @@ class Save:
             self._write_small_files()
             sync_directory(self.partial / "training")
         sync_directory(self.partial)
-        rows = [[part.kind, part.name, part.start, part.stop, part.code, part.file, part.offset] for part in own]
-        self._mark("written", rows)
+        self._mark("written", [dataclasses.astuple(part) for part in own])
         self._wait_for(lambda: self._marked("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[Slice]:
         file = slice_file(self.target.rank, self.target.ranks)
         pieces = self.snapshot.pieces
         codes = [DTYPE_CODES[str(piece.tensor.dtype).removeprefix("torch.")] for piece in pieces]
-        names = [tensor_name(piece.kind, piece.name, piece.start, piece.stop) for piece in pieces]
+        names = [tensor_name(piece.kind, piece.name, piece.start, piece.stop, piece.columns) for piece in pieces]
         header, offsets, _ = safetensors_header(
             (name, code, (piece.stop - piece.start,)) for name, code, piece in zip(names, codes, pieces, strict=True)
         )
@@ -161,7 +162,7 @@ class Save:
                 position += len(data)
             os.fsync(descriptor)
         return [
-            Slice(piece.kind, piece.name, piece.start, piece.stop, code, file, offsets[name])
+            Slice(piece.kind, piece.name, piece.start, piece.stop, code, file, offsets[name], piece.columns)
             for piece, code, name in zip(pieces, codes, names, strict=True)
         ]
 
@@ -186,7 +187,7 @@ class Save:
                     for start, part in _cut(piece.tensor, place.row.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values
-                        write_piece(place, piece.start + start, raw.numpy(), write)
+                        write_piece(place, piece.start + start, raw.numpy(), write, piece.columns)
             for file, descriptor in descriptors.items():
                 self._writing = file
                 os.fsync(descriptor)
@@ -216,7 +217,11 @@ class Save:
         if target.rank:
             self._wait_for_the_end()
             return
-        everything = [Slice(*row) for rank in range(target.ranks) for row in self._read_mark("written", rank)]
+        everything = [
+            Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+            for rank in range(target.ranks)
+            for kind, name, start, stop, code, file, offset, columns in self._read_mark("written", rank)
+        ]
         slices.check_coverage(target.table, everything)
         self._writing = slices.INDEX
         write_file(self.partial / slices.INDEX, slices.write_index(everything))

@@ -1,5 +1,9 @@
 """training/: float32 masters and optimizer state as slices with global offsets. Every rank writes a file of its own;
-one index says what lies where, so that any layout reads just the intersections it needs."""
+one index says what lies where, so that any layout reads just the intersections it needs.
+
+A slice is a range of a row flattened in engine orientation, or of some columns of it (what a row-parallel product
+leaves on a rank of tensor parallelism).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.model.parameters import ParameterTable
+from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint.files import json_bytes
 from meshwright.train.checkpoint.manifest import Damaged
 from meshwright.train.checkpoint.model_files import ITEM_BYTES
@@ -20,7 +25,8 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [start, stop) of the row `name`, flat in engine orientation, of one kind ("master", "exp_avg" ...).
+    """Elements [start, stop) of the row `name`, or of its `columns`, flat in engine orientation, of one kind ("master",
+    "exp_avg" ...).
 
     They lie in `file` from byte `offset` on, as safetensors dtype `code`.
     """
@@ -32,17 +38,58 @@ class Slice:
     code: str
     file: str
     offset: int
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements [start, stop) of the flattened columns [first, first + width) of a matrix."""
+
+    start: int
+    stop: int
+    first: int
+    width: int
+
+    def rectangles(self) -> list[tuple[int, int, int, int]]:
+        """The range as at most three rectangles (row, end row, column, end column) of the matrix."""
+        begin, head = divmod(self.start, self.width)
+        end, tail = divmod(self.stop, self.width)
+        if begin == end:
+            found = [(begin, begin + 1, head, tail)]
+        else:
+            found = [(begin, begin + 1, head, self.width)] if head else []
+            found += [(begin + bool(head), end, 0, self.width), (end, end + 1, 0, tail)]
+        return [
+            (top, bottom, self.first + left, self.first + right)
+            for top, bottom, left, right in found
+            if top < bottom and left < right
+        ]
+
+    def place(self, row: int, column: int) -> int:
+        """Which element of the range lies there."""
+        return row * self.width + column - self.first - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Elements to read: bytes [offset, offset + count * item) of a file go to element `start` of piece `piece`."""
+    """Elements to read: those of `source` lie in a file from byte `offset` on; those that are also in `wanted` go to
+    piece `piece`, which has these."""
 
     offset: int
-    count: int
     code: str
     piece: int
-    start: int
+    source: Range
+    wanted: Range
+
+    @property
+    def count(self) -> int:
+        """Elements of the source."""
+        return self.source.stop - self.source.start
+
+    def part(self, first: int, count: int) -> Range:
+        """Some elements of the source: `count` from the `first` on."""
+        start = self.source.start + first
+        return Range(start, start + count, self.source.first, self.source.width)
 
 
 def slice_file(rank: int, ranks: int) -> str:
@@ -50,17 +97,20 @@ def slice_file(rank: int, ranks: int) -> str:
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def tensor_name(kind: str, name: str, start: int, stop: int) -> str:
+def tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
     """The name of a slice inside its safetensors file."""
-    return f"{kind}:{name}[{start}:{stop}]"
+    of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
+    return f"{kind}:{name}{of}[{start}:{stop}]"
 
 
 def write_index(slices: Iterable[Slice]) -> bytes:
-    """The index of all ranks' slices as text."""
+    """The index of all ranks' slices as text. A slice of some columns of a row says which, and of how many."""
     files: dict[str, list[Any]] = {}
     for part in slices:
-        files.setdefault(part.file, []).append([part.kind, part.name, part.start, part.stop, part.code, part.offset])
-    return json_bytes({"format": 1, "columns": ["kind", "name", "start", "stop", "dtype", "offset"], "files": files})
+        entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
+        files.setdefault(part.file, []).append(entry)
+    entries = ["kind", "name", "start", "stop", "dtype", "offset", "first column", "end column", "of columns"]
+    return json_bytes({"format": 1, "columns": entries, "files": files})
 
 
 def read_index(path: Path) -> list[Slice]:
@@ -68,9 +118,9 @@ def read_index(path: Path) -> list[Slice]:
     try:
         files = json.loads((path / INDEX).read_bytes())["files"]
         return [
-            Slice(kind, name, start, stop, code, file, offset)
+            Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
             for file, rows in files.items()
-            for kind, name, start, stop, code, offset in rows
+            for kind, name, start, stop, code, offset, *columns in rows
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{INDEX} cannot be read: {error}") from None
@@ -78,44 +128,81 @@ def read_index(path: Path) -> list[Slice]:
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
     """Every kind of state holds every element of every row once: a hole is a fault of ours, found before it counts."""
-    parts: dict[str, dict[str, list[tuple[int, int]]]] = {"master": {}}
+    parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
-        parts.setdefault(part.kind, {}).setdefault(part.name, []).append((part.start, part.stop))
+        parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
     for kind, by_name in parts.items():
         unknown = by_name.keys() - {row.name for row in table.rows}
         assert not unknown, f"{kind}: no such rows in the table: {sorted(unknown)}"
         for row in table.rows:
-            reached = 0
-            for start, stop in sorted(by_name.get(row.name, [])):
-                assert start == reached, f"{kind} of {row.name}: {min(start, reached)} to {max(start, reached)}"
-                reached = stop
-            assert reached == row.numel, f"{kind} of {row.name}: {reached} of {row.numel} elements"
+            found = by_name.get(row.name, [])
+            width = next((part.columns.of for part in found if part.columns), row.numel)
+            column = 0  # columns side by side, and in each of them ranges one after the other
+            for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
+                assert columns.start == column, f"{kind} of {row.name}: columns {column} to {columns.start}"
+                column, reached = columns.stop, 0
+                for part in sorted(found, key=lambda part: part.start):
+                    if (part.columns or Columns(0, width, width)) == columns:
+                        low, high = sorted((part.start, reached))
+                        assert low == high, f"{kind} of {row.name}: {low} to {high}"
+                        reached = part.stop
+                size = row.numel // width * columns.width
+                assert reached == size, f"{kind} of {row.name}: {reached} of {size} elements"
+            assert column == width, f"{kind} of {row.name}: {column} of {width} columns"
 
 
-def plan_reads(slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int]]) -> dict[str, list[Read]]:
-    """What to read from which file for the wanted (kind, name, start, stop). Raises `Damaged` when something is in no
-    file."""
-    by_row: dict[tuple[str, str], list[Slice]] = {}
+def plan_reads(
+    slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
+) -> dict[str, list[Read]]:
+    """What to read from which file for the wanted (kind, name, start, stop, columns). Raises `Damaged` when something
+    is in no file."""
+    by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
-        by_row.setdefault((part.kind, part.name), []).append(part)
+        by_row.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
     reads: dict[str, list[Read]] = {}
-    for number, (kind, name, start, stop) in enumerate(wanted):
-        parts = by_row.get((kind, name), [])
-        reached = start
-        index = max(0, bisect.bisect_right(parts, start, key=lambda part: part.start) - 1)
-        while reached < stop and index < len(parts):
-            part = parts[index]
-            low, high = max(reached, part.start), min(stop, part.stop)
-            if low > reached:
-                break
-            if low < high:
-                offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
-                reads.setdefault(part.file, []).append(Read(offset, high - low, part.code, number, low - start))
-                reached = high
-            index += 1
-        if reached < stop:
-            raise Damaged(f"it holds no {kind} of {name} from element {reached} to {stop}")
+    for number, (kind, name, start, stop, columns) in enumerate(wanted):
+        found = 0
+        for others, parts in by_row.get((kind, name), {}).items():
+            source, target = _in_one_matrix(others, columns)
+            piece = Range(start, stop, *target)
+            # The rows of the matrix that the piece touches, as elements of the slices; its very elements, if cut alike.
+            begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
+            index = max(0, bisect.bisect_right(parts, begin, key=lambda part: part.start) - 1)
+            while index < len(parts) and parts[index].start < end:
+                part = parts[index]
+                index += 1
+                low, high = max(begin, part.start), min(end, part.stop)
+                if low < high:
+                    offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
+                    read = Read(offset, part.code, number, Range(low, high, *source), piece)
+                    boxes = intersections(read.source, piece)
+                    common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
+                    if common:
+                        found += common
+                        reads.setdefault(part.file, []).append(read)
+        if found != stop - start:
+            raise Damaged(f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}")
     return reads
+
+
+def intersections(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
+    """What two ranges have in common, as rectangles (row, end row, column, end column)."""
+    found = []
+    for top, bottom, left, right in a.rectangles():
+        for above, below, from_, to in b.rectangles():
+            box = max(top, above), min(bottom, below), max(left, from_), min(right, to)
+            if box[0] < box[1] and box[2] < box[3]:
+                found.append(box)
+    return found
+
+
+def _in_one_matrix(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First column and width of both, in a matrix that holds the row; of one column, where they are cut alike."""
+    if a == b:
+        return (0, 1), (0, 1)
+    of = (a or b or Columns(0, 1, 1)).of
+    (first_a, end_a, _), (first_b, end_b, _) = a or (0, of, of), b or (0, of, of)
+    return (first_a, end_a - first_a), (first_b, end_b - first_b)
 
 
 def kinds(slices: Iterable[Slice]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,7 +55,7 @@ class SnapshotBuffers:
             for piece in group:
                 size = piece.stop - piece.start
                 view = buffer[position : position + size]
-                copied.append(Piece(piece.kind, piece.name, piece.start, piece.stop, view))
+                copied.append(replace(piece, tensor=view))
                 position += size
         if any(piece.tensor.is_cuda for piece in pieces):
             ready = torch.cuda.Event()

@@ -1,0 +1,54 @@
+"""Tensor parallelism beside the model: the gradients of which each rank of tp has only a part.
+
+The model itself splits the products and meets where they end (model/layers.py, attention.py, loss.py; Shoeybi et al.
+2019, arXiv:1909.08053; with sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198). Left over are tensors
+that several ranks hold alike and that each of them uses for its own tokens or heads alone: norms, learned positions
+and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value heads that ranks share.
+The parameter table says which; here they are summed, once a step, all units together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.parallel.units import UnitBuffers
+
+GRADIENT_SITE = "tensor.gradients"
+SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
+
+
+class PartialGradients:
+    """This rank's shards of the gradients that are sums over ranks of tp. Ranks of one tp group own the same ranges of
+    their flat buffers, so that what one of them sums the others sum too."""
+
+    def __init__(self, units: Iterable[UnitBuffers], mesh: Mesh) -> None:
+        views: dict[int, list[torch.Tensor]] = {}
+        neighbours: dict[int, Axis] = {}
+        for unit in units:
+            for part in unit.flat.parts:
+                if not part.partial:
+                    continue
+                if part.copies not in neighbours:  # made by all ranks, also by those whose shard has nothing of it
+                    neighbours[part.copies] = mesh.neighbours("tp", part.copies)
+                low, high = max(unit.start, part.offset), min(unit.stop, part.offset + part.numel)
+                if low < high:
+                    views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])
+        self._groups = [
+            (neighbours[copies], GRADIENT_SITE if copies == mesh.tp.size else SHARED_HEADS_SITE, found)
+            for copies, found in views.items()
+        ]
+
+    def add_up(self) -> None:
+        """Replace the parts by their sums."""
+        under_way = []
+        for axis, site, views in self._groups:
+            together = torch.cat(views)
+            under_way.append((all_reduce(together, axis, site, async_op=True), together, views))
+        for handle, together, views in under_way:
+            handle.wait()
+            for view, total in zip(views, together.split([view.numel() for view in views]), strict=True):
+                view.copy_(total)

@@ -1,0 +1,207 @@
+"""Tensor parallelism: who holds what, what begins alike, which calls are made, and each gradient summed once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model import loss
+from meshwright.model.initialise import initial_value
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import preset
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.pieces import flat_unit, padded_numel, pieces_of
+from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
+from meshwright.verify.reference import loss_sum
+
+LLAMA = scaled_down(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
+CONFIGS = {
+    "llama": LLAMA,
+    "one key-value head": dataclasses.replace(LLAMA, kv_heads=1),
+    "qwen3": scaled_down(preset("qwen3-0.6b"), tp=4),
+    "gpt2": scaled_down(preset("gpt2"), tp=4),
+}
+SEQUENCE = 24
+
+
+# --- who holds what
+
+
+@pytest.mark.parametrize("layout_text", ["tp2", "tp4", "tp4:nosp", "dp2 zero1 tp2", "dp3 zero3 tp4"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_element_is_written_once_and_held_as_often_as_the_table_says(config, layout_text):
+    layout, table = Layout.parse(layout_text), parameter_table(config)
+    written = {row.name: torch.zeros(row.numel) for row in table.rows}
+    held = {row.name: torch.zeros(row.numel) for row in table.rows}
+    for rank in range(layout.world_size):
+        coordinates = layout.coordinates(rank)
+        for name in table.units:
+            unit = flat_unit(table, name, layout.sharding, layout, coordinates)
+            assert unit.numel == table.unit_numel(name, layout)
+            length = unit.padded // layout.sharding
+            start = coordinates["dp"] * length
+            stop = min(start + length, unit.numel)
+            flat = torch.ones(length)
+            for counts, position in ((written, coordinates["tp"]), (held, None)):
+                for piece in pieces_of(unit, "master", flat, start, start, stop, position):
+                    place = piece.of(torch.arange(counts[piece.name].numel()))
+                    assert len(place) == piece.tensor.numel() == piece.stop - piece.start > 0
+                    counts[piece.name][place] += 1
+    for row in table.rows:
+        assert bool((written[row.name] == 1).all()), row.name
+        assert bool((held[row.name] == row.replicas(layout)).all()), row.name
+
+
+def test_a_piece_says_which_columns_of_a_row_it_holds():
+    table, layout = parameter_table(LLAMA), Layout(tp=2)
+    unit = flat_unit(table, "layers.0", 1, layout, {"tp": 1})
+    row = table.row("model.layers.0.mlp.down_proj.weight")
+    (piece,) = [p for p in pieces_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == row.name]
+    values = torch.arange(row.numel)
+    assert torch.equal(piece.of(values), values.view(row.engine_shape)[:, 20:].reshape(-1))
+    piece.tensor.fill_(7)
+    written = torch.zeros(row.numel)
+    piece.put(written)
+    assert torch.equal(written.view(row.engine_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
+
+
+def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bool]:
+    """Of each piece whether it has its initial values; whether what only fills up is zero, and stays so."""
+    layout = Layout.parse(layout_text)
+    mesh, table = Mesh.create(layout), parameter_table(config)
+    model = Transformer(config, axes=mesh, device="meta", dtype=torch.float64)
+    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
+    right = []
+    for piece in parallel.master_pieces(owned=False):
+        row = table.row(piece.name)
+        value = initial_value(row, 3).double()
+        right.append(
+            (piece.name, torch.equal(piece.tensor, piece.of((value.T if row.transposed else value).reshape(-1))))
+        )
+    one_step(parallel, model, mesh, config)
+    for shard in parallel.shards:
+        shard.master.sub_(shard.gradient)
+    parallel.publish()
+    rows = -(-config.vocabulary // layout.tp)
+    filling = model.embedding.weight[max(0, config.vocabulary - mesh.tp.rank * rows) :]
+    untouched = not bool(filling.any())
+    mesh.close()
+    return right, untouched
+
+
+def one_step(parallel: DataParallel, model: Transformer, mesh: Mesh, config: Any, micro_batches: int = 1) -> None:
+    batches = share_of(
+        make_batch(Problem(config, batch=4, sequence=SEQUENCE), 0), mesh.data.rank, mesh.data.size, micro_batches
+    )
+    targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
+    parallel.begin_step(len(batches))
+    for index, batch in enumerate(batches):
+        parallel.backward(loss_sum(model, batch, parallel) / targets, last=index == len(batches) - 1)
+    parallel.finish()
+
+
+@pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("layout", ["tp4", "dp2 tp2:nosp"])
+@pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["gpt2"]], ids=["llama", "gpt2"])
+def test_ranks_begin_with_the_values_of_one_device_and_what_fills_up_stays_zero(four, layout, config):
+    for right, untouched in four.run(beginning, layout, config):
+        assert right and all(equal for _, equal in right), right
+        assert untouched
+
+
+# --- which calls
+
+
+def calls_of_a_step(layout_text: str, config: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    layout = Layout.parse(layout_text)
+    mesh = Mesh.create(layout)
+    model = Transformer(config, axes=mesh, dtype=torch.float32, recompute=layout.recompute)
+    parallel = DataParallel(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
+    mesh.record.clear()
+    one_step(parallel, model, mesh, config, layout.micro_batches)
+    mesh.close()
+    assert parallel.memory() == parallel.predicted_bytes()
+    return {(e["site"], e["operation"]): (e["calls"], e["sent_bytes"]) for e in mesh.record.table()}
+
+
+LAYER_SITES = ("attention.input", "attention.output", "mlp.input", "mlp.output")
+
+
+@pytest.mark.parametrize(("layout", "micro_batches"), [("tp4", 1), ("dp2 tp2 mb2", 2), ("dp2 zero3 tp2", 1)])
+def test_a_layer_has_four_all_reduces_or_their_halves_a_step(four, layout, micro_batches):
+    """Two all-gathers and two reduce-scatters forward, two and two backward, of all hidden values of a micro-batch
+    (Korthikanti et al. 2022, section 4.2.2)."""
+    tp = Layout.parse(layout).tp
+    tokens = 4 * SEQUENCE * tp // 4 // micro_batches  # of a micro-batch
+    half = tokens * LLAMA.hidden * 4 * (tp - 1) // tp
+    count = LLAMA.layers * micro_batches
+    (calls, *_) = four.run(calls_of_a_step, layout, LLAMA)
+    for site in LAYER_SITES:
+        forward, backward = ("all_gather", "reduce_scatter") if "input" in site else ("reduce_scatter", "all_gather")
+        assert calls.pop((site, forward)) == calls.pop((site + ".backward", backward)) == (count, count * half)
+    assert not any(site.startswith(("attention", "mlp")) for site, _ in calls)
+
+
+def test_without_sequence_parallelism_they_are_four_all_reduces(four):
+    (calls, *_) = four.run(calls_of_a_step, "tp4:nosp", LLAMA)
+    sent = 2 * 4 * SEQUENCE * LLAMA.hidden * 4 * 3 // 4
+    expected = (LLAMA.layers, LLAMA.layers * sent)
+    for site in ("attention.output", "mlp.output", "attention.input.backward", "mlp.input.backward"):
+        assert calls.pop((site, "all_reduce")) == expected
+    assert not any(site.startswith(("attention", "mlp")) for site, _ in calls)
+
+
+@pytest.mark.parametrize(("layout", "more"), [("tp4 ac:selective", 2), ("tp4 ac:full", 3)])
+def test_recomputation_repeats_gathers_and_full_a_sum_too(four, layout, more):
+    """Selective keeps what was summed and gathers again; full repeats all but the block's last call."""
+    (calls, *_) = four.run(calls_of_a_step, layout, LLAMA)
+    made = sum(count for (site, _), (count, _) in calls.items() if site.startswith(("attention", "mlp")))
+    assert made == LLAMA.layers * (8 + more)
+
+
+@pytest.mark.parametrize("name", ["llama", "one key-value head", "qwen3", "gpt2"])
+@pytest.mark.parametrize("layout", ["tp4", "tp4:nosp"])
+def test_partial_gradients_travel_once_a_step(four, name, layout):
+    config = CONFIGS[name]
+    table, parsed = parameter_table(config), Layout.parse(layout)
+    expected: dict[int, int] = {}
+    for row in table.rows:
+        if "tp" in row.gradient_axes(parsed):
+            copies = row.replicas(parsed)
+            part = row.numel * copies // 4
+            expected[copies] = expected.get(copies, 0) + part
+    (calls, *_) = four.run(calls_of_a_step, f"{layout} mb2", config)
+    found = {site: value for (site, _), value in calls.items() if site.startswith("tensor.")}
+    names = {4: "tensor.gradients", 2: "tensor.gradients.shared_heads"}
+    assert found == {names[n]: (1, 2 * numel * 4 * (n - 1) // n) for n, numel in expected.items()}
+
+
+def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypatch):
+    monkeypatch.setattr(loss, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
+    hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
+    chunks = [
+        [chunk.tokens for chunk in loss._chunks(hidden, targets, loss._Head(weight, 0, Mesh.single(), False, 250))]
+        for weight in (torch.randn(250, 8), torch.randn(249, 8))
+    ]
+    assert chunks[0] == chunks[1] and len(chunks[0]) == 12
+
+
+def test_flat_buffers_are_as_long_as_the_table_says():
+    table, layout = parameter_table(LLAMA), Layout(tp=4)
+    for name in table.units:
+        units = [flat_unit(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
+        assert len({(unit.numel, unit.padded, unit.decay_numel) for unit in units}) == 1, "equal on all ranks"
+        assert units[0].padded == padded_numel(units[0].numel, 2)
