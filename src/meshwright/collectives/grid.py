@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -51,13 +52,13 @@ def sides(what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: 
         return (ranks,)
     found = nearly_cubic(ranks, dimensions)
     if found is None:
-        near = [
+        near = (
             (other, nearly_cubic(other, dimensions))
             for distance in range(1, ranks + 2**dimensions)
             for other in (ranks - distance, ranks + distance)
             if other > 1
-        ]
-        legal = [f"{other} ({'x'.join(map(str, shape))})" for other, shape in near if shape][:2]
+        )
+        legal = islice((f"{other} ({'x'.join(map(str, shape))})" for other, shape in near if shape), 2)
         raise UserError(
             f"{what} cannot take {ranks} ranks: no {dimensions} sides of at least 2 multiply to {ranks}; "
             f"near are {' and '.join(legal)}"
