@@ -124,11 +124,16 @@ def test_ranks_begin_with_the_values_of_one_device_and_what_fills_up_stays_zero(
 # --- which calls
 
 
-def calls_of_a_step(layout_text: str, config: Any) -> dict[tuple[str, str], tuple[int, int]]:
+def calls_of_a_step(
+    layout_text: str, config: Any, backend: str | None = None
+) -> dict[tuple[str, str], tuple[int, int]]:
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(config, axes=mesh, dtype=torch.float32, recompute=layout.recompute)
     parallel = DataParallel(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
+    if backend is not None:
+        model.compile_blocks(backend=backend)
+        model._loss_options["compiled"] = False  # the loss alone would go through inductor
     mesh.record.clear()
     one_step(parallel, model, mesh, config, layout.micro_batches)
     mesh.close()
@@ -161,6 +166,15 @@ def test_without_sequence_parallelism_they_are_four_all_reduces(four):
     for site in ("attention.output", "mlp.output", "attention.input.backward", "mlp.input.backward"):
         assert calls.pop((site, "all_reduce")) == expected
     assert not any(site.startswith(("attention", "mlp")) for site, _ in calls)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_call_no_more(four):
+    """What is computed again in a compiled backward pass is not what came over the wire."""
+    config = dataclasses.replace(LLAMA, layers=2)
+    (eager, *_) = four.run(calls_of_a_step, "tp4", config)
+    (compiled, *_) = four.run(calls_of_a_step, "tp4", config, "aot_eager")
+    assert compiled == eager
 
 
 @pytest.mark.parametrize(("layout", "more"), [("tp4 ac:selective", 2), ("tp4 ac:full", 3)])
