@@ -259,6 +259,7 @@ def test_exact_quantities_are_read_back(value: float):
 
 def test_quantities_are_shown_in_the_unit_that_fits():
     assert [show_bytes(value) for value in (0, 1000, 1536, 64 << 20)] == ["0 bytes", "1,000 bytes", "1.5 KiB", "64 MiB"]
+    assert [show_bytes(value) for value in (1e18, 1e30)] == ["909,495 TiB", "9.09e+17 TiB"]
     assert [show_seconds(value) for value in (0, 5e-6, 0.00123, 2, 3e-10)] == [
         "0 s",
         "5 µs",
