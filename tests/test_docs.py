@@ -81,7 +81,7 @@ def phrase(schema: dict[str, Any]) -> str:
         return " or ".join(phrase(member) for member in schema["anyOf"] if member.get("type") != "null")
     kind = schema["type"]
     if kind == "array":
-        if schema.get("minItems") == schema.get("maxItems"):
+        if "maxItems" in schema and schema.get("minItems") == schema["maxItems"]:
             return f"{schema['minItems']} numbers, each {limits(schema['items'])}"
         return f"list of {phrase(schema['items'])}"
     name = {"string": "text", "boolean": "true / false", "object": "table"}.get(kind, kind)

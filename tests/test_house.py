@@ -20,7 +20,18 @@ ROOMS = [
 ]
 TORCH_FREE = ROOMS[: ROOMS.index("comm")]
 MODEL_AS_DATA = {
-    *("config", "config_json", "disk_names", "families", "parameters", "presets", "refuse", "rope_scaling", "rows"),
+    *(
+        "config",
+        "config_json",
+        "disk_names",
+        "experts_json",
+        "families",
+        "parameters",
+        "presets",
+        "refuse",
+        "rope_scaling",
+        "rows",
+    ),
 }
 TORCH_FREE_MODULES = {"meshwright.train.launcher"}  # below, and yet without torch: it starts the processes that load it
 BRINGS_TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")

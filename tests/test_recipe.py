@@ -225,7 +225,7 @@ def test_what_is_not_toml_at_all_is_refused_from_python_too():
 def different(recipe: Path, key: str) -> Recipe:
     """The recipe with another valid value for `key`."""
     old = load_recipe(recipe)
-    numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]"]
+    numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]", "[0, 1]"]
     words = [
         "tcp://host:1",
         "dp2",

@@ -79,7 +79,7 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
     "all-to-all": {"linear": "all-pairs"},
 }
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
 PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 

@@ -91,6 +91,12 @@ class ModelRecipe(Table):
     sliding_window: Count | None = None
     tied: bool | None = None
     norm_epsilon: Positive | None = None
+    experts: Count | None = None  # of each layer; families with experts only
+    experts_per_token: Count | None = None
+    expert_intermediate: Count | None = None
+    shared_intermediate: CountOrZero | None = None  # 0: no shared expert
+    dense_layers: list[CountOrZero] | None = None  # layers without experts
+    router_loss: NotNegative | None = None  # weight of the loss that balances experts
 
     @model_validator(mode="after")
     def _one_architecture(self) -> Self:
@@ -152,6 +158,7 @@ class TrainRecipe(Table):
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     momentum: Decay = 0.0  # sgd
+    router_bias_rate: NotNegative = 0.001  # a step of the biases that balance experts, where a family has them
     schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
     warmup: CountOrZero = 0  # steps
     decay: CountOrZero = 0  # steps of the wsd tail

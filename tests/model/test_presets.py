@@ -23,6 +23,10 @@ def test_the_figures_of_the_model_pages_are_in_the_data():
         "qwen2.5-0.5b": 494_032_768,
         "qwen2.5-72b": 72_706_203_648,
         "qwen3-1.7b": 1_720_574_976,
+        "mixtral-8x7b-v0.1": 46_702_792_704,
+        "qwen1.5-moe-a2.7b": 14_315_784_192,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "qwen3-235b-a22b": 235_093_634_560,
         "bloom-176b": 176_247_271_424,
         "gemma-2-27b": 27_227_128_320,
     }.items():
@@ -32,6 +36,23 @@ def test_the_figures_of_the_model_pages_are_in_the_data():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_counts_what_was_published(name: str):
     assert parameter_table(preset(name)).numel == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b-v0.1", 12.9),
+        ("mixtral-8x22b-v0.1", 39),
+        ("qwen1.5-moe-a2.7b", 2.7),
+        ("qwen2-57b-a14b", 14),
+        ("qwen3-30b-a3b", 3.3),
+        ("qwen3-235b-a22b", 22),
+        ("dots-llm1", 14),
+    ],
+)
+def test_active_parameters_are_those_that_were_published(name: str, billions: float):
+    assert parameter_table(preset(name)).active_numel / 1e9 == pytest.approx(billions, rel=0.03)
+    assert parameter_table(preset("llama-3-8b")).active_numel == PUBLISHED["llama-3-8b"]
 
 
 def test_gpt3_is_within_a_third_of_a_percent_of_its_rounded_figure():

@@ -23,6 +23,7 @@ __all__ = ["ModelConfig", "RopeScaling", "config_from_recipe"]
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rope", "learned", "alibi"]
+Router = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class ModelConfig:
     A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
     (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
     exist for planning: Gemma 2 norms each sublayer's output too, BLOOM norms its embeddings.
+
+    With ``experts`` every layer but the ``dense_layers`` has so many MLPs of width ``expert_intermediate``, of which a
+    token takes ``experts_per_token``, and one of ``shared_intermediate`` for all tokens (0: none), behind a gate of its
+    own with ``shared_gate``. ``normalise_choice``: the chosen experts' weights are made to add up to 1, before they are
+    multiplied by ``routed_scale``. ``router_loss`` weighs the auxiliary loss that balances them, ``router_bias`` says
+    that a bias on the scores does.
     """
 
     family: str
@@ -64,6 +71,17 @@ class ModelConfig:
     eos_token: int | None = None
     more_eos_tokens: tuple[int, ...] = ()  # some models end a turn and a text differently
     initializer_range: float = 0.02
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    router: Router = "softmax"
+    router_bias: bool = False
+    router_loss: float = 0.0
+    normalise_choice: bool = False
+    routed_scale: float = 1.0
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -85,6 +103,8 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
+        if (problem := self._experts_problem()) is not None:
+            return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
         if self.hidden % self.heads and self.family in ("llama", "gemma2"):  # transformers refuses these two only
@@ -99,7 +119,7 @@ class ModelConfig:
                 f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
                 f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
             )
-        if self.family in ("llama", "qwen3", "gemma2") and self.qkv_bias != self.output_bias:
+        if self.family in ("llama", "qwen3", "gemma2", "qwen3_moe", "dots1") and self.qkv_bias != self.output_bias:
             return f"family {self.family} has both attention biases or none"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"sliding_window must be at least 1, not {self.sliding_window}"
@@ -108,6 +128,36 @@ class ModelConfig:
         ):
             return f"windowed_layers needs a sliding_window and one entry for each of {self.layers} layers"
         return None
+
+    def _experts_problem(self) -> str | None:
+        """What is wrong with the sizes of the mixture of experts."""
+        if not FAMILIES[self.family].experts:
+            given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
+            return f"family {self.family} has no experts: leave {given[0]} out" if given else None
+        for name in ("experts", "experts_per_token", "expert_intermediate"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1 in family {self.family}, not {getattr(self, name)}"
+        if self.experts_per_token > self.experts:
+            return f"experts_per_token {self.experts_per_token} is more than the {self.experts} experts there are"
+        if self.shared_intermediate < 0 or self.router_loss < 0:
+            return "shared_intermediate and router_loss must be at least 0"
+        if self.shared_gate and not self.shared_intermediate:
+            return f"shared_intermediate must be at least 1 in family {self.family}"
+        wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.layers]
+        if wrong or sorted(set(self.dense_layers)) != list(self.dense_layers):
+            return f"dense_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
+        if len(self.dense_layers) == self.layers:
+            return "dense_layers leaves no layer to the experts"
+        return FAMILIES[self.family].experts_problem(self)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.layers))
 
     @property
     def planning_only(self) -> str | None:
@@ -193,6 +243,12 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
             "sliding_window",
             "tied",
             "norm_epsilon",
+            "experts",
+            "experts_per_token",
+            "expert_intermediate",
+            "shared_intermediate",
+            "dense_layers",
+            "router_loss",
         )
         if (value := getattr(model, name)) is not None
     }
@@ -246,7 +302,31 @@ def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig
         "activation": "silu" if gated else "gelu_tanh",
         "tied": not gated,
     }
+    if FAMILIES[model.family].experts:
+        fields |= _smallest_experts(model, intermediate)
     return ModelConfig(**{**fixed, **fields})
+
+
+def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
+    """A mixture that costs a token about what one MLP of the usual width does."""
+    assert model.family
+    fixed = FAMILIES[model.family].fixed
+    experts = model.experts or 8
+    chosen = model.experts_per_token or min(2, experts)
+    if model.family == "mixtral":  # experts as wide as the usual MLP
+        width = model.expert_intermediate or model.intermediate or intermediate
+    else:
+        width = model.expert_intermediate or max(
+            1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1)))
+        )
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_intermediate": width,
+        "shared_intermediate": fixed.get("shared_intermediate", width),
+        "normalise_choice": True,
+        "router_loss": 0.0 if fixed["router_bias"] else 0.001,
+    } | ({"intermediate": width} if model.family == "mixtral" else {})
 
 
 def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
@@ -258,6 +338,13 @@ def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
         overrides.setdefault("kv_heads", heads)
     if base.intermediate == 4 * base.hidden and not base.gated:
         overrides.setdefault("intermediate", 4 * hidden)
+    if base.family == "mixtral":  # one width under two names
+        width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
+        overrides |= {"intermediate": width, "expert_intermediate": width}
+    if "dense_layers" in overrides:
+        overrides["dense_layers"] = tuple(overrides["dense_layers"])
+    elif "layers" in overrides:
+        overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
     if base.windowed_layers is not None and "layers" in overrides:
         # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
         layers = overrides["layers"]

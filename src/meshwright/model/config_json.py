@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.model.experts_json import read_experts, write_experts
 from meshwright.model.families import FAMILIES, Family
 from meshwright.model.rope_scaling import read_rope_scaling, write_rope_scaling
 
@@ -63,6 +64,9 @@ _REFUSED_SWITCHES: dict[str, object] = {
     "use_bidirectional_attention": False,
     "is_causal": True,
     "partial_rotary_factor": 1.0,
+    "router_jitter_noise": 0.0,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 
@@ -196,7 +200,11 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
         _read_rope(data, fields, where, read)
         _read_windows(data, fields, where, read)
-        if family.name in ("llama", "qwen3", "gemma2"):
+        if family.name == "qwen2_moe":
+            fields["qkv_bias"] = read.boolean("qkv_bias")
+        if family.experts:
+            fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
+        if family.name in ("llama", "qwen3", "gemma2", "qwen3_moe", "dots1"):
             fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
         if family.name == "llama":
             fields["mlp_bias"] = read.boolean("mlp_bias")
@@ -240,7 +248,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
     if family == "llama":  # transformers' Llama knows no window and ignores the key
         return
     _, window = read.get(("sliding_window",))
-    if family in ("qwen2", "qwen3") and not read.boolean("use_sliding_window"):
+    if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not read.boolean("use_sliding_window"):
         window = None
     types = data.get("layer_types")
     if types is not None:
@@ -250,10 +258,13 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
             if name not in ("full_attention", "sliding_attention"):
                 raise UserError(f"{where}: layer type {name!r} is not supported (full_attention, sliding_attention)")
         windowed = [name == "sliding_attention" for name in types]
-    elif family == "mistral":
+    elif family in ("mistral", "mixtral", "qwen3_moe"):
         windowed = [True] * layers
     elif family == "gemma2":
         windowed = [index % 2 == 0 for index in range(layers)]
+    elif family == "qwen2_moe":  # as transformers 5 has it: every other layer, below the first max_window_layers
+        most = data.get("max_window_layers", 28)
+        windowed = [index % 2 == 0 and index < most for index in range(layers)]
     else:
         _, first = read.get(("max_window_layers",))
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
@@ -261,8 +272,8 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
         windowed = [index >= first for index in range(layers)]
     if window is None or not any(windowed):
         return
-    if family == "mistral" and not all(windowed):
-        raise UserError(f'{where}: "layer_types" of a mistral model must be all alike')
+    if family in ("mistral", "mixtral", "qwen3_moe") and not all(windowed):
+        raise UserError(f'{where}: "layer_types" of a {family} model must be all alike')
     fields["sliding_window"] = read.integer(("sliding_window",))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
 
@@ -315,15 +326,23 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
     }
-    if config.family in ("llama", "qwen3"):
+    if config.experts:
+        written |= write_experts(config)
+    if config.family in ("llama", "qwen3", "qwen3_moe", "dots1"):
         written["attention_bias"] = config.qkv_bias
     if config.family == "llama":
         written["mlp_bias"] = config.mlp_bias
-    if config.family == "mistral":
+    if config.family == "qwen2_moe":
+        written["qkv_bias"] = config.qkv_bias
+    if config.family in ("mistral", "mixtral", "dots1"):
         written["sliding_window"] = config.sliding_window
-    if config.family in ("qwen2", "qwen3"):
+    if config.family == "qwen3_moe":
+        written["use_sliding_window"] = config.sliding_window is not None
+        written["sliding_window"] = config.sliding_window
+    if config.family in ("qwen2", "qwen3", "qwen2_moe", "dots1"):
         windowed = [config.layer_window(index) is not None for index in range(config.layers)]
-        written["use_sliding_window"] = any(windowed)
+        if config.family != "dots1":
+            written["use_sliding_window"] = any(windowed)
         written["sliding_window"] = config.sliding_window
         written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
         written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]

@@ -21,6 +21,28 @@ _LLAMA = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
+# {e} is the expert's number.
+_MIXTRAL = {name: disk for name, disk in _LLAMA.items() if name not in ("gate", "up", "down")} | {
+    "router": f"{_LAYER}.block_sparse_moe.gate",
+    "expert_gate": f"{_LAYER}.block_sparse_moe.experts.{{e}}.w1",
+    "expert_up": f"{_LAYER}.block_sparse_moe.experts.{{e}}.w3",
+    "expert_down": f"{_LAYER}.block_sparse_moe.experts.{{e}}.w2",
+}
+_QWEN_MOE = _LLAMA | {
+    "router": f"{_LAYER}.mlp.gate",
+    "expert_gate": f"{_LAYER}.mlp.experts.{{e}}.gate_proj",
+    "expert_up": f"{_LAYER}.mlp.experts.{{e}}.up_proj",
+    "expert_down": f"{_LAYER}.mlp.experts.{{e}}.down_proj",
+    "shared_gate": f"{_LAYER}.mlp.shared_expert.gate_proj",
+    "shared_up": f"{_LAYER}.mlp.shared_expert.up_proj",
+    "shared_down": f"{_LAYER}.mlp.shared_expert.down_proj",
+    "shared_expert_gate": f"{_LAYER}.mlp.shared_expert_gate",
+}
+_DOTS1 = _QWEN_MOE | {
+    "shared_gate": f"{_LAYER}.mlp.shared_experts.gate_proj",
+    "shared_up": f"{_LAYER}.mlp.shared_experts.up_proj",
+    "shared_down": f"{_LAYER}.mlp.shared_experts.down_proj",
+}
 _GEMMA2 = _LLAMA | {
     "attention_post_norm": f"{_LAYER}.post_attention_layernorm",
     "mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
@@ -56,6 +78,10 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN_MOE,
+    "qwen3_moe": _QWEN_MOE,
+    "dots1": _DOTS1,
     "gpt2": _GPT2,
     "bloom": _BLOOM,
     "gemma2": _GEMMA2,

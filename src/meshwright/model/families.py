@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,23 @@ class Family:
     fixed: Mapping[str, object]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
     planning_only: str | None = None
+    experts: bool = False  # its layers hold mixtures of experts
+
+    def experts_problem(self, config: ModelConfig) -> str | None:
+        """What the family's own ``config.json`` could not say of the mixture of experts."""
+        if self.name == "mixtral" and config.intermediate != config.expert_intermediate:
+            return f"family mixtral has one width: intermediate {config.intermediate} is expert_intermediate"
+        if self.name == "dots1":
+            if config.dense_layers != tuple(range(len(config.dense_layers))):
+                return "family dots1 has its dense_layers at the beginning"
+            if config.experts < 2:
+                return "family dots1 has at least 2 experts"
+            if not config.shared_intermediate or config.shared_intermediate % config.expert_intermediate:
+                return (
+                    f"family dots1 has shared experts as wide as the others: shared_intermediate must be a multiple "
+                    f"of expert_intermediate {config.expert_intermediate}, not {config.shared_intermediate}"
+                )
+        return None
 
 
 _ROPE_DECODER: dict[str, object] = {
@@ -40,6 +60,8 @@ _GPT: dict[str, object] = {
     "query_key_norm": False,
     "post_norms": False,
 }
+_SOFTMAX_ROUTER: dict[str, object] = {"router": "softmax", "router_bias": False, "routed_scale": 1.0}
+_NO_SHARED_EXPERT: dict[str, object] = {"shared_intermediate": 0, "shared_gate": False}
 _NO_WINDOW: dict[str, object] = {"sliding_window": None, "windowed_layers": None}
 _NO_BIAS: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 
@@ -69,6 +91,77 @@ FAMILIES: dict[str, Family] = {
             "Qwen3ForCausalLM",
             _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": True},
             {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+        ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            _ROPE_DECODER
+            | _NO_BIAS
+            | _SOFTMAX_ROUTER
+            | _NO_SHARED_EXPERT
+            | {"query_key_norm": False, "windowed_layers": None, "normalise_choice": True, "dense_layers": ()},
+            {
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "router_aux_loss_coef": 0.001,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            experts=True,
+        ),
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            _ROPE_DECODER
+            | _SOFTMAX_ROUTER
+            | {"output_bias": False, "mlp_bias": False, "query_key_norm": False, "shared_gate": True},
+            {
+                "num_key_value_heads": 16,
+                "sliding_window": 4096,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "router_aux_loss_coef": 0.001,
+            },
+            experts=True,
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _ROPE_DECODER
+            | _SOFTMAX_ROUTER
+            | _NO_SHARED_EXPERT
+            | {"mlp_bias": False, "query_key_norm": True, "windowed_layers": None},
+            {
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "router_aux_loss_coef": 0.001,
+            },
+            experts=True,
+        ),
+        Family(
+            "dots1",
+            "Dots1ForCausalLM",
+            _ROPE_DECODER
+            | {
+                "mlp_bias": False,
+                "query_key_norm": True,
+                "router": "sigmoid",
+                "router_bias": True,
+                "router_loss": 0.0,
+                "shared_gate": False,
+            },
+            {"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
+            experts=True,
         ),
         Family(
             "gpt2",

@@ -57,6 +57,11 @@ class ParameterTable:
         """Parameters of the model; a tied embedding counts once."""
         return sum(row.numel for row in self.rows)
 
+    @cached_property
+    def active_numel(self) -> int:
+        """Parameters that one token computes with, on average: of each layer's experts those that it chooses."""
+        return round(sum(row.numel * row.active for row in self.rows))
+
     def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
         """The boxes of a row that the rank at ``coordinates`` (as ``layout.coordinates`` gives) holds.
 
@@ -99,16 +104,14 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
     """The table of a model. Families that can only be planned have one too."""
     builder = _Builder(config)
     builder.build()
-    rows, units = builder.rows, tuple(dict.fromkeys(row.unit for row in builder.rows))
+    units: dict[str, dict[str, list[Row]]] = {}
+    for row in builder.rows:
+        units.setdefault(row.unit, {}).setdefault(row.tensor, []).append(row)
     tensors = []
-    for unit in units:
-        grouped: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.unit == unit:
-                grouped.setdefault(row.tensor, []).append(row)
+    for unit, grouped in units.items():
         found = [Tensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
-    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), units)
+    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
 
 
 class _Builder:
@@ -169,17 +172,50 @@ class _Builder:
             self.norm(unit, "attention_post_norm", layer)
 
         self.norm(unit, "mlp_norm", layer)
-        for part, offset in (("gate", 0), ("up", intermediate)) if config.gated else (("up", 0),):
-            self.linear(
-                unit, f"{mlp}.up", part, layer, intermediate, hidden, column=True, bias=config.mlp_bias, offset=offset
-            )
-        self.linear(unit, f"{mlp}.down", "down", layer, hidden, intermediate, column=False, bias=config.mlp_bias)
+        if config.has_experts(layer):
+            self.mixture(unit, mlp, layer)
+        else:
+            self.feed_forward(unit, mlp, layer, intermediate)
         if config.post_norms:
             self.norm(unit, "mlp_post_norm", layer)
+
+    def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
+        hidden, bias = self.config.hidden, self.config.mlp_bias
+        for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
+            self.linear(unit, f"{mlp}.up", prefix + part, layer, width, hidden, column=True, bias=bias, offset=offset)
+        self.linear(unit, f"{mlp}.down", f"{prefix}down", layer, hidden, width, column=False, bias=bias)
+
+    def mixture(self, unit: str, mlp: str, layer: int) -> None:
+        """A router, its experts one after the other in one tensor each way, and the expert that all tokens share."""
+        config = self.config
+        hidden, width = config.hidden, config.expert_intermediate
+        # Ranks of tp hold columns of every expert: what each finds out about a choice is a part.
+        self.add(unit, "router", (config.experts, hidden), tensor=f"{mlp}.router", layer=layer, partial="heads")
+        if config.router_bias:
+            self.add(
+                unit, "router", (config.experts,), tensor=f"{mlp}.router", layer=layer, suffix="bias",
+                disk_suffix="e_score_correction_bias", partial="heads", balances=True,
+            )  # fmt: skip
+        for expert in range(config.experts):
+            start = expert * 2 * width
+            for part, offset in (("expert_gate", start), ("expert_up", start + width)):
+                self.linear(
+                    unit, f"{mlp}.experts.up", part, layer, width, hidden, column=True, bias=False, offset=offset,
+                    expert=expert,
+                )  # fmt: skip
+            self.linear(
+                unit, f"{mlp}.experts.down", "expert_down", layer, hidden, width, column=False, bias=False,
+                offset=expert * hidden, expert=expert,
+            )  # fmt: skip
+        if config.shared_intermediate:
+            self.feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
+        if config.shared_gate:
+            self.add(unit, "shared_expert_gate", (1, hidden), tensor=f"{mlp}.shared_gate", layer=layer, partial="heads")
 
     def linear(
         self, unit: str, tensor: str, part: str, layer: int, output: int, inputs: int, *, column: bool, bias: bool,
         offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
+        expert: int | None = None,
     ) -> None:  # fmt: skip
         """A weight [output, inputs] and its bias. Column parallel cuts the outputs, row parallel the inputs."""
         remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
@@ -187,7 +223,7 @@ class _Builder:
         self.add(
             unit, part, (output, inputs), {"tp": 0 if column else 1}, tensor=tensor, layer=layer, offset=offset,
             blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
-            initial=self.normal if column else self.residual,
+            initial=self.normal if column else self.residual, expert=expert,
         )  # fmt: skip
         if not bias:
             return
@@ -217,12 +253,13 @@ class _Builder:
         blocks: tuple[int, ...] = (), granularity: int = 1,
         remainder: Literal["refuse", "replicate", "pad"] = "refuse",
         partial: Literal["sequence", "heads"] | None = None, both_ends: bool = False, initial: Initial | None = None,
+        expert: int | None = None, disk_suffix: str | None = None, balances: bool = False,
     ) -> None:  # fmt: skip
         split = split or {}
         transposed = self.config.family == "gpt2" and layer is not None and len(shape) == 2
         self.rows.append(
             Row(
-                name=f"{self.names[part].format(i=layer)}.{suffix}",
+                name=f"{self.names[part].format(i=layer, e=expert)}.{disk_suffix or suffix}",
                 shape=shape[::-1] if transposed else shape,
                 transposed=transposed,
                 tensor=f"{tensor or part}.{suffix}",
@@ -238,5 +275,7 @@ class _Builder:
                 # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
                 # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.
                 decay=len(shape) > 1,
+                active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
+                balances=balances,
             )
         )

@@ -11,10 +11,12 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshwright.comm.operators
+import meshwright.model.grouped_product
 import meshwright.model.tiled_attention  # noqa: F401  (these define the operators that are named below)
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.default})
+EXPERTS = torch.ops.meshwright.grouped_product.default
+MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.default, EXPERTS})
 ATTENTION = frozenset(
     {
         torch.ops.meshwright.tiled_attention.default,
@@ -29,7 +31,7 @@ ATTENTION = frozenset(
 SUMS = frozenset({torch.ops.meshwright.reduce_from.default, torch.ops.meshwright.reduce_scatter_to.default})
 GATHERED = frozenset({torch.ops.meshwright.gather_from.default})
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Any]
 
 
 def recomputed(function: Function, kind: str, compile_options: dict[str, Any] | None = None) -> Function:
@@ -61,7 +63,7 @@ def _keeping(function: Function, operators: frozenset[Any]) -> Function:
 
 
 def _checkpointed(function: Function, **options: Any) -> Function:
-    def run(*arguments: Any) -> torch.Tensor:
+    def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*arguments)
         # Nothing here is random, so random states need not be kept and restored.

@@ -32,7 +32,7 @@ def refuse(
         or _sequence(layout, config, sequence, planning)
         or _context(layout, config)
         or _pipeline(layout, config)
-        or _expert(layout)
+        or _expert(layout, config)
     )
     if reason:
         raise UserError(f'layout "{layout}": {reason}')
@@ -57,7 +57,12 @@ def _tensor(layout: Layout, config: ModelConfig) -> str | None:
     tp = layout.tp
     for what, size in (
         (f"{config.heads} heads", config.heads),
-        (f"intermediate size {config.intermediate}", config.intermediate),
+        (
+            f"intermediate size {config.intermediate}",
+            config.intermediate if config.expert_layers < config.layers else 0,
+        ),
+        (f"expert width {config.expert_intermediate}", config.expert_intermediate),
+        (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
     ):
         if size % tp:
             return f"tp{tp} does not divide the model's {what}{_fitting(size, tp)}"
@@ -108,9 +113,17 @@ def _pipeline(layout: Layout, config: ModelConfig) -> str | None:
     return f"pp{layout.pp}{chunks} makes {stages} stages, but the model has {config.layers} layers: some would be empty"
 
 
-def _expert(layout: Layout) -> str | None:
-    if layout.ep > 1 or layout.etp > 1:
+def _expert(layout: Layout, config: ModelConfig) -> str | None:
+    if layout.ep == layout.etp == 1:
+        return None
+    if not config.experts:
         return f"ep{layout.ep} needs a model with experts, and this one has none"
+    if config.experts % layout.ep:
+        return (
+            f"ep{layout.ep} does not divide the model's {config.experts} experts{_fitting(config.experts, layout.ep)}"
+        )
+    if config.expert_intermediate % layout.etp:
+        return f"etp{layout.etp} does not divide the model's expert width {config.expert_intermediate}"
     return None
 
 

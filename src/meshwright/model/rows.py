@@ -59,7 +59,12 @@ class Row:
     a piece (key-value heads); ``pad``, the last ranks' parts are filled up (vocabulary).
 
     ``partial``: why ranks of tp that hold the same values each have only a part of their gradient: ``sequence``, they
-    see different tokens when activations are split along the sequence; ``heads``, they serve different heads, always.
+    see different tokens when activations are split along the sequence; ``heads``, they serve different heads or columns
+    of experts, always.
+
+    ``active``: the part of all tokens that compute with it, below 1 for one of several experts. ``balances``: a bias on
+    a router's scores. Its gradient is its expert's load above the mean and no derivative of the loss: it counts in no
+    norm, and the optimizer follows its sign.
     """
 
     name: str
@@ -76,6 +81,8 @@ class Row:
     on_first_and_last_stage: bool
     initial: Initial
     decay: bool
+    active: float = 1.0
+    balances: bool = False
 
     @property
     def engine_shape(self) -> tuple[int, ...]:

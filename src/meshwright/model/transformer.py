@@ -1,4 +1,4 @@
-"""The decoder-only transformer: llama, mistral, qwen2, qwen3 and gpt2 from one description.
+"""The decoder-only transformer: every family from one description.
 
 It computes on local tensors and knows nothing of parallelism but the named calls where ranks meet (axes of size 1
 return their input) and the units whose parameters come and go (model/units.py). Parameter names are those of the
@@ -21,8 +21,9 @@ from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
-from meshwright.model.loss import linear_cross_entropy, token_losses
+from meshwright.model.loss import IGNORED, linear_cross_entropy, token_losses
 from meshwright.model.recompute import recomputed
 from meshwright.model.rope import RotaryTable
 from meshwright.model.units import NoUnits, Units
@@ -31,25 +32,32 @@ NO_UNITS = NoUnits()
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts.
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    Also returns what a mixture adds to the loss to balance its experts, if `counted_B` (targets in each row) is given.
+    """
+
+    def __init__(self, config: ModelConfig, axes: Axes, layer: int, **options: Any) -> None:
         super().__init__()
         self.attention_norm = norm(config, **options)
         self.attention = Attention(config, axes, **options)
         self.mlp_norm = norm(config, **options)
-        self.mlp = FeedForward(config, axes, **options)
+        self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
 
     def forward(
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         visible: torch.Tensor | None,
+        counted_B: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
         layer: int = 0,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
-        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+        if not isinstance(self.mlp, Mixture):
+            return x_BSH + self.mlp(self.mlp_norm(x_BSH)), None
+        y_BSH, balance = self.mlp(self.mlp_norm(x_BSH), counted_B)
+        return x_BSH + y_BSH, balance
 
 
 class Transformer(nn.Module):
@@ -79,11 +87,11 @@ class Transformer(nn.Module):
         self.embedding = Embedding(width, config.hidden, self.axes, **options)
         learned = config.positions == "learned"
         self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned else None
-        self.layers = nn.ModuleList(Block(config, self.axes, **options) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, self.axes, layer, **options) for layer in range(config.layers))
         self.final_norm = norm(config, **options)
         self.head = None if config.tied else Linear(config.hidden, width, bias=False, **options)
         self._rotary = None if learned else RotaryTable(config, dtype)
-        self._run_block: Callable[..., torch.Tensor] = recomputed(Block.__call__, recompute)
+        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = recomputed(Block.__call__, recompute)
         self._norm: Callable[..., torch.Tensor] = self.final_norm.__class__.__call__
         self._recompute = recompute
         self._loss_options: dict[str, Any] = {
@@ -109,9 +117,18 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100."""
-        x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
+        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100.
+
+        What balances experts is in its gradient alone: the value is that of the tokens, as in evaluation.
+        """
+        balances: list[torch.Tensor] = []
+        counted_B = (targets_BS != IGNORED).sum(dim=1) if self.config.experts and torch.is_grad_enabled() else None
+        x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances)
+        x_BSH = self._final(units.enter("head", x_BSH))
         loss = linear_cross_entropy(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
+        if balances:
+            balance = torch.stack(balances).sum()
+            loss = loss + (balance - balance.detach())
         return units.leave("head", loss)
 
     def token_losses(
@@ -170,8 +187,10 @@ class Transformer(nn.Module):
         units: Units,
         cache: KeyValueCache | None = None,
         positions_BS: torch.Tensor | None = None,
+        counted_B: torch.Tensor | None = None,
+        balances: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """From tokens to what the last block gives, [B, S, H]."""
+        """From tokens to what the last block gives, [B, S, H]; `balances` collects what mixtures add to the loss."""
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = [self.config.layer_window(layer) for layer in range(self.config.layers)]
@@ -190,9 +209,11 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
-                x_BSH = self._run_block(block, x_BSH, rotation, visible[windows[layer]])
+                x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)
+                if balance is not None and balances is not None:
+                    balances.append(balance)
             else:
-                x_BSH = block(x_BSH, rotation, visible[windows[layer]], cache, layer)
+                x_BSH, _ = block(x_BSH, rotation, visible[windows[layer]], None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
         if cache is not None:
             cache.length += sequence

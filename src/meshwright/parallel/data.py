@@ -40,7 +40,8 @@ TARGET_SITE = "data.targets"
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What the optimizer updates of one unit: [start, stop) of its flat buffer. `master` and `gradient` are 1-D, of
-    equal length and dtype; weight decay applies to their first `decay_numel` elements."""
+    equal length and dtype; weight decay applies to their first `decay_numel` elements. `balancing`: where in them the
+    biases of routers lie, whose gradient is their experts' load above the mean."""
 
     unit: str
     master: torch.Tensor
@@ -48,6 +49,7 @@ class Shard:
     decay_numel: int
     start: int
     stop: int
+    balancing: tuple[tuple[int, int], ...] = ()
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
@@ -117,7 +119,12 @@ class DataParallel:
 
     def _shard(self, unit: UnitBuffers) -> Shard:
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
-        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop)
+        balancing = []
+        for part in unit.flat.parts:
+            low, high = max(unit.start, part.offset), min(unit.stop, part.offset + part.numel)
+            if part.row.balances and low < high:
+                balancing.append((low - unit.start, high - unit.start))
+        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, tuple(balancing))
 
     # --- one step
 

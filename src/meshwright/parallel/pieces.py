@@ -114,11 +114,12 @@ class FlatUnit:
     padded: int
 
     def copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """[low, high) as few ranges (first, last, how many ranks of tp hold the same); without what fills up."""
+        """[low, high) as few ranges (first, last, how many ranks of tp hold the same); without what fills up, and
+        without biases that balance experts, which no norm counts."""
         clipped = (
             (max(low, part.offset), min(high, part.offset + part.numel), part.copies)
             for part in self.parts
-            if part.offset < high and part.offset + part.numel > low
+            if part.offset < high and part.offset + part.numel > low and not part.row.balances
         )
         ranges: list[tuple[int, int, int]] = []
         for first, last, copies in clipped:

@@ -23,6 +23,7 @@ _RECOMPUTED: dict[str, tuple[str, ...]] = {
         "attention.scores",
         "attention.values",
         "attention.output",
+        "mlp.router",
         "mlp.up",
         "mlp.down",
     ),
@@ -51,13 +52,19 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
     layers = config.layers
     keys = sum(keys_per_token(sequence, config.layer_window(layer), causal) for layer in range(layers))
     up_matrices = 2 if config.gated else 1
+    # What a token computes with: its experts and the shared one, in dense layers the one MLP.
+    sparse = config.expert_layers
+    width = (layers - sparse) * config.intermediate
+    width += sparse * (config.experts_per_token * config.expert_intermediate + config.shared_intermediate)
+    router = {"mlp.router": sparse * 2.0 * config.hidden * (config.experts + config.shared_gate)} if sparse else {}
     return {
         "attention.qkv": layers * 2.0 * config.hidden * (query + 2 * key),
         "attention.scores": 2.0 * keys * query,
         "attention.values": 2.0 * keys * query,
         "attention.output": layers * 2.0 * query * config.hidden,
-        "mlp.up": layers * 2.0 * up_matrices * config.hidden * config.intermediate,
-        "mlp.down": layers * 2.0 * config.intermediate * config.hidden,
+        **router,
+        "mlp.up": 2.0 * up_matrices * config.hidden * width,
+        "mlp.down": 2.0 * width * config.hidden,
         "head": 2.0 * config.hidden * config.vocabulary,
     }
 
@@ -69,4 +76,4 @@ def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = 
     utilisation by ``FLOPS_CONVENTION`` leaves it at "none".
     """
     forward = forward_flops_per_token(config, sequence, causal)
-    return 3 * sum(forward.values()) + sum(forward[operation] for operation in _RECOMPUTED[recompute])
+    return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in _RECOMPUTED[recompute])

@@ -29,6 +29,7 @@ class Optimizer:
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
         self.shards = list(shards)
         self.name = train.optimizer
+        self.router_bias_rate = train.router_bias_rate
         self.step_count = 0
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
@@ -73,6 +74,11 @@ class Optimizer:
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Update the masters in place from the shards' gradients, first multiplied by `gradient_scale` (clipping)."""
         self.step_count += 1
+        for shard in self.shards:
+            for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)
+                load = shard.gradient[low:high]
+                shard.master[low:high].sub_(load.sign(), alpha=self.router_bias_rate)
+                load.zero_()
         if self._torch is None:
             return
         gradients = [self.shards[index].gradient[part] for _, index, part in self._views]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,7 @@ def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
     intermediate = -(-37 // tp) * tp
     return dataclasses.replace(
         config,
+        **_few_experts(config, intermediate, tp),
         vocabulary=499,
         hidden=6 * heads,
         layers=layers,
@@ -87,6 +89,22 @@ def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
         more_eos_tokens=(),
         initializer_range=0.15,  # far from the linear regime, so that every gradient depends on every other
     )
+
+
+def _few_experts(config: ModelConfig, intermediate: int, tp: int) -> dict[str, Any]:
+    """Five experts of which a token takes three, one layer without any where the model has such layers."""
+    if not config.experts:
+        return {}
+    width = intermediate if config.family == "mixtral" else -(-11 // tp) * tp
+    experts = min(5, config.experts)
+    return {
+        "experts": experts,
+        "experts_per_token": min(3, config.experts_per_token),
+        "expert_intermediate": width,
+        "shared_intermediate": 2 * width if config.shared_intermediate else 0,
+        "dense_layers": (0,) if config.dense_layers else (),
+        "router_loss": 0.1 if config.router_loss else 0.0,  # enough to be seen
+    }
 
 
 def scaled_layout(layout: Layout) -> Layout:

@@ -43,7 +43,8 @@ class Reference:
             gradients = self._rows(gradients=True)
             self.losses.append(loss)
             self.gradients.append(gradients)
-            self.norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+            counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
+            self.norms.append(math.sqrt(sum(float(values.double().square().sum()) for values in counted)))
             if step not in self.skipped:
                 with torch.no_grad():
                     for parameter in self._model.parameters():

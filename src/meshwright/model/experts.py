@@ -1,0 +1,182 @@
+"""Mixture-of-experts layers: a router gives each token to a few of many MLPs; no token is ever dropped.
+
+Shapes: B rows, S tokens in a row, T = B x S, H hidden, E experts, K experts of a token, N = T x K assignments (sorted
+by expert), F an expert's width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.comm.mesh import Axes
+from meshwright.model.config import ModelConfig
+from meshwright.model.grouped_product import grouped_product
+from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
+from meshwright.model.precision import at_least_float32
+
+
+class Mixture(nn.Module):
+    """sum over the chosen experts of weight * expert(x), plus the expert that all tokens share (Shazeer et al. 2017,
+    arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9)."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.axes = axes
+        self.router = Router(config, **options)
+        self.experts = Experts(config, axes, **options)
+        shared = config.shared_intermediate > 0
+        self.shared = SharedExpert(config, axes, **options) if shared else None
+        self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
+
+    def forward(
+        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's output, and, given how many targets each row has, what balances its experts in the loss."""
+        x_BSH = enter_tensor_parallel(x_BSH, self.axes, "mlp.input")
+        x_TH = x_BSH.flatten(0, 1)
+        scores_TE = self.router.scores(x_TH)
+        weights_TK, chosen_TK = self.router.choose(scores_TE)
+        y_TH = self.experts(x_TH, weights_TK.to(x_TH.dtype), chosen_TK)
+        if self.shared is not None:
+            shared_TH = self.shared(x_TH)
+            y_TH = y_TH + (shared_TH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_TH)) * shared_TH)
+        loss = None
+        if counted_B is not None:  # ranks of tp balance the same tokens: each does its part
+            loss = self.router.balance(scores_TE, chosen_TK, counted_B) / self.axes.tp.size
+        return leave_tensor_parallel(y_TH.view_as(x_BSH), self.axes, "mlp.output"), loss
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and how much each of them counts.
+
+    Softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), then
+    the K highest. A bias moves the choice alone, not the weights (Wang et al. 2024, arXiv:2408.15664, eq. 3).
+    """
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, **options))
+        self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Each expert's score, above 0, in float32 at least."""
+        wide = at_least_float32(x_TH.dtype)
+        if self.config.router == "sigmoid":
+            return F.linear(x_TH.to(wide), self.weight.to(wide)).sigmoid()
+        return F.linear(x_TH, self.weight).to(wide).softmax(dim=-1)
+
+    def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of each token's experts."""
+        count = self.config.experts_per_token
+        if self.bias is None:
+            weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
+        else:
+            chosen_TK = (scores_TE.detach() + self.bias.detach()).topk(count, dim=-1).indices
+            weights_TK = scores_TE.gather(1, chosen_TK)
+        if self.config.normalise_choice:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return weights_TK * self.config.routed_scale, chosen_TK
+
+    def balance(self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor) -> torch.Tensor:
+        """This layer's addition to the summed loss, that its experts may be used alike.
+
+        The auxiliary loss of a row is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
+        (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. A row weighs as much as it
+        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it.
+
+        A bias gets as its gradient what its expert has above the mean load; the term itself is 0.
+        """
+        config, rows = self.config, len(counted_B)
+        chosen_BN = chosen_TK.view(rows, -1)
+        load_BE = scores_TE.new_zeros(rows, config.experts)
+        load_BE = load_BE.scatter_add(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores_TE.dtype))
+        total = scores_TE.new_zeros(())
+        if config.router_loss:
+            scores_BE = scores_TE.view(rows, -1, config.experts).mean(dim=1)
+            tokens = chosen_BN.shape[1] / config.experts_per_token
+            losses_B = config.experts / tokens * (load_BE * scores_BE).sum(dim=1)
+            total = total + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
+        if self.bias is not None:
+            load_E = load_BE.sum(dim=0)
+            total = total + ((self.bias - self.bias.detach()) * (load_E - load_E.mean())).sum()
+        return total
+
+
+class Experts(nn.Module):
+    """The MLPs, stacked: `up.weight` is [E x 2F, H], of each expert first gate, then up; `down.weight` [E x H, F]."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.count, self.activation = config.experts, config.activation
+        width = config.expert_intermediate // axes.tp.size
+        self.up = Linear(config.hidden, config.experts * 2 * width, bias=False, **options)
+        self.down = Linear(width, config.experts * config.hidden, bias=False, **options)
+
+    def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+        tokens, chosen = chosen_TK.shape
+        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+        inverse_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=x_TH.device))
+        experts_E = torch.arange(self.count, device=x_TH.device)
+        ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
+
+        sorted_NH = _ToExperts.apply(x_TH, order_N, inverse_N, chosen)
+        gate_NF, up_NF = grouped_product(sorted_NH, self._stack(self.up), ends_E).chunk(2, dim=-1)
+        y_NH = grouped_product(activate(gate_NF, self.activation) * up_NF, self._stack(self.down), ends_E)
+        y_TKH = _FromExperts.apply(y_NH, order_N, inverse_N).view(tokens, chosen, -1)
+        return (y_TKH * weights_TK[..., None]).sum(dim=1)
+
+    def _stack(self, linear: Linear) -> torch.Tensor:
+        return linear.weight.view(self.count, -1, linear.weight.shape[1])
+
+
+class SharedExpert(nn.Module):
+    """down(activation(gate) * up) for every token; ranks of tp hold columns of it and meet at the layer's end."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width = config.shared_intermediate // axes.tp.size
+        self.up = Linear(config.hidden, 2 * width, bias=False, **options)
+        self.down = Linear(width, config.hidden, bias=False, **options)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = self.up(x_TH).chunk(2, dim=-1)
+        return self.down(activate(gate_TF, self.activation) * up_TF)
+
+
+class _ToExperts(torch.autograd.Function):
+    """A copy of each token for each of its experts, sorted by expert. The way back is a gather too: no sum in an order
+    that nobody fixes."""
+
+    @staticmethod
+    def forward(
+        context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
+    ) -> torch.Tensor:
+        context.save_for_backward(inverse_N)
+        context.chosen = chosen
+        return x_TH.index_select(0, order_N // chosen)
+
+    @staticmethod
+    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse_N,) = context.saved_tensors
+        d_TKH = d_NH.index_select(0, inverse_N).unflatten(0, (-1, context.chosen))
+        return d_TKH.sum(dim=1), None, None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """The experts' results in the order of the tokens again."""
+
+    @staticmethod
+    def forward(context: Any, y_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(order_N)
+        return y_NH.index_select(0, inverse_N)
+
+    @staticmethod
+    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order_N,) = context.saved_tensors
+        return d_NH.index_select(0, order_N), None, None

@@ -1,0 +1,106 @@
+"""Matrix products of experts: rows of one expert lie together, each group is multiplied by its own matrix.
+
+On CUDA, in bf16 and widths that it takes, PyTorch's grouped product does all groups at once, and nobody on the host
+need know how large they are. Elsewhere it is one product after another, as PyTorch does it on a CPU too. An expert
+without rows costs nothing; its gradient is zero.
+
+Shapes: N rows sorted by expert, E experts, X and Y any sizes in and out. `ends_E` (int32): where an expert's rows end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multiples of
+
+
+def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """x Wᵀ of each row with its expert's W: [N, Y]."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
+    return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
+
+
+def _product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    if _at_once(x_NX, weight_EYX):
+        return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
+    y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
+    for expert, rows in _groups(ends_E):
+        torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
+    return y_NY
+
+
+_forward = torch.library.custom_op("meshwright::grouped_product", _product, mutates_args=())
+
+
+@torch.library.custom_op("meshwright::grouped_product_input", mutates_args=())
+def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """dy W."""
+    if _at_once(dy_NY, weight_EYX):
+        return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
+    dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
+    for expert, rows in _groups(ends_E):
+        torch.mm(dy_NY[rows], weight_EYX[expert], out=dx_NX[rows])
+    return dx_NX
+
+
+@torch.library.custom_op("meshwright::grouped_product_weight", mutates_args=())
+def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """dyᵀ x over the rows of each expert: [E, Y, X]."""
+    if _at_once(dy_NY, x_NX):
+        return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
+    dw_EYX = x_NX.new_zeros(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
+    for expert, rows in _groups(ends_E):
+        torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
+    return dw_EYX
+
+
+def _at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these on their device."""
+    aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
+    return a.is_cuda and a.dtype == torch.bfloat16 and aligned
+
+
+def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and those."""
+    start = 0
+    for expert, stop in enumerate(ends_E.tolist()):
+        if stop > start:
+            yield expert, slice(start, stop)
+        start = stop
+
+
+@_forward.register_fake
+def _(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
+
+
+@_input_gradient.register_fake
+def _(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
+
+
+@_weight_gradient.register_fake
+def _(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    x_NX, weight_EYX, ends_E = ctx.saved_tensors
+    operators = torch.ops.meshwright
+    return (
+        operators.grouped_product_input(dy_NY, weight_EYX, ends_E),
+        operators.grouped_product_weight(dy_NY, x_NX, ends_E),
+        None,
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)

@@ -1,0 +1,358 @@
+"""Mixtures of experts: what transformers computes, in float64; nothing dropped; balanced as the papers say."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import Documents
+from meshwright.model.experts import Router
+from meshwright.model.grouped_product import grouped_product
+from meshwright.model.huggingface import load_huggingface, save_huggingface
+from meshwright.model.initialise import initialise, take_row
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import preset
+from meshwright.model.refuse import refuse
+from meshwright.model.transformer import Transformer
+from meshwright.plan.flops import forward_flops_per_token
+
+ODD: dict[str, Any] = {
+    "vocab_size": 499, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 40, "initializer_range": 0.15, "num_experts_per_tok": 3,
+}  # fmt: skip
+WIDTH = {"moe_intermediate_size": 11}
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 7},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", **WIDTH, "num_experts": 5, "shared_expert_intermediate_size": 13,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe, every second layer": {
+        "model_type": "qwen2_moe", **WIDTH, "num_experts": 5, "shared_expert_intermediate_size": 13,
+        "decoder_sparse_step": 2, "norm_topk_prob": True,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **WIDTH, "num_experts": 5, "mlp_only_layers": [2], "head_dim": 10},
+    "qwen3_moe, one expert": {
+        "model_type": "qwen3_moe", **WIDTH, "num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": True,
+    },
+    "dots1": {
+        "model_type": "dots1", **WIDTH, "n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True, "sliding_window": None,
+    },
+}  # fmt: skip
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    return dataclasses.replace(ModelConfig.from_huggingface({**ODD, **CASES[name]}), **changes)
+
+
+def build(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
+    model = Transformer(config, dtype=dtype, **options)
+    initialise(model, parameter_table(config), seed=1)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(dtype))
+    return model
+
+
+def tokens_of(rows: int = 3, sequence: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 499, (rows, sequence + 1), generator=torch.Generator().manual_seed(3))
+    targets = tokens[:, 1:].clone()
+    targets[0, 8] = -100
+    return tokens[:, :-1], targets
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A context in which transformers, which forms norms, rotations and scores in float32, forms them in float64."""
+
+    importlib.import_module("torch._inductor.compile_fx")  # keeps tables by type: they must not be made inside
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "float32", torch.float64)
+            patch.setattr(torch, "float", torch.float64)
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            yield
+
+    return inside
+
+
+def in_transformers(directory: Path) -> transformers.PreTrainedModel:
+    """The model as transformers reads it; its own grouped products take only widths that divide by 16 bytes."""
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, output_loading_info=True, experts_implementation="eager"
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return theirs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path, wide: Callable[[], Any]):
+    config = config_of(name, router_loss=0.0)
+    model = build(config)
+    save_huggingface(model, tmp_path)
+    tokens, targets = tokens_of()
+    with wide():
+        theirs = in_transformers(tmp_path)
+        logits = theirs(tokens).logits
+    torch.testing.assert_close(model.logits(tokens), logits, rtol=1e-10, atol=1e-10)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    model(tokens, targets).backward()
+    expected = {name: values.grad for name, values in theirs.named_parameters()}
+    for row in parameter_table(config).rows:
+        mine = take_row(model.get_parameter(row.tensor).grad, row)
+        if row.balances:
+            continue
+        if ".experts." in row.name:  # stacked in their memory
+            start, _, rest = row.name.replace("block_sparse_moe", "mlp").partition(".experts.")
+            number, part = rest.split(".")[:2]
+            stacked = "down_proj" if part in ("down_proj", "w2") else "gate_up_proj"
+            want = expected[f"{start}.experts.{stacked}"][int(number)]
+            if stacked == "gate_up_proj":
+                want = want.chunk(2)[part in ("up_proj", "w3")]
+        else:
+            want = expected[row.name.replace("block_sparse_moe", "mlp")]
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10, msg=row.name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_directory_and_a_configuration_come_back_as_they_were(name: str, tmp_path: Path):
+    config = config_of(name)
+    assert ModelConfig.from_huggingface(config.to_huggingface()) == config
+    model = build(config, torch.float32)
+    save_huggingface(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again, read = load_huggingface(tmp_path / "theirs")
+    assert (read.experts, read.dense_layers, read.router_loss) == (
+        config.experts, config.dense_layers, config.router_loss,
+    )  # fmt: skip
+    for tensor, values in model.state_dict().items():
+        assert torch.equal(values, again.state_dict()[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_and_caches_change_nothing(name: str):
+    model = build(config_of(name))
+    tokens, _ = tokens_of()
+    with torch.no_grad():
+        cache = KeyValueCache(model.config, rows=3, capacity=2)
+        parts = [model.logits(part, cache=cache) for part in tokens.split([1, 7, 1, 11], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), rtol=0, atol=1e-12)
+        packed = model.logits(tokens, Documents.from_ids(torch.tensor([[0] * 9 + [1] * 11] * 3)))
+        torch.testing.assert_close(packed[:, 9:], model.logits(tokens[:, 9:]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "dots1"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_changes_no_bit(name: str, recompute: str):
+    tokens, targets = tokens_of()
+    gradients = []
+    for kind in ("none", recompute):
+        model = build(config_of(name), recompute=kind)
+        model(tokens, targets).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "dots1"])
+def test_an_expert_without_tokens_has_gradients_of_zero(name: str):
+    model = build(config_of(name, router_loss=0.0))
+    last = model.layers[4].mlp
+    with torch.no_grad():
+        if last.router.bias is None:
+            last.router.weight.zero_()  # equal scores: the first ones in order, or any, but always the same three
+        else:
+            last.router.bias.copy_(torch.tensor([9.0, 9.0, 9.0, 0.0, 0.0]))
+    tokens, targets = tokens_of()
+    model(tokens, targets).backward()
+    for weight in (last.experts.up.weight, last.experts.down.weight):
+        norms = weight.grad.view(5, -1).norm(dim=1)
+        assert (norms > 0).tolist().count(True) == 3
+        assert norms.isfinite().all()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_auxiliary_loss_of_one_layer_and_row_is_that_of_transformers(tmp_path: Path, wide: Callable[[], Any]):
+    config = config_of("mixtral", layers=1, router_loss=0.5)
+    model = build(config)
+    save_huggingface(model, tmp_path)
+    tokens, targets = tokens_of(rows=1)
+    targets = torch.cat([tokens[:, 1:], targets[:, -1:]], dim=1)
+    (model(tokens, targets) / 20).backward()
+    with wide():
+        theirs = in_transformers(tmp_path)
+        output = theirs(tokens, output_router_logits=True)
+    (F.cross_entropy(output.logits[0], targets[0]) + 0.5 * output.aux_loss).backward()
+    for mine, want in (
+        (model.layers[0].mlp.router.weight, theirs.model.layers[0].mlp.gate.weight),
+        (model.embedding.weight, theirs.model.embed_tokens.weight),
+    ):
+        torch.testing.assert_close(mine.grad, want.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_the_loss_that_is_told_is_that_of_the_tokens():
+    model = build(config_of("mixtral", router_loss=0.5))
+    tokens, targets = tokens_of()
+    with torch.no_grad():
+        evaluated = model(tokens, targets)
+    assert float(model(tokens, targets).detach()) == float(evaluated)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "dots1"])
+def test_rows_balance_as_if_alone(name: str):
+    """A row's part of the gradient does not depend on what other rows a batch has."""
+    model = build(config_of(name, **({"router_loss": 0.5} if name == "mixtral" else {})))
+    tokens, targets = tokens_of()
+    together = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
+    alone = torch.autograd.grad(sum(model(*row) for row in zip(tokens.split(1), targets.split(1), strict=True)),
+                                list(model.parameters()))  # fmt: skip
+    for mine, want in zip(together, alone, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10)
+
+
+def test_the_bias_moves_the_choice_alone_and_its_gradient_is_the_load_above_the_mean():
+    config = config_of("dots1")
+    router = Router(config, dtype=torch.float64)
+    x_TH = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        router.weight.normal_(generator=torch.Generator().manual_seed(2))
+        assert router.bias is not None
+        router.bias.copy_(torch.tensor([0.0, 0.0, 10.0, 0.0, -10.0]))
+    scores_TE = router.scores(x_TH)
+    weights_TK, chosen_TK = router.choose(scores_TE)
+    assert (chosen_TK == 2).any(dim=1).all() and not (chosen_TK == 4).any()
+    picked_TK = scores_TE.gather(1, chosen_TK)
+    torch.testing.assert_close(weights_TK, 2.5 * picked_TK / picked_TK.sum(dim=1, keepdim=True))
+    loss = router.balance(scores_TE, chosen_TK, torch.tensor([17, 0]))
+    assert float(loss.detach()) == 0
+    load_E = torch.bincount(chosen_TK.flatten(), minlength=5)
+    assert torch.equal(torch.autograd.grad(loss, router.bias)[0], load_E - 40 * 3 / 5)
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 10, 12], [0, 0, 0, 12], [12, 12, 12, 12]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_are_the_products_of_the_groups(ends: list[int], dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 7, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(4, 5, 7, generator=generator).to(dtype).requires_grad_()
+    d = torch.randn(12, 5, generator=generator).to(dtype)
+    starts = [0, *ends[:-1]]
+    want = torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate(zip(starts, ends, strict=True))])
+    got = grouped_product(x, weight, torch.tensor(ends, dtype=torch.int32))
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(got, want, **tolerance)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, (x, weight), d), torch.autograd.grad(want, (x, weight), d), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    torch.library.opcheck(
+        torch.ops.meshwright.grouped_product.default,
+        (x, weight, torch.tensor(ends, dtype=torch.int32)),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_are_those_of_the_experts_that_a_token_takes(name: str):
+    config = config_of(name, sliding_window=None)
+    model = build(config)
+    x_BSH = torch.randn(2, 20, config.hidden, dtype=torch.float64)
+    counted = 0
+    for block in model.layers:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            block.mlp(x_BSH)
+        counted += counter.get_total_flops()
+    told = forward_flops_per_token(config, 20)
+    assert counted == 40 * sum(flops for operation, flops in told.items() if operation.startswith("mlp."))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [pytest.param("mixtral-tiny", "inductor", marks=pytest.mark.slow), ("dots1-tiny", "aot_eager")]
+)
+def test_compiled_blocks_compute_the_same(name: str, backend: str):
+    config = dataclasses.replace(preset(name), layers=2)
+    tokens, targets = tokens_of(rows=2, sequence=16)
+    gradients = []
+    for compiled in (False, True):
+        model = build(config, torch.float32)
+        if compiled:
+            model.compile_blocks(fullgraph=True, backend=backend)
+        model(tokens, targets).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for mine, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("mixtral", {"experts_per_token": 6}, "experts_per_token 6 is more than the 5 experts there are"),
+        ("mixtral", {"experts": 0}, "experts must be at least 1 in family mixtral"),
+        ("mixtral", {"expert_intermediate": 12}, "family mixtral has one width"),
+        ("mixtral", {"dense_layers": (1,)}, "dense_layers is always"),
+        ("mixtral", {"router": "sigmoid"}, "router is always 'softmax'"),
+        ("qwen2_moe", {"shared_intermediate": 0}, "shared_intermediate must be at least 1"),
+        ("qwen3_moe", {"dense_layers": (5,)}, "dense_layers must be numbers of layers from 0 to 4"),
+        ("qwen3_moe", {"dense_layers": (0, 1, 2, 3, 4)}, "leaves no layer to the experts"),
+        ("dots1", {"dense_layers": (1,)}, "has its dense_layers at the beginning"),
+        ("dots1", {"shared_intermediate": 12}, "must be a multiple of expert_intermediate 11"),
+        ("dots1", {"router_loss": 0.1}, "router_loss is always 0.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(name: str, changes: dict[str, Any], why: str):
+    with pytest.raises(UserError, match=why):
+        config_of(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("dots1", {"n_group": 2}, "n_group"),
+        ("qwen2_moe", {"mlp_only_layers": 3}, "must be a list of layer numbers"),
+        ("dots1", {"n_routed_experts": None}, "n_routed_experts"),
+    ],
+)
+def test_a_configuration_that_would_not_be_computed_is_refused(name: str, changes: dict[str, Any], why: str):
+    with pytest.raises(UserError, match=why):
+        ModelConfig.from_huggingface({**ODD, **CASES[name], **changes})
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("tp2", "tp2 does not divide the model's expert width 11"),
+        ("dp2 ep2", "ep2 does not divide the model's 5 experts; 1 or 5 would"),
+    ],
+)
+def test_a_layout_that_cannot_split_the_experts_is_refused(layout: str, why: str):
+    with pytest.raises(UserError, match=why):
+        refuse(Layout.parse(layout), config_of("qwen3_moe", dense_layers=()), batch=8, planning=True)
+
+
+def test_ranks_with_experts_of_their_own_are_refused_so_far():
+    with pytest.raises(UserError, match="this version cannot run"):
+        refuse(Layout.parse("dp2 ep2"), config_of("qwen3_moe", experts=4), batch=8)
+
+
+def test_a_dense_family_has_no_experts():
+    with pytest.raises(UserError, match="family llama has no experts: leave experts_per_token out"):
+        dataclasses.replace(preset("llama-tiny"), experts_per_token=2)

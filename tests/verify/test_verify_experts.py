@@ -1,0 +1,55 @@
+"""Mixtures of experts give one device's answer on every layout, what balances them included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.model.presets import preset
+from meshwright.verify import verify
+from meshwright.verify.problem import scaled_down
+
+MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral-8x7b-v0.1", "dp1 mb4"),
+        ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"),
+        ("qwen2-moe-tiny", "dp2 mb2"),
+        ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
+        ("qwen3-30b-a3b", "dp3 zero1"),
+        ("dots-llm1", "dp2 zero1 mb4"),
+        ("dots-llm1", "dp4 zero3 mb2 ac:full"),
+        ("mixtral-8x7b-v0.1", "tp2"),
+        ("qwen2-moe-tiny", "tp4 ac:selective"),
+        ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"),
+        ("dots-llm1", "dp2 tp2 zero1"),
+    ],
+)
+def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
+    document = verify(layout, model=name)
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-12
+
+
+@pytest.mark.slow
+def test_every_fault_of_a_mixture_is_noticed():
+    document = verify("dp2 zero2", model="dots-llm1", mutate=True)
+    assert document["passed"], document["mutations"]["missed"]
+    assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_small_mixture_keeps_what_the_large_one_has(name: str):
+    config = preset(name)
+    small = scaled_down(config)
+    assert (small.experts, small.experts_per_token) == (5, min(3, config.experts_per_token))
+    assert (small.shared_intermediate > 0, small.router_loss > 0, bool(small.dense_layers)) == (
+        config.shared_intermediate > 0, config.router_loss > 0, bool(config.dense_layers),
+    )  # fmt: skip
+    same = ("family", "router", "router_bias", "normalise_choice", "routed_scale", "shared_gate")
+    assert [getattr(small, name) for name in same] == [getattr(config, name) for name in same]
+    assert dataclasses.replace(small) == small
