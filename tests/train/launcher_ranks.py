@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.train import worker
-from meshwright.train.rendezvous import Place, initialise
+from meshwright.train.rendezvous import Place, initialise, meet
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -127,7 +127,7 @@ def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    initialise(start, "cpu", 60.0)
+    initialise(start, meet(start, 60.0), "cpu", 60.0)
     total = torch.tensor([2.0**start.rank])
     dist.all_reduce(total)
     dist.destroy_process_group()

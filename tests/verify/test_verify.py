@@ -109,7 +109,7 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
         "dp2 mb2",
         "dp4 zero3 hs2",
         pytest.param("tp2", marks=pytest.mark.slow),
-        pytest.param("tp4:nosp", marks=pytest.mark.slow),
+        pytest.param("tp4:nosp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_planted_fault_is_caught_or_declared_neutral(layout):

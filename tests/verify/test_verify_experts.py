@@ -35,7 +35,7 @@ def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str
     assert document["worst"]["relative_error"] < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_fault_of_a_mixture_is_noticed():
     document = verify("dp2 zero2", model="dots-llm1", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
