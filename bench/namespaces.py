@@ -252,7 +252,7 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
             checked = check_collective(generate("all-reduce", name, world_size, groups=groups))
             for size in sizes:
                 predicted = simulate_collective(checked, network, size, rate_of_reduction)
-                turns = repeats if size < 2**24 else 1  # seconds each: little noise
+                turns = repeats if size < 2**22 else 1  # a second each: little noise
                 if size == sizes[0]:
                     ranks.run(checked, size)  # connections
                 before = sent_by_hosts(host_count)
