@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -19,19 +19,15 @@ from meshwright.names import DEVICES, nearest, unknown
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class Named(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions alone
-    """One of the names of a kind; another is answered with the nearest."""
-
-    def __init__(self, kind: str, names: Sequence[str]) -> None:
-        self.name, self.names = kind, names
-
-    def convert(self, value: str, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        return value if value in self.names else self.fail(unknown(self.name, value, self.names), parameter, context)
+def _known_device(context: click.Context, option: click.Parameter, name: str) -> str:
+    if name not in DEVICES:
+        raise click.BadParameter(unknown("device", name, DEVICES))
+    return name
 
 
 device_option = click.option(
     "--device",
-    type=Named("device", DEVICES),
+    callback=_known_device,
     metavar="|".join(DEVICES),
     default="auto",
     show_default=True,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,6 +29,12 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+def _duration(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
+    """An option that takes durations."""
+    shown = default is not None
+    return click.option(name, callback=_times, metavar="T[,T...]", default=default, show_default=shown, help=what)
+
+
 @a_command(
     "schedule",
     "meshwright schedule 1f1b --stages 4 --microbatches 8 --text",
@@ -39,44 +47,11 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
 @click.option("--stages", type=click.IntRange(min=1), help="Pipeline ranks (a file says it itself).")
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step, both directions counted.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages on a rank, where the schedule leaves that open.")
-@click.option(
-    "--forward",
-    callback=_times,
-    metavar="T[,T...]",
-    default="1",
-    show_default=True,
-    help="Of a rank's share: one, or one a rank; or one a stage.",
-)
-@click.option(
-    "--input-gradient",
-    callback=_times,
-    metavar="T[,T...]",
-    default="1",
-    show_default=True,
-    help="The backward's first half.",
-)
-@click.option(
-    "--weight-gradient",
-    callback=_times,
-    metavar="T[,T...]",
-    default="1",
-    show_default=True,
-    help="The backward's second half.",
-)
-@click.option(
-    "--transfer",
-    callback=_times,
-    metavar="T[,T...]",
-    default="0",
-    show_default=True,
-    help="From a stage to the next one: one, or one a boundary.",
-)
-@click.option(
-    "--overlapped",
-    callback=_times,
-    metavar="T[,T...]",
-    help="Forward and backward together, where a schedule overlaps them.",
-)
+@_duration("--forward", "1", "Of a rank's share: one, or one a rank; or one a stage.")
+@_duration("--input-gradient", "1", "The backward's first half.")
+@_duration("--weight-gradient", "1", "The backward's second half.")
+@_duration("--transfer", "0", "From a stage to the next one: one, or one a boundary.")
+@_duration("--overlapped", None, "Forward and backward together, where a schedule overlaps them.")
 @click.option(
     "--parts",
     callback=_times,

@@ -277,6 +277,20 @@ def _alpha(rounds: Callable[[Case], float]) -> Form:
     return lambda c: c.link.alpha * rounds(c)
 
 
+# A reduce-scatter is an all-gather run backwards, and costs the same.
+_ONE_WAY: dict[str, Form] = {
+    "ring": _ring(1),
+    "bidirectional-ring": _both_ways(1),
+    "pairwise": _ring(1),
+    "all-pairs": _at_once(1),
+    "hierarchical": _hierarchical(1),
+    "2d-torus": _torus(1, 2, turns=False),
+    "3d-torus": _torus(1, 3, turns=False),
+    "torus": _torus(1, None, turns=False),
+    "2d-mesh": _mesh(1, 2, turns=False),
+    "mesh": _mesh(1, None, turns=False),
+}
+
 CLOSED_FORMS: dict[str, dict[str, Form]] = {
     "send-receive": {"direct": lambda c: c.link.rounds(1, c.size)},
     "barrier": {
@@ -299,33 +313,8 @@ CLOSED_FORMS: dict[str, dict[str, Form]] = {
         "reduce-scatter-gather": lambda c: _recursive_halving(c) + _halved(c),
         "hierarchical": _hierarchical_tree,
     },
-    "all-gather": {
-        "ring": _ring(1),
-        "bidirectional-ring": _both_ways(1),
-        "recursive-doubling": _recursive_doubling,
-        "bruck": _halved,
-        "pairwise": _ring(1),
-        "all-pairs": _at_once(1),
-        "hierarchical": _hierarchical(1),
-        "2d-torus": _torus(1, 2, turns=False),
-        "3d-torus": _torus(1, 3, turns=False),
-        "torus": _torus(1, None, turns=False),
-        "2d-mesh": _mesh(1, 2, turns=False),
-        "mesh": _mesh(1, None, turns=False),
-    },
-    "reduce-scatter": {
-        "ring": _ring(1),
-        "bidirectional-ring": _both_ways(1),
-        "recursive-halving": _recursive_halving,
-        "pairwise": _ring(1),
-        "all-pairs": _at_once(1),
-        "hierarchical": _hierarchical(1),
-        "2d-torus": _torus(1, 2, turns=False),
-        "3d-torus": _torus(1, 3, turns=False),
-        "torus": _torus(1, None, turns=False),
-        "2d-mesh": _mesh(1, 2, turns=False),
-        "mesh": _mesh(1, None, turns=False),
-    },
+    "all-gather": {**_ONE_WAY, "recursive-doubling": _recursive_doubling, "bruck": _halved},
+    "reduce-scatter": {**_ONE_WAY, "recursive-halving": _recursive_halving},
     "all-reduce": {
         "ring": _ring(2),
         "bidirectional-ring": _both_ways(2),

@@ -184,7 +184,7 @@ def collective(
     """
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
-    if algorithm not in ("auto",) and not algorithm.startswith("@"):
+    if algorithm != "auto" and not algorithm.startswith("@"):
         find(operation, algorithm)
     if total_bytes is None:
         if operation != "barrier":
@@ -217,9 +217,9 @@ def collective(
         name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
         fitting = chooser.fitting(name)
         settings = Settings(segments, groups or fitting.groups, dims or fitting.dims)
-        said = {"segments": settings.segments, "groups": settings.groups, "dims": settings.dims}
-        program = generate(operation, name, ranks, root=root or 0, **said)  # type: ignore[arg-type]
-        form = closed_form_seconds(operation, name, network, total_bytes, **said)  # type: ignore[arg-type]
+        segments, groups, dims = settings.segments, settings.groups, settings.dims
+        program = generate(operation, name, ranks, root=root or 0, segments=segments, groups=groups, dims=dims)
+        form = closed_form_seconds(operation, name, network, total_bytes, segments=segments, groups=groups, dims=dims)
     if reduction is not None:
         program = replace(program, reduction=reduction)
     checked = check_collective(program)

@@ -119,12 +119,12 @@ class DataParallel:
 
     def _shard(self, unit: UnitBuffers) -> Shard:
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
-        balancing = []
-        for part in unit.flat.parts:
-            low, high = max(unit.start, part.offset), min(unit.stop, part.offset + part.numel)
-            if part.row.balances and low < high:
-                balancing.append((low - unit.start, high - unit.start))
-        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, tuple(balancing))
+        balancing = tuple(
+            (low - unit.start, high - unit.start)
+            for part, low, high in unit.flat.within(unit.start, unit.stop)
+            if part.row.balances
+        )
+        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
     # --- one step
 

@@ -8,7 +8,7 @@ speak in ranges of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,16 +113,21 @@ class FlatUnit:
     numel: int
     padded: int
 
+    def within(self, low: int, high: int) -> Iterator[tuple[RowPart, int, int]]:
+        """The parts that have elements in [low, high) of the buffer, each with its range [first, last) there."""
+        for part in self.parts:
+            first, last = max(low, part.offset), min(high, part.offset + part.numel)
+            if first < last:
+                yield part, first, last
+
     def copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """[low, high) as few ranges (first, last, how many ranks of tp hold the same); without what fills up, and
         without biases that balance experts, which no norm counts."""
-        clipped = (
-            (max(low, part.offset), min(high, part.offset + part.numel), part.copies)
-            for part in self.parts
-            if part.offset < high and part.offset + part.numel > low and not part.row.balances
-        )
         ranges: list[tuple[int, int, int]] = []
-        for first, last, copies in clipped:
+        for part, first, last in self.within(low, high):
+            if part.row.balances:
+                continue
+            copies = part.copies
             if ranges and ranges[-1][1:] == (first, copies):
                 first = ranges.pop()[0]
             ranges.append((first, last, copies))
@@ -189,10 +194,9 @@ def pieces_of(
     buffer's element `start`. `position`: this rank's place on tp, if of what several ranks of tp hold it is to have
     only its share."""
     pieces = []
-    for part in unit.parts:
-        first, last = max(low, part.offset), min(high, part.offset + part.numel)
+    for part, first, last in unit.within(low, high):
         if position is not None:
-            first, last = part_of(first, max(first, last), position % part.copies, part.copies)
+            first, last = part_of(first, last, position % part.copies, part.copies)
         if first < last:
             view, shift = flat[first - start : last - start], part.begin - part.offset
             pieces.append(Piece(kind, part.row.name, first + shift, last + shift, view, part.columns))

@@ -29,13 +29,11 @@ class PartialGradients:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
         for unit in units:
-            for part in unit.flat.parts:
-                if not part.partial:
-                    continue
-                if part.copies not in neighbours:  # made by all ranks, also by those whose shard has nothing of it
+            for part in unit.flat.parts:  # also those of which this rank's shard has nothing: all ranks make the group
+                if part.partial and part.copies not in neighbours:
                     neighbours[part.copies] = mesh.neighbours("tp", part.copies)
-                low, high = max(unit.start, part.offset), min(unit.stop, part.offset + part.numel)
-                if low < high:
+            for part, low, high in unit.flat.within(unit.start, unit.stop):
+                if part.partial:
                     views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])
         self._groups = [
             (neighbours[copies], GRADIENT_SITE if copies == mesh.tp.size else SHARED_HEADS_SITE, found)

@@ -81,14 +81,10 @@ class UnitBuffers:
 
     def initialise(self, seed: int) -> None:
         """Fill the master's range with initial values: each row depends on (seed, name) alone."""
-        for part in self.flat.parts:
-            first, last = max(self.start, part.offset), min(self.stop, part.offset + part.numel)
-            if first < last:
-                value = initial_value(part.row, seed)
-                mine = part.of((value.t() if part.row.transposed else value).reshape(-1))
-                self.master[first - self.start : last - self.start].copy_(
-                    mine[first - part.offset : last - part.offset]
-                )
+        for part, first, last in self.flat.within(self.start, self.stop):
+            value = initial_value(part.row, seed)
+            mine = part.of((value.t() if part.row.transposed else value).reshape(-1))
+            self.master[first - self.start : last - self.start].copy_(mine[first - part.offset : last - part.offset])
 
     def take_over(self, model: nn.Module) -> None:
         """Fill the master's range with the values that the model's parameters have now (before `bind`)."""
