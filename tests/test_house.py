@@ -33,7 +33,8 @@ MODEL_AS_DATA = {
         "rows",
     ),
 }
-TORCH_FREE_MODULES = {"meshwright.train.launcher"}  # below, and yet without torch: it starts the processes that load it
+# Below, and yet without torch: the launcher, which starts the processes that load it, and how it reads their calls.
+TORCH_FREE_MODULES = {"meshwright.train.launcher", "meshwright.comm.call_ring", "meshwright.comm.call_log"}
 BRINGS_TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +24,7 @@ from meshwright.errors import RankLost
 class Handle:
     """A call under way. `wait` may be called again; the result is there after the first."""
 
-    __slots__ = ("_communicator", "_finishers", "_timeout", "_what", "_works")
+    __slots__ = ("_call", "_communicator", "_finishers", "_timeout", "_what", "_works")
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class Handle:
         what: Callable[[], tuple[str, str]] | None = None,
         timeout: timedelta | None = None,
         communicator: Communicator | None = None,
+        call: int = 0,
     ) -> None:
+        self._call = call  # its number in the ring of calls
         self._communicator = communicator
         self._works = works
         self._finishers: list[Callable[[], Any]] = []
@@ -49,6 +52,8 @@ class Handle:
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
         begun = time.perf_counter()
+        if works and self._communicator is not None:
+            self._communicator.calls.wait(self._call)
         try:
             for work in works:
                 if self._timeout is None:
@@ -57,7 +62,8 @@ class Handle:
                     work.wait(self._timeout)
         except (RuntimeError, RankLost) as error:
             raise _lost(self._what, error) from error
-        if self._communicator is not None:
+        if works and self._communicator is not None:
+            self._communicator.calls.done(self._call)
             self._communicator.waited_seconds += time.perf_counter() - begun
         for finish in finishers:
             finish()
@@ -75,12 +81,12 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     sent = 2 * size * (axis.size - 1) // axis.size
     if op == "sum":
         sent = _sent(axis, "all_reduce", tensor, sent)
-    what, fault = _enter("all_reduce", axis, site, size, sent)
+    call, fault = _enter("all_reduce", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         tensor.zero_()
-    return _run(lambda: transport.all_reduce(tensor, axis, op), what, fault, axis, tensor, async_op)
+    return _run(lambda: transport.all_reduce(tensor, axis, op), call, fault, axis, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -95,13 +101,13 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         return DONE
     size = source.numel() * source.element_size()
     sent = _sent(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
-    what, fault = _enter("reduce_scatter", axis, site, size, sent)
+    call, fault = _enter("reduce_scatter", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         _copy(output, mine)
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    return _run(lambda: transport.reduce_scatter(output, source, axis), what, fault, axis, output, async_op)
+    return _run(lambda: transport.reduce_scatter(output, source, axis), call, fault, axis, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -114,7 +120,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
         return DONE
     size = output.numel() * output.element_size()
     sent = _sent(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
-    what, fault = _enter("all_gather", axis, site, size, sent)
+    call, fault = _enter("all_gather", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         _copy(mine, source)
         return DONE
@@ -122,7 +128,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if fault is not None and fault.kind == "drop":
         lost = fault.position % axis.size
         lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
-    return _run(lambda: transport.all_gather(output, source, axis), what, fault, axis, output, async_op, lose)
+    return _run(lambda: transport.all_gather(output, source, axis), call, fault, axis, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -130,11 +136,11 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if axis.size == 1:
         return DONE
     size = tensor.numel() * tensor.element_size()
-    what, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
+    call, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
     if fault is not None and fault.kind == "skip":
         return DONE
     lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
-    return _run(lambda: transport.broadcast(tensor, source, axis), what, fault, axis, tensor, async_op, lose)
+    return _run(lambda: transport.broadcast(tensor, source, axis), call, fault, axis, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -154,7 +160,7 @@ def all_to_all(
     size = source.numel() * source.element_size()
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
-    what, fault = _enter("all_to_all", axis, site, size, sent)
+    call, fault = _enter("all_to_all", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         output.zero_()
         return DONE
@@ -162,7 +168,7 @@ def all_to_all(
         source = torch.zeros_like(source)
     return _run(
         lambda: transport.all_to_all(output, source, axis, output_sizes, source_sizes),
-        what, fault, axis, output, async_op,
+        call, fault, axis, output, async_op,
     )  # fmt: skip
 
 
@@ -170,9 +176,9 @@ def barrier(axis: Axis, site: str) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size == 1:
         return
-    what, _ = _enter("barrier", axis, site, 0, 0)
+    call, _ = _enter("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
-    _run(lambda: transport.all_reduce(nothing, axis, "sum"), what, None, axis, nothing, False)
+    _run(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
@@ -194,25 +200,43 @@ def _lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankL
     return RankLost(f"{who} in {where}: {reason[:300]}")
 
 
-def _enter(
-    operation: str, axis: Axis, site: str, payload: int, sent: int
-) -> tuple[Callable[[], tuple[str, str]], Fault | None]:
-    """Record the call; returns how to name it in an error (who waits, where), and the fault planted here."""
-    communicator = axis.communicator
-    number = communicator.record.note(site, operation, axis.name, payload, sent)
+@dataclass(slots=True)
+class _Entered:
+    """A call that has been recorded; calling it says how to name it in an error: who waits, where. payload: bytes."""
 
-    def what() -> tuple[str, str]:
+    operation: str
+    axis: Axis
+    site: str
+    payload: int
+    index: int = 0  # among the calls of the group, once it is posted
+
+    def post(self, tensor: torch.Tensor) -> int:
+        """Write it to the ring of calls; its number there. Of a call that a planted fault skips, others see nothing."""
+        axis, calls = self.axis, self.axis.communicator.calls
+        group = axis.calls_group
+        number = calls.post(group, self.site, self.operation, axis.name, self.payload, tensor.dtype, tensor.shape)
+        self.index = calls.count(group)
+        return number
+
+    def __call__(self) -> tuple[str, str]:
+        axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
-        return who, f"{site} ({operation} over axis {axis.name}, its call {number})"
+        return who, f"{self.site} ({self.operation} over axis {axis.name}, its call {self.index})"
 
+
+def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_Entered, Fault | None]:
+    """Record the call; returns it, and the fault planted here."""
+    communicator = axis.communicator
+    communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
-    return what, faults.at(site, operation) if faults.active is not None else None
+    call = _Entered(operation, axis, site, payload)
+    return call, faults.at(site, operation) if faults.active is not None else None
 
 
 def _run(
     post: Callable[[], transport.Posted],
-    what: Callable[[], tuple[str, str]],
+    call: _Entered,
     fault: Fault | None,
     axis: Axis,
     output: torch.Tensor,
@@ -220,13 +244,14 @@ def _run(
     then: Callable[[], Any] | None = None,
 ) -> Handle:
     """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
+    number = call.post(output)
     try:
         works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
-        raise _lost(what, error) from error
+        raise _lost(call, error) from error
     # NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block the host.
     timeout = None if output.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
-    handle = Handle(works, what, timeout, axis.communicator).then(finish).then(then)
+    handle = Handle(works, call, timeout, axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if not async_op:

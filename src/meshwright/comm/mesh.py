@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import Named
+from meshwright.comm.call_ring import process_calls
 from meshwright.comm.faults import Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
@@ -21,8 +23,8 @@ AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "data", "shard", "replica", "world")
 
 
 class Communicator:
-    """What all axes of one process share: the record of calls, the planted fault, the programs that serve in place of
-    the backend's own calls, how long a call may wait."""
+    """What all axes of one process share: the record of calls, the ring that others read when a rank is lost, the
+    planted fault, the programs that serve in place of the backend's own calls, how long a call may wait."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Communicator:
     ) -> None:
         self.programs = NamedPrograms(programs, timeout_seconds)
         self.record = Record()
+        self.calls = process_calls()
         self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
@@ -55,6 +58,12 @@ class Axis:
     def program(self, operation: str, size: int) -> Executable | None:
         """The program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here, if one does."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
+
+    @cached_property
+    def calls_group(self) -> int:
+        """The number under which the ring of calls counts those of this axis's ranks. Axes over the same ranks share
+        it, as they share connections: the order of their calls counts."""
+        return self.communicator.calls.group(self.ranks)
 
     @property
     def key(self) -> str:
