@@ -43,27 +43,26 @@ def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tens
 
 
 def _sum(x: torch.Tensor, key: str, site: str) -> torch.Tensor:
-    total = x.contiguous().clone()
+    total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis_of(key), site)
     return total
 
 
 def _gather(x: torch.Tensor, key: str, site: str, dim: int) -> torch.Tensor:
     axis = axis_of(key)
-    front = x.movedim(dim, 0).contiguous()
-    whole = front.new_empty((axis.size * front.shape[0], *front.shape[1:]))
+    parts = x.new_empty((axis.size, *x.shape))
     if axis.communicator.faults.active is not None:
-        whole.zero_()  # what a skipped call leaves must not be the right values that lay here before
-    collectives.all_gather(whole, front, axis, site)
-    return whole.movedim(0, dim).contiguous()
+        parts.zero_()  # what a skipped call leaves must not be the right values that lay here before
+    collectives.all_gather(parts, x.contiguous(), axis, site)
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # copies unless all dims before `dim` are 1
 
 
 def _sum_slice(x: torch.Tensor, key: str, site: str, dim: int) -> torch.Tensor:
     axis = axis_of(key)
-    front = x.movedim(dim, 0).contiguous()
-    part = front.new_empty((front.shape[0] // axis.size, *front.shape[1:]))
-    collectives.reduce_scatter(part, front, axis, site)
-    return part.movedim(0, dim).contiguous()
+    parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    collectives.reduce_scatter(mine, parts, axis, site)
+    return mine
 
 
 def _slice(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
