@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Axis, Communicator
+from meshwright.comm.transport import Message
 from meshwright.errors import RankLost
 
 
@@ -172,6 +174,39 @@ def all_to_all(
     )  # fmt: skip
 
 
+def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
+    """Post messages between single ranks together; a handle for each, in their order.
+
+    Messages from one rank to another arrive in the order in which they are posted. A tensor that is sent must stay as
+    it is until its handle has been waited for. A planted fault is served by the receiver: nothing arrives (skip, drop:
+    zeros), it arrives doubled, or the message before it of the same size arrives again.
+    """
+    communicator = axis.communicator
+    calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
+    for m in messages:
+        size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
+        communicator.record.note(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
+        pair = communicator.calls.group(axis.ranks, (there, here) if m.arrives else (here, there))
+        dtype, shape = m.tensor.dtype, m.tensor.shape
+        calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
+        whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
+        planted = m.arrives and communicator.faults.active is not None
+        faults.append(communicator.faults.at(m.site, "transfer") if planted else None)
+    try:
+        posted = transport.transfer(messages, axis)
+    except (RuntimeError, RankLost) as error:
+        raise _lost(whats[0], error) from error
+    handles = []
+    for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
+        handle = Handle(works, what, _timeout(axis, m.tensor), communicator, call).then(finish)
+        if fault is not None and fault.kind in ("skip", "drop"):
+            handle.then(m.tensor.zero_)
+        elif fault is not None:
+            handle.then(partial(communicator.faults.spoil_result, fault, m.tensor))
+        handles.append(handle)
+    return handles
+
+
 def barrier(axis: Axis, site: str) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size == 1:
@@ -198,6 +233,22 @@ def _lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankL
         return RankLost(f"{error}, in {where}")
     reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
     return RankLost(f"{who} in {where}: {reason[:300]}")
+
+
+def _timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
+    """How long the host waits. NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block
+    the host."""
+    return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
+
+
+def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
+    """Who waits for whom, and where; index: among the messages from the one to the other."""
+    peer = axis.ranks[message.peer]
+    waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
+    return (
+        f"rank {axis.ranks[axis.rank]} {waits}",
+        f"{message.site} ({message.name} over axis {axis.name}, message {index} between the two)",
+    )
 
 
 @dataclass(slots=True)
@@ -249,9 +300,7 @@ def _run(
         works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise _lost(call, error) from error
-    # NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block the host.
-    timeout = None if output.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
-    handle = Handle(works, call, timeout, axis.communicator, number).then(finish).then(then)
+    handle = Handle(works, call, _timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if not async_op:

@@ -7,7 +7,9 @@ and `finish`, if any, has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,21 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Axis
 
-Posted = tuple[list[Any], Callable[[], None] | None]
+Posted = tuple[list[Any], Callable[[], Any] | None]
+
+MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receives of a collective in the same group
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One end of a transfer between two ranks: `tensor` goes to the rank at place `peer` of an axis, or comes from it.
+    `name`: what it is, for a report ("2RECV_F3")."""
+
+    tensor: torch.Tensor
+    peer: int
+    arrives: bool
+    site: str
+    name: str
 
 
 def native(axis: Axis, tensor: torch.Tensor) -> bool:
@@ -93,6 +109,31 @@ def all_to_all(
     """Part i of `source` (along dim 0) goes to rank i, whose part for this rank arrives at place i of `output`."""
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
+
+
+def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
+    """Post all messages together. Contiguous tensors; for each message its own (works, finish)."""
+    if dist.get_backend(axis.group) != "gloo":
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv if m.arrives else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
+                for m in messages
+            ]
+        )
+        # NCCL joins them: then there is one work for all.
+        return [([work], None) for work in works] if len(works) == len(messages) else [(works, None)] * len(messages)
+    posted: list[Posted | None] = [None] * len(messages)
+    for at in sorted(range(len(messages)), key=lambda at: not messages[at].arrives):  # receives first
+        m = messages[at]
+        on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends from the host alone
+        if m.arrives:
+            buffer = torch.empty_like(m.tensor, device="cpu") if on_host is None else on_host
+            work = dist.irecv(buffer, group=axis.group, group_src=m.peer, tag=MESSAGE_TAG)
+            posted[at] = [work], partial(m.tensor.copy_, buffer) if on_host is None else None
+        else:
+            buffer = m.tensor.cpu() if on_host is None else on_host
+            posted[at] = [dist.isend(buffer, group=axis.group, group_dst=m.peer, tag=MESSAGE_TAG)], None
+    return [each for each in posted if each is not None]
 
 
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:

@@ -1,0 +1,243 @@
+"""Runs a pipeline program on this rank of an axis: its steps in their order, and the messages between stages.
+
+A group's messages are posted together. What arrives is waited for where a step reads it. What leaves is kept until its
+receiver is known to have it, which is when something comes back that the receiver made after using it. Stages that
+follow each other on one rank hand their tensors on without a copy. What a step computes is not known here: a model's
+stage, or a nap (`Compute`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from meshwright.comm.collectives import Handle, barrier, transfer
+from meshwright.comm.mesh import Axis
+from meshwright.comm.transport import Message
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.dataflow import GRADIENT, OUTPUT
+from meshwright.program.pipeline import ARRIVING, COMPUTING, SENDING, Kind, PipelineProgram
+from meshwright.schedules.transfers import with_transfers
+
+ACTIVATION_SITE = "pipeline.activations"
+GRADIENT_SITE = "pipeline.gradients"
+START_SITE = "pipeline.start"
+
+Value = tuple[int, int, int, int]
+"""What passes between stages: OUTPUT or GRADIENT, and replica, stage and micro-batch of the step that made it."""
+
+
+class Compute(Protocol):
+    """What the steps of a program do. Tensors come without history and leave with or without one."""
+
+    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """The stage's output, given what enters it. The first stage gets None; the last one keeps its loss and returns
+        None."""
+
+    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of what entered the stage (of the first stage: None), given that of its output (of the last
+        stage: None); and those of its weights."""
+
+    def input_gradient(
+        self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `backward`, but the gradients of weights wait for `weight_gradient`."""
+
+    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
+        """What `input_gradient` has left to do."""
+
+    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
+        """Memory for what enters `stage`; its gradient has the same shape and dtype. Contiguous, with any values."""
+
+
+def execute(program: PipelineProgram, axis: Axis, compute: Compute) -> None:
+    """Run a program once (`Pipeline` keeps what is worked out beforehand for many steps)."""
+    Pipeline(program, axis).run(compute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    kind: Kind
+    stage: int
+    replica: int
+    micro_batch: int
+    reads: Value | None  # from another stage
+    makes: Value | None  # for another stage
+    answers: tuple[Value, ...]  # what this rank sent and others have used, once what this step reads is there
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    value: Value
+    peer: int
+    arrives: bool
+    enters: int  # the stage whose input it is, or the gradient of whose input
+    site: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Computation or transfers, never both."""
+
+    steps: list[_Step]
+    transfers: list[_Transfer]
+
+
+class Pipeline:
+    """A program made ready for this rank of `axis`: transfers are added where it has none, and all of it is checked.
+
+    Raises ProgramError for a program that does not hold.
+    """
+
+    def __init__(self, program: PipelineProgram, axis: Axis) -> None:
+        assert program.ranks == axis.size, (program.name, program.ranks, axis.size)
+        assert not program.asynchronous, f"{program.name} updates weights while micro-batches are under way"
+        assert not program.steps.component.any(), f"{program.name} cuts layers into their parts"
+        self.program, self.axis = with_transfers(program), axis
+        self.checked = check_pipeline(self.program)
+        self._groups = _groups_of(self.program, axis.rank)
+        if axis.size > 1 and axis.communicator.device.type == "cuda":
+            barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
+
+    def run(self, compute: Compute) -> None:
+        """Take this rank's steps. Raises RankLost when a neighbour does not answer."""
+        _Run(self.axis, compute).take(self._groups)
+
+
+class _Run:
+    """The tensors of one run that are between two stages."""
+
+    def __init__(self, axis: Axis, compute: Compute) -> None:
+        self.axis, self.compute = axis, compute
+        self.here: dict[Value, torch.Tensor] = {}  # made on this rank: for a stage here, or to be sent
+        self.arriving: dict[Value, tuple[Handle, torch.Tensor]] = {}
+        self.leaving: dict[Value, Handle] = {}  # each holds its tensor
+
+    def take(self, groups: list[_Group]) -> None:
+        for group in groups:
+            if group.transfers:
+                self.post(group.transfers)
+            for step in group.steps:
+                self.step(step)
+        for handle in self.leaving.values():
+            handle.wait()
+        assert not self.here and not self.arriving, "a checked program uses whatever it makes"
+
+    def post(self, group: list[_Transfer]) -> None:
+        """Post a group's messages together."""
+        messages = []
+        for each in group:
+            _, replica, _, micro_batch = each.value
+            tensor = (
+                self.compute.buffer(each.enters, replica, micro_batch) if each.arrives else self.here.pop(each.value)
+            )
+            messages.append(Message(tensor.contiguous(), each.peer, each.arrives, each.site, each.name))
+        for each, message, handle in zip(group, messages, transfer(messages, self.axis), strict=True):
+            if each.arrives:
+                self.arriving[each.value] = handle, message.tensor
+            else:
+                self.leaving[each.value] = handle
+
+    def step(self, step: _Step) -> None:
+        """Compute one step; no reference to what it read stays here."""
+        where = step.stage, step.replica, step.micro_batch
+        if step.kind == Kind.WEIGHT_GRADIENT:
+            self.compute.weight_gradient(*where)
+            return
+        take = {
+            Kind.FORWARD: self.compute.forward,
+            Kind.BACKWARD: self.compute.backward,
+            Kind.INPUT_GRADIENT: self.compute.input_gradient,
+        }[step.kind]
+        made = take(*where, self.read(step))
+        assert (made is None) == (step.makes is None), f"{step}: the wrong end of the pipeline"
+        if made is not None and step.makes is not None:
+            self.here[step.makes] = made.detach()
+
+    def read(self, step: _Step) -> torch.Tensor | None:
+        """What a step reads from another stage, once it is there."""
+        if step.reads is None:
+            return None
+        if step.reads in self.here:
+            return self.here.pop(step.reads)
+        handle, tensor = self.arriving.pop(step.reads)
+        handle.wait()
+        for value in step.answers:
+            self.leaving.pop(value).wait()
+        return tensor
+
+
+def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
+    """This rank's steps, group by group."""
+    s, last = program.steps, program.stages - 1
+    answers = _answers(program, rank)
+    groups: list[_Group] = []
+    for at in s.of_rank(rank):
+        if not groups or s.group[at] != s.group[at - 1]:
+            groups.append(_Group([], []))
+        kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
+        replica, micro_batch = int(s.replica[at]), int(s.micro_batch[at])
+        if kind in COMPUTING:
+            makes = None
+            if kind == Kind.FORWARD and stage < last:
+                makes = OUTPUT, replica, stage, micro_batch
+            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
+                makes = GRADIENT, replica, stage, micro_batch
+            reads = _reads(program, at)
+            groups[-1].steps.append(_Step(kind, stage, replica, micro_batch, reads, makes, tuple(answers.get(at, ()))))
+        else:
+            value = _carries(program, at)
+            enters, site = (value[2] + 1, ACTIVATION_SITE) if value[0] == OUTPUT else (value[2], GRADIENT_SITE)
+            arrives, name = kind in ARRIVING, program.describe(at)
+            groups[-1].transfers.append(_Transfer(value, program.peer(at), arrives, enters, site, name))
+    return groups
+
+
+def _reads(program: PipelineProgram, at: int) -> Value | None:
+    """What a computing step reads from another stage."""
+    s = program.steps
+    kind, stage, replica, micro_batch = (int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch))
+    if kind == Kind.FORWARD:
+        return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
+    if kind == Kind.WEIGHT_GRADIENT or stage == program.stages - 1:
+        return None
+    return GRADIENT, replica, stage + 1, micro_batch
+
+
+def _carries(program: PipelineProgram, at: int) -> Value:
+    """What a transfer carries."""
+    s = program.steps
+    kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
+    ahead = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    maker = stage if kind in SENDING else stage - 1 if ahead else stage + 1
+    return OUTPUT if ahead else GRADIENT, int(s.replica[at]), maker, int(s.micro_batch[at])
+
+
+def _answers(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
+    """By step of this rank: which of its messages have been used when what the step reads is there.
+
+    A neighbour sends its answer after it has used what it was sent before, in the order of its own steps.
+    """
+    s = program.steps
+    transfers = [at for at in s.of_rank(rank) if s.kind[at] in SENDING or s.kind[at] in ARRIVING]
+    ours = {_carries(program, at) for at in transfers if s.kind[at] in SENDING}
+    used: dict[int, list[tuple[int, Value]]] = {}  # by neighbour, latest first: group there, what it reads of ours
+    sent: dict[Value, int] = {}  # what neighbours send to this rank: group there
+    for neighbour in {program.peer(at) for at in transfers}:
+        used[neighbour] = []
+        for at in reversed(s.of_rank(neighbour)):
+            if s.kind[at] in COMPUTING and (value := _reads(program, at)) in ours and value is not None:
+                used[neighbour].append((int(s.group[at]), value))
+            elif s.kind[at] in SENDING and program.peer(at) == rank:
+                sent[_carries(program, at)] = int(s.group[at])
+    found: dict[int, list[Value]] = {}
+    for at in s.of_rank(rank):
+        value = _reads(program, at) if s.kind[at] in COMPUTING else None
+        if value is not None and value in sent:
+            waiting = used[program.placement[value[1]][value[2]]]
+            while waiting and waiting[-1][0] < sent[value]:
+                found.setdefault(at, []).append(waiting.pop()[1])
+    return found
