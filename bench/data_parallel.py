@@ -70,7 +70,7 @@ def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[A
         targets = count_targets([goals], mesh)
         parallel.begin_step(1)
         loss = model(tokens, goals, units=parallel) / targets
-        parallel.backward(loss, last=True)
+        parallel.backward(loss)
         parallel.finish()
         verdict = torch.stack([loss.detach().double(), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, "step.verdict")

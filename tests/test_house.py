@@ -31,6 +31,8 @@ MODEL_AS_DATA = {
         "refuse",
         "rope_scaling",
         "rows",
+        "stages",
+        "work",
     ),
 }
 # Below, and yet without torch: the launcher, which starts the processes that load it, and how it reads their calls.

@@ -152,7 +152,8 @@ def test_names_are_unique_and_every_part_is_somewhere(config: ModelConfig):
     assert len({row.name for row in table.rows}) == len(table.rows)
     assert len({tensor.name for tensor in table.tensors}) == len(table.tensors)
     assert [row for tensor in table.tensors for row in tensor.rows] == list(table.rows)
-    assert table.units == ("embedding", *(f"layers.{layer}" for layer in range(config.layers)), "head")
+    extra = ("positions",) * (config.positions == "learned") + ("embedding_norm",) * config.embedding_norm
+    assert table.units == ("embedding", *extra, *(f"layers.{layer}" for layer in range(config.layers)), "head")
     assert sum(tensor.numel for tensor in table.tensors) == table.numel
     for row in table.rows:
         assert table.row(row.name) is row

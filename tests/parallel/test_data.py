@@ -67,8 +67,8 @@ def one_step(
     for _ in range(2):  # the second step overwrites the first
         targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
         parallel.begin_step(len(batches))
-        for index, batch in enumerate(batches):
-            parallel.backward(loss_of(model, batch, units=parallel) / targets, last=index == len(batches) - 1)
+        for batch in batches:
+            parallel.backward(loss_of(model, batch, units=parallel) / targets)
         parallel.finish()
     assert all(parameter.grad is None for parameter in model.parameters()), "no second copy of a gradient"
     mesh.close()
@@ -111,7 +111,7 @@ def memory_of_zero3(tied: bool) -> None:
     loss = loss_of(model, batch, units=watch)
     held = {"head", "embedding"} if tied else {"head"}
     assert watch.note() == held, "only what the backward pass begins with stays"
-    parallel.backward(loss, last=True)
+    parallel.backward(loss)
     assert watch.note() == set()
     parallel.finish()
     assert max(len(there - held) for there in watch.seen) <= 2, "a unit and the next one"
@@ -137,8 +137,8 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     mesh.record.clear()
     parallel.begin_step(len(batches))
-    for index, batch in enumerate(batches):
-        parallel.backward(loss_of(model, batch, units=parallel), last=index == len(batches) - 1)
+    for batch in batches:
+        parallel.backward(loss_of(model, batch, units=parallel))
     parallel.finish()
     parallel.publish()
     mesh.close()
@@ -290,7 +290,7 @@ def test_one_device_calls_nothing_and_copies_no_parameter(truth):
     )
     batch = make_batch(PROBLEM, 0)
     parallel.begin_step(1)
-    parallel.backward(loss_of(model, batch, units=parallel) / int((batch.targets != -100).sum()), last=True)
+    parallel.backward(loss_of(model, batch, units=parallel) / int((batch.targets != -100).sum()))
     parallel.finish()
     assert mesh.record.table() == []
     rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
@@ -320,7 +320,7 @@ def test_a_parameter_without_part_in_the_loss_gets_zero():
     for shard in parallel.shards:
         shard.gradient.fill_(7.0)
     parallel.begin_step(1)
-    parallel.backward(model.layers[0].mlp.down.weight.sum(), last=True)
+    parallel.backward(model.layers[0].mlp.down.weight.sum())
     parallel.finish()
     rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}

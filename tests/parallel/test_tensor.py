@@ -102,8 +102,8 @@ def one_step(parallel: DataParallel, model: Transformer, mesh: Mesh, config: Any
     )
     targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
     parallel.begin_step(len(batches))
-    for index, batch in enumerate(batches):
-        parallel.backward(loss_sum(model, batch, parallel) / targets, last=index == len(batches) - 1)
+    for batch in batches:
+        parallel.backward(loss_sum(model, batch, parallel) / targets)
     parallel.finish()
 
 

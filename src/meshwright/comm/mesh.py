@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -184,6 +184,18 @@ class Mesh:
                 group = self._group_of(block)
                 if self.rank in block:
                     found = Axis(f"{name}/{size}", block, block.index(self.rank), group, self.communicator)
+        return found
+
+    def among(self, name: str, places: Sequence[int]) -> Axis | None:
+        """The ranks at some places of the axis `name`; None where this rank is not one of them. Every rank of the world
+        calls it, with the same arguments."""
+        found = None
+        for ranks in self.layout.groups(name):
+            chosen = tuple(ranks[place] for place in places)
+            group = self._group_of(chosen)
+            if self.rank in chosen:
+                title = name if chosen == tuple(ranks) else f"{name}[{','.join(map(str, places))}]"
+                found = Axis(title, chosen, chosen.index(self.rank), group, self.communicator)
         return found
 
     def close(self) -> None:

@@ -53,6 +53,15 @@ class ParameterTable:
         return self._tensors_by_unit[unit]
 
     @cached_property
+    def tied(self) -> bool:
+        """Whether the head computes with the embedding's matrix."""
+        return not any(tensor.name == "head.weight" for tensor in self.tensors)
+
+    def needed_by(self, unit: str) -> tuple[str, ...]:
+        """The units whose tensors a unit computes with: itself, and the embedding where it is a tied head."""
+        return (unit, "embedding") if self.tied and unit == "head" else (unit,)
+
+    @cached_property
     def numel(self) -> int:
         """Parameters of the model; a tied embedding counts once."""
         return sum(row.numel for row in self.rows)
@@ -130,10 +139,11 @@ class _Builder:
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad", both_ends=config.tied)
+        # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
         if config.positions == "learned":
-            self.add("embedding", "positions", (config.max_positions, hidden), partial="sequence")
+            self.add("positions", "positions", (config.max_positions, hidden), partial="sequence")
         if config.embedding_norm:
-            self.norm("embedding", "embedding_norm")
+            self.norm("embedding_norm", "embedding_norm")
         for layer in range(config.layers):
             self.layer(f"layers.{layer}", layer)
         self.norm("head", "final_norm")

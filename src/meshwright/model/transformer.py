@@ -9,8 +9,8 @@ Shapes: B rows, S tokens in a row, T = B x S, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor
 from meshwright.model.loss import IGNORED, linear_cross_entropy, token_losses
 from meshwright.model.recompute import recomputed
 from meshwright.model.rope import RotaryTable
+from meshwright.model.stages import Stage, whole_model
 from meshwright.model.units import NoUnits, Units
 
 NO_UNITS = NoUnits()
@@ -60,9 +61,19 @@ class Block(nn.Module):
         return x_BSH + y_BSH, balance
 
 
+class StageOutput(NamedTuple):
+    """What a stage makes of a micro-batch: hidden states [B, S, H] (this rank's slice of the tokens with sequence
+    parallelism), of the last stage the summed loss; and what its mixtures add to the summed loss, None if they do not.
+    """
+
+    x: torch.Tensor
+    balance: torch.Tensor | None
+
+
 class Transformer(nn.Module):
     """A language model. Its parameters are left unset: `initialise`, `load_huggingface` or an engine fills them.
 
+    `stages`: those that it holds of a model cut into several (the whole unless given). Names do not change with them.
     `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (everything between
     the matrix products: norms, activations, attention) or "full" (whole blocks).
     """
@@ -75,6 +86,7 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: str = "none",
+        stages: Iterable[Stage] | None = None,
     ) -> None:
         super().__init__()
         assert config.planning_only is None, config.planning_only
@@ -84,15 +96,23 @@ class Transformer(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         width = -(-config.vocabulary // self.axes.tp.size)  # of this rank's slice of the vocabulary
         self._first_token = self.axes.tp.rank * width
-        self.embedding = Embedding(width, config.hidden, self.axes, **options)
+        stages = (whole_model(config),) if stages is None else tuple(stages)
+        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+        held = {layer for stage in stages for layer in stage.layers}
+        self._whole = len(held) == config.layers and first and last
+        looked_up = first or (last and config.tied)
+        self.embedding: Any = Embedding(width, config.hidden, self.axes, **options) if looked_up else None
         learned = config.positions == "learned"
-        self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned else None
-        self.layers = nn.ModuleList(Block(config, self.axes, layer, **options) for layer in range(config.layers))
-        self.final_norm = norm(config, **options)
-        self.head = None if config.tied else Linear(config.hidden, width, bias=False, **options)
+        self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned and first else None
+        self.layers: Any = nn.ModuleList()
+        for layer in range(config.layers):  # None holds the place of one that is on another stage
+            block = Block(config, self.axes, layer, **options) if layer in held else None
+            self.layers.add_module(str(layer), block)
+        self.final_norm = norm(config, **options) if last else None
+        self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._rotary = None if learned else RotaryTable(config, dtype)
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = recomputed(Block.__call__, recompute)
-        self._norm: Callable[..., torch.Tensor] = self.final_norm.__class__.__call__
+        self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self._recompute = recompute
         self._loss_options: dict[str, Any] = {
             "axes": self.axes,
@@ -106,9 +126,14 @@ class Transformer(nn.Module):
 
         With tensor parallelism this rank's slice, without the rows that fill up the last ones.
         """
-        weight_VH = self.embedding.weight if self.head is None else self.head.weight
+        weight_VH = self._head.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
+
+    @property
+    def _head(self) -> Any:
+        """What has the head's weight."""
+        return self.embedding if self.head is None else self.head
 
     def forward(
         self,
@@ -121,15 +146,30 @@ class Transformer(nn.Module):
 
         What balances experts is in its gradient alone: the value is that of the tokens, as in evaluation.
         """
+        return self.run_stage(self._everything(), None, tokens_BS, targets_BS, documents, units).x
+
+    def run_stage(
+        self,
+        stage: Stage,
+        x_BSH: torch.Tensor | None,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        documents: Documents | None = None,
+        units: Units = NO_UNITS,
+    ) -> StageOutput:
+        """The part of `forward` that `stage` does, given what the stage before it gave (None: it is the first). The
+        last stage adds its balance to its loss, as `forward` does."""
         balances: list[torch.Tensor] = []
         counted_B = (targets_BS != IGNORED).sum(dim=1) if self.config.experts and torch.is_grad_enabled() else None
-        x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances)
+        x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
+        balance = torch.stack(balances).sum() if balances else None
+        if not stage.last:
+            return StageOutput(x_BSH, balance)
         x_BSH = self._final(units.enter("head", x_BSH))
         loss = linear_cross_entropy(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
-        if balances:
-            balance = torch.stack(balances).sum()
+        if balance is not None:
             loss = loss + (balance - balance.detach())
-        return units.leave("head", loss)
+        return StageOutput(units.leave("head", loss), None)
 
     def token_losses(
         self,
@@ -168,8 +208,9 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Scores of the next token, [B, S, V], in the model's type."""
         hidden_BSH = self.hidden(tokens_BS, documents, cache=cache, positions=positions)
-        weight_VH = self.embedding.weight if self.head is None else self.head.weight
-        logits_BSV = gather_from(nn.functional.linear(hidden_BSH, weight_VH), self.axes.tp, "head.output", dim=2)
+        logits_BSV = gather_from(
+            nn.functional.linear(hidden_BSH, self._head.weight), self.axes.tp, "head.output", dim=2
+        )
         return logits_BSV[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
@@ -177,8 +218,13 @@ class Transformer(nn.Module):
         for one shape; a batch of another shape, or the first one that packs several documents, adds another."""
         options = {"dynamic": False, **options}
         self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
-        self._norm = torch.compile(type(self.final_norm).forward, **options)
+        if self.final_norm is not None:
+            self._norm = torch.compile(type(self.final_norm).forward, **options)
         self._loss_options["compiled"] = True
+
+    def _everything(self) -> Stage:
+        assert self._whole, "this rank holds some stages alone"
+        return whole_model(self.config)
 
     def _blocks(
         self,
@@ -189,24 +235,37 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None,
         counted_B: torch.Tensor | None = None,
         balances: list[torch.Tensor] | None = None,
+        stage: Stage | None = None,
+        x: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From tokens to what the last block gives, [B, S, H]; `balances` collects what mixtures add to the loss."""
+        """From tokens (or from `x`, what the stage before gave) to what the last block of the stage gives, [B, S, H];
+        `balances` collects what mixtures add to the loss."""
+        stage = self._everything() if stage is None else stage
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
-        windows = [self.config.layer_window(layer) for layer in range(self.config.layers)]
-        visible = {window: visibility(documents, sequence, window, tokens_BS.device, cached) for window in set(windows)}
+        windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
+        visible = {
+            window: visibility(documents, sequence, window, tokens_BS.device, cached)
+            for window in set(windows.values())
+        }
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
         if self._rotary is not None:
             rotation = self._rotary.at(positions_BS, cached, cached + sequence, tokens_BS.device)
 
-        units.enter("embedding", None)
-        x_BSH = leave_tensor_parallel(self.embedding(tokens_BS), self.axes, "embedding")
-        if self.positions is not None:
-            x_BSH = x_BSH + self._learned_positions(positions_BS, cached, cached + sequence, tokens_BS.device)
-        x_BSH = units.leave("embedding", x_BSH)
-        for layer, block in enumerate(self.layers):
+        if stage.first:
+            assert x is None and self.embedding is not None
+            units.enter("embedding", None)
+            x = units.leave("embedding", leave_tensor_parallel(self.embedding(tokens_BS), self.axes, "embedding"))
+            if self.positions is not None:
+                x = units.enter("positions", x)
+                x = x + self._learned_positions(positions_BS, cached, cached + sequence, tokens_BS.device)
+                x = units.leave("positions", x)
+        assert x is not None, "what the stage before gave is missing"
+        x_BSH = x
+        for layer in stage.layers:
+            block = self.layers[layer]
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
                 x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)

@@ -14,26 +14,26 @@ summed, never averaged, in the dtype of the master. With tensor parallelism the 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.comm.collectives import Handle, all_reduce, reduce_scatter
+from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.model.parameters import ParameterTable
-from meshwright.parallel.buffers import REDUCTIONS_IN_FLIGHT, TransientBuffers, kept_buffers
+from meshwright.model.stages import Stage
+from meshwright.parallel.buffers import TransientBuffers, kept_buffers
+from meshwright.parallel.gathering import StageUnits
+from meshwright.parallel.gradients import GradientSums, Pass
+from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece, flat_unit, padded_numel, part_of, pieces_of
 from meshwright.parallel.tensor import PartialGradients
-from meshwright.parallel.units import UnitBuffers
+from meshwright.parallel.units import FlatAxes, UnitBuffers
 
-GRADIENT_SITE = "data.gradients"
-REPLICA_SITE = "data.gradients.replicas"
 TARGET_SITE = "data.targets"
 
 
@@ -75,6 +75,9 @@ class DataParallel:
     updates `shards`; `publish`. The model's parameters become views of flat buffers; load values into the masters
     (`master_pieces(owned=False)`, then `publish`), never into the model.
 
+    In a pipeline the rank holds the units of its stages alone (`partition`), a stage runs with `stage_units(stage)`,
+    and its backward passes lie between `gradients.start` and `gradients.end`.
+
     seed: initial values (a function of seed and parameter name); None keeps the values the model has.
     """
 
@@ -87,35 +90,55 @@ class DataParallel:
         seed: int | None,
         parameter_dtype: torch.dtype,
         master_dtype: torch.dtype = torch.float32,
+        partition: Partition | None = None,
     ) -> None:
         self.mesh, self.table = mesh, table
-        self.zero = mesh.layout.zero if mesh.shard.size > 1 else 0
+        self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
-        shards = mesh.shard.size if self.zero else 1
         self._units: dict[str, UnitBuffers] = {}
-        self._parameters: dict[str, list[nn.Parameter]] = {}
-        for name in table.units:
-            flat = flat_unit(table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank))
-            unit = UnitBuffers(flat, self.zero, mesh.shard, mesh.device, parameter_dtype, master_dtype)
+        parameters: dict[str, list[nn.Parameter]] = {}
+        axes = self._axes()
+        for name in partition.units_at(mesh.pp.rank):
+            unit = self._buffers(name, axes[name])
             if seed is None:
                 unit.take_over(model)
             else:
                 unit.initialise(seed)
             self._units[name] = unit
-            self._parameters[name] = unit.bind(model)
-            if self.zero == 3:
+            parameters[name] = unit.bind(model)
+            if unit.zero == 3:
                 unit.release()  # before the next unit is made: the whole model may be too large for one device
-            for index, parameter in enumerate(self._parameters[name]):
-                parameter.register_post_accumulate_grad_hook(partial(self._collect, name, index))
-        self._forward_order = list(table.units)
-        self._backward_order = self._forward_order[::-1]
-        # A tied head computes with the embedding's matrix: its unit stays until the head is done with it.
-        self._tied = not any(tensor.name == "head.weight" for tensor in table.tensors)
+        needs = {unit: [self._units[name] for name in table.needed_by(unit)] for unit in self._units}
+        self._stages = {
+            stage.index: StageUnits(names, {name: needs[name] for name in names})
+            for stage in partition.held(mesh.pp.rank)
+            for names in (partition.units(stage),)
+        }
         self.shards = [self._shard(unit) for unit in self._units.values()]
-        self._partial = PartialGradients(self._units.values(), mesh)
+        self._partial = PartialGradients(self._units.values(), table, mesh)
         self._transient = TransientBuffers(mesh.device, master_dtype, [u.flat.padded for u in self._units.values()])
-        self._begin()
+        self.gradients = GradientSums(self._units, parameters, self._transient)
         self.publish()
+
+    def _axes(self) -> dict[str, FlatAxes]:
+        """Between which ranks each unit of the model lies. Every rank makes the groups of all of them."""
+        mesh, partition = self.mesh, self.partition
+        groups = {}
+        for name in self.table.units:
+            places = partition.holders(name)
+            if len(places) > 1 and places not in groups:
+                groups[places] = mesh.among("pp", places)
+        return {
+            name: FlatAxes(mesh.data, mesh.shard, mesh.replica, groups.get(partition.holders(name)))
+            for name in self.table.units
+        }
+
+    def _buffers(self, name: str, axes: FlatAxes) -> UnitBuffers:
+        mesh = self.mesh
+        zero = mesh.layout.zero if axes.shard.size > 1 else 0
+        shards = axes.shard.size if zero else 1
+        flat = flat_unit(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank))
+        return UnitBuffers(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: UnitBuffers) -> Shard:
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
@@ -128,49 +151,45 @@ class DataParallel:
 
     # --- one step
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Forget the last step's gradients. `micro_batches`: how many calls of `backward` will follow."""
-        assert micro_batches >= 1 and not self._in_flight, "the step before was not finished"
-        self._begin()
+    def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
+        """Forget the last step's gradients. `micro_batches`: how many backward passes will follow, through every stage
+        that this rank holds or, by its number, through each."""
+        passes = dict.fromkeys(self._units, 0)
+        for stage in self.partition.held(self.mesh.pp.rank):
+            count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
+            for name in self.partition.needed(stage):
+                passes[name] += count
+        self.gradients.begin(passes)
 
     def zero_gradients(self) -> None:
         """Forget the gradients: the next backward overwrites them."""
-        self._begin()
+        self.gradients.begin({})
 
-    def _begin(self) -> None:
-        self._in_flight: deque[_Reduction] = deque()
-        self._replica_sums: list[Handle] = []
-        self._last = True
-        self._position = 0
-        self._whole: dict[str, torch.Tensor] = {}
-        self._views: dict[str, list[torch.Tensor]] = {}
-        # Parameters whose gradient in the buffer is out of date (overwritten, not added to), and those that the
-        # running backward pass has not reached yet.
-        self._stale = {name: set(range(len(bound))) for name, bound in self._parameters.items()}
-        self._missing: dict[str, set[int]] = {}
-        self._shard_is_stale = dict.fromkeys(self._units, True)
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Backward pass of one micro-batch; `last`: no other follows in this step."""
-        self._last = last
-        self._position = 0
-        self._missing = {name: set(range(len(bound))) for name, bound in self._parameters.items()}
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of one micro-batch through a model that is one stage."""
+        (stage,) = self.partition.stages
+        self.start_pass(stage)
         loss.backward()
-        for name in self._backward_order[self._position :]:
-            self._missing[name].clear()  # parameters that took no part in this loss
-        self._reduce_complete_units()
-        if self.zero == 3:
-            for unit in self._units.values():
-                unit.release()
+        self.end_pass(stage)
+
+    def start_pass(self, stage: Stage, split: bool = False) -> Pass:
+        """A backward pass through a stage begins; `split`: `pause_pass` will end its first part."""
+        return self.gradients.start(self.partition.needed(stage), split)
+
+    def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
+        """All gradients are there but those of some parameters, which `gradients.resume` and `collect` will bring."""
+        self.gradients.pause(still_to_come)
+        self._stages[stage.index].release()
+
+    def end_pass(self, stage: Stage) -> None:
+        """All gradients of the pass are there."""
+        self.gradients.end()
+        self._stages[stage.index].release()
 
     def finish(self) -> None:
         """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches, the true gradient
         of what this rank holds."""
-        while self._in_flight:
-            self._complete(self._in_flight.popleft())
-        for handle in self._replica_sums:
-            handle.wait()
-        self._replica_sums.clear()
+        self.gradients.finish()
         self._partial.add_up()
 
     def squared_norm_share(self) -> torch.Tensor:
@@ -179,8 +198,8 @@ class DataParallel:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
             for low, high, copies in unit.flat.copies(unit.start, unit.stop):
-                total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / copies
-        return total / (self.mesh.data.size if self.zero == 0 else self.mesh.replica.size)
+                total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.copies)
+        return total
 
     def publish(self) -> None:
         """Bring the parameters up to the masters. Gathers run on; the next forward waits for each unit when it enters
@@ -190,138 +209,29 @@ class DataParallel:
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """All parameters gathered inside, for code that uses the model without `units`. Every rank must enter."""
+        """All parameters of this rank gathered inside, for code that uses the model without `units`. Every rank must
+        enter."""
         for unit in self._units.values():
             unit.fetch()
         for unit in self._units.values():
             unit.need()
         yield
-        if self.zero == 3:
-            for unit in self._units.values():
-                unit.release()
+        for stage in self._stages.values():
+            stage.release()
 
     # --- called by the model around each unit
 
+    def stage_units(self, stage: Stage) -> StageUnits:
+        """What the model is to tell about the units of a stage."""
+        return self._stages[stage.index]
+
     def enter(self, name: str, x: Any) -> Any:
-        """The forward pass comes to a unit: its parameters are there when this returns; the next unit's are on their
-        way."""
-        unit = self._units[name]
-        if self.zero == 0:
-            return x
-        if self.zero == 3:
-            unit.fetch()
-            following = self._forward_order.index(name) + 1
-            if following < len(self._forward_order):
-                self._units[self._forward_order[following]].fetch()
-        unit.need()
-        if self.zero == 3 and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return _Hook.apply(x, partial(self._backward_leaves, name))
-        return x
+        """The forward pass of a model that is one stage comes to a unit."""
+        return self._stages[0].enter(name, x)
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The forward pass is done with a unit. Its parameters go, unless the backward pass begins with them."""
-        if self.zero < 3:
-            return x
-        with_backward = x.requires_grad and torch.is_grad_enabled()
-        final = name == self._forward_order[-1]
-        kept = self._tied and name == "embedding"
-        if not kept and not (final and with_backward):
-            self._units[name].release()
-        if final and self._tied and not with_backward:
-            self._units["embedding"].release()
-        return _Hook.apply(x, partial(self._backward_enters, name)) if with_backward else x
-
-    def _backward_enters(self, name: str) -> None:
-        """The backward pass comes to a unit."""
-        if name == "embedding":
-            return  # looking rows up has no use for the matrix on the way back
-        self._units[name].fetch()
-        before = self._forward_order.index(name) - 1
-        if before > 0:
-            self._units[self._forward_order[before]].fetch()
-        self._units[name].need()
-
-    def _backward_leaves(self, name: str) -> None:
-        """The backward pass is done with a unit: every gradient function inside it has run."""
-        self._units[name].release()
-        if self._tied and name == self._forward_order[-1]:
-            self._units["embedding"].release()
-
-    # --- gradients
-
-    def _collect(self, name: str, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has a parameter's gradient of this micro-batch: take it into the unit's buffer."""
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if name not in self._views:
-            self._open(name)
-        view = self._views[name][index]
-        stale = self._stale[name]
-        if index in stale:
-            view.copy_(gradient)
-            stale.discard(index)
-        else:
-            view.add_(gradient)
-        del gradient
-        self._missing[name].discard(index)
-        if not self._missing[name]:
-            self._reduce_complete_units()
-
-    def _open(self, name: str) -> None:
-        """Have a whole gradient buffer for a unit, and its parameters' views of it."""
-        unit = self._units[name]
-        whole = unit.accumulator
-        if whole is None:
-            whole = self._transient.take(unit.flat.padded)
-            whole[unit.flat.numel :].zero_()
-            self._stale[name] = set(range(len(self._parameters[name])))
-        self._whole[name] = whole
-        self._views[name] = unit.gradient_views(whole)
-
-    def _reduce_complete_units(self) -> None:
-        """Start the reductions that can start. Always in the same order, or ranks would pair the wrong ones."""
-        while self._position < len(self._backward_order):
-            name = self._backward_order[self._position]
-            if self._missing[name]:
-                return
-            self._position += 1
-            if self.zero >= 2 or self._last:
-                self._reduce(name)
-
-    def _reduce(self, name: str) -> None:
-        unit, mesh = self._units[name], self.mesh
-        if name not in self._views:
-            self._open(name)
-        for index in self._stale[name]:
-            self._views[name][index].zero_()  # took no part in any loss
-        self._stale[name].clear()
-        whole = self._whole[name]
-        if self.zero == 0:
-            if mesh.data.size > 1:
-                handle = all_reduce(whole, mesh.data, GRADIENT_SITE, async_op=True)
-                self._in_flight.append(_Reduction(name, handle))
-            return
-        while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
-            self._complete(self._in_flight.popleft())
-        output = unit.gradient if self._shard_is_stale[name] else torch.empty_like(unit.gradient)
-        self._shard_is_stale[name] = False
-        handle = reduce_scatter(output, whole, mesh.shard, GRADIENT_SITE, async_op=True)
-        self._in_flight.append(_Reduction(name, handle, output, self._last))
-
-    def _complete(self, reduction: _Reduction) -> None:
-        """Wait for a unit's reduction, add it up, and give the whole buffer back."""
-        reduction.handle.wait()
-        if reduction.output is None:
-            return
-        name = reduction.unit
-        unit = self._units[name]
-        if self.zero >= 2:
-            del self._views[name]
-            self._transient.give(self._whole.pop(name))
-        if reduction.output is not unit.gradient:
-            unit.gradient.add_(reduction.output)
-        if reduction.last and self.mesh.replica.size > 1:
-            self._replica_sums.append(all_reduce(unit.gradient, self.mesh.replica, REPLICA_SITE, async_op=True))
+        """It is done with the unit."""
+        return self._stages[0].leave(name, x)
 
     # --- what a checkpoint and a ledger need
 
@@ -333,12 +243,11 @@ class DataParallel:
     def pieces_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[Piece]:
         """The same for other state: `tensors`, one per shard, as long as its master."""
         pieces: list[Piece] = []
-        copies = self.mesh.data if self.zero == 0 else self.mesh.replica
         position = self.mesh.tp.rank if owned else None
         for shard, tensor, unit in zip(self.shards, tensors, self._units.values(), strict=True):
             low, high = shard.start, min(shard.stop, unit.flat.numel)
             if owned:
-                low, high = part_of(low, max(low, high), copies.rank, copies.size)
+                low, high = part_of(low, max(low, high), unit.copy, unit.copies)
             pieces += pieces_of(unit.flat, kind, tensor, shard.start, low, high, position)
         return pieces
 
@@ -363,44 +272,19 @@ class DataParallel:
 
     def predicted_bytes(self) -> dict[str, int]:
         """The same from the table alone, between steps: shapes, dtypes and the ZeRO stage."""
-        shards = self.mesh.shard.size if self.zero else 1
-        numels = [self.table.unit_numel(name, self.mesh.layout) for name in self.table.units]
-        padded = [padded_numel(numel, shards) for numel in numels]
-        kept = sum(size * count for size, count in kept_buffers(padded).items())
         parameter, master = self.parameter_dtype.itemsize, self.master_dtype.itemsize
-        whole = sum(padded)
-        exact = whole if self.zero else sum(numels)
-        return {
-            "parameters": whole * parameter // (shards if self.zero == 3 else 1),
-            "masters": 0 if parameter == master else exact * master // shards,
-            "gradients": whole * master // (shards if self.zero >= 2 else 1),
-            "gradient_buffers": kept * master if self.zero >= 2 else 0,
-        }
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """A unit's gradient on its way to its shard (`output`; None: an all-reduce in place)."""
-
-    unit: str
-    handle: Handle
-    output: torch.Tensor | None = None
-    last: bool = True
-
-
-class _Hook(torch.autograd.Function):
-    """Identity whose backward first calls a function. Of a unit's nodes the one on its input has the lowest sequence
-    number and needs all others, so that the engine runs it last; the one on its output it runs first."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
-        context.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        context.call()
-        return (*gradients, None)
+        sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
+        transient = []
+        for name, unit in self._units.items():
+            zero, shards = unit.zero, unit.axes.shard.size if unit.zero else 1
+            numel = self.table.unit_numel(name, self.mesh.layout)
+            padded = padded_numel(numel, shards)
+            sizes["parameters"] += padded * parameter // (shards if zero == 3 else 1)
+            sizes["masters"] += 0 if parameter == master else (padded if zero else numel) * master // shards
+            sizes["gradients"] += padded * master // (shards if zero >= 2 else 1)
+            transient.append(padded if zero >= 2 else 0)
+        sizes["gradient_buffers"] = sum(size * count * master for size, count in kept_buffers(transient).items())
+        return sizes
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:

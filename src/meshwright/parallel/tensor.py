@@ -15,6 +15,7 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
+from meshwright.model.parameters import ParameterTable
 from meshwright.parallel.units import UnitBuffers
 
 GRADIENT_SITE = "tensor.gradients"
@@ -25,13 +26,14 @@ class PartialGradients:
     """This rank's shards of the gradients that are sums over ranks of tp. Ranks of one tp group own the same ranges of
     their flat buffers, so that what one of them sums the others sum too."""
 
-    def __init__(self, units: Iterable[UnitBuffers], mesh: Mesh) -> None:
+    def __init__(self, units: Iterable[UnitBuffers], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
+        for row in table.rows:  # also those that this rank has nothing of: all ranks make the groups
+            copies = row.replicas(mesh.layout)
+            if "tp" in row.gradient_axes(mesh.layout) and copies not in neighbours:
+                neighbours[copies] = mesh.neighbours("tp", copies)
         for unit in units:
-            for part in unit.flat.parts:  # also those of which this rank's shard has nothing: all ranks make the group
-                if part.partial and part.copies not in neighbours:
-                    neighbours[part.copies] = mesh.neighbours("tp", part.copies)
             for part, low, high in unit.flat.within(unit.start, unit.stop):
                 if part.partial:
                     views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -11,6 +13,18 @@ from meshwright.model.initialise import initial_value
 from meshwright.parallel.pieces import FlatUnit
 
 GATHER_SITE = "data.parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatAxes:
+    """Between which ranks a flat buffer lies: its gradient is a sum over `data`, ZeRO shards it over `shard`, and ranks
+    of `replica` hold the same shard. `holders`: ranks of other pipeline stages that hold it too, and use it on their
+    own; None where there are no others."""
+
+    data: Axis
+    shard: Axis
+    replica: Axis
+    holders: Axis | None = None
 
 
 class UnitBuffers:
@@ -23,6 +37,7 @@ class UnitBuffers:
                  under ZeRO-3.
     master       what the optimizer updates, [start, stop); the same memory as `source` where the dtypes agree.
     gradient     the sum over ranks and micro-batches, [start, stop), in the dtype of the master.
+    copies       ranks that hold the same masters (of the same place on tp); this is the `copy`-th of them.
     accumulator  the whole unit's gradient before reduction; None where it exists only during the backward pass
                  (ZeRO-2 and 3).
     """
@@ -31,17 +46,20 @@ class UnitBuffers:
         self,
         flat: FlatUnit,
         zero: int,
-        shard: Axis,
+        axes: FlatAxes,
         device: torch.device,
         parameter_dtype: torch.dtype,
         master_dtype: torch.dtype,
     ) -> None:
-        self.flat, self.zero, self.shard = flat, zero, shard
+        self.flat, self.zero, self.axes = flat, zero, axes
+        copies, holders = axes.data if zero == 0 else axes.replica, axes.holders
+        self.copies = copies.size * (1 if holders is None else holders.size)
+        self.copy = copies.rank if holders is None else copies.rank * holders.size + holders.rank
         if zero == 0:
             self.start, self.stop = 0, flat.numel
         else:
-            length = flat.padded // shard.size
-            self.start, self.stop = shard.rank * length, (shard.rank + 1) * length
+            length = flat.padded // axes.shard.size
+            self.start, self.stop = axes.shard.rank * length, (axes.shard.rank + 1) * length
         self.parameters = torch.zeros(flat.padded, dtype=parameter_dtype, device=device)
         mine = self.parameters[self.start : self.stop]
         length = self.stop - self.start
@@ -103,7 +121,7 @@ class UnitBuffers:
             return
         if self.zero == 3:
             self.parameters.untyped_storage().resize_(self._bytes)
-        self.gathering = all_gather(self.parameters, self.source, self.shard, GATHER_SITE, async_op=True)
+        self.gathering = all_gather(self.parameters, self.source, self.axes.shard, GATHER_SITE, async_op=True)
 
     def need(self) -> None:
         """Return when the whole unit is there."""

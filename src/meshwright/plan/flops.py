@@ -7,6 +7,9 @@ utilisation without its convention says little.
 from __future__ import annotations
 
 from meshwright.model.config import ModelConfig
+from meshwright.model.work import head_flops, keys_per_token, layer_flops
+
+__all__ = ["FLOPS_CONVENTION", "forward_flops_per_token", "keys_per_token", "training_flops_per_token"]
 
 FLOPS_CONVENTION = (
     "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "
@@ -30,43 +33,17 @@ _RECOMPUTED: dict[str, tuple[str, ...]] = {
 }
 
 
-def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
-    """Keys that a token of a sequence sees, on average.
-
-    Causal without a window: (sequence + 1) / 2, which the usual "half" rounds off. Not causal: all of the sequence, or
-    of the window, as if nothing were masked.
-    """
-    width = sequence if window is None else min(window, sequence)
-    if not causal:
-        return float(width)
-    return (width * (width + 1) / 2 + (sequence - width) * width) / sequence
-
-
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
     """Floating-point operations of one token's forward pass, by operation and summed over the layers.
 
     ``sequence``: tokens that attend to each other (documents in a packed row are not told apart). ``causal=False``
     counts attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311, appendix B).
     """
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layers = config.layers
-    keys = sum(keys_per_token(sequence, config.layer_window(layer), causal) for layer in range(layers))
-    up_matrices = 2 if config.gated else 1
-    # What a token computes with: its experts and the shared one, in dense layers the one MLP.
-    sparse = config.expert_layers
-    width = (layers - sparse) * config.intermediate
-    width += sparse * (config.experts_per_token * config.expert_intermediate + config.shared_intermediate)
-    router = {"mlp.router": sparse * 2.0 * config.hidden * (config.experts + config.shared_gate)} if sparse else {}
-    return {
-        "attention.qkv": layers * 2.0 * config.hidden * (query + 2 * key),
-        "attention.scores": 2.0 * keys * query,
-        "attention.values": 2.0 * keys * query,
-        "attention.output": layers * 2.0 * query * config.hidden,
-        **router,
-        "mlp.up": 2.0 * up_matrices * config.hidden * width,
-        "mlp.down": 2.0 * width * config.hidden,
-        "head": 2.0 * config.hidden * config.vocabulary,
-    }
+    total: dict[str, float] = {}
+    for layer in range(config.layers):
+        for operation, flops in layer_flops(config, layer, sequence, causal).items():
+            total[operation] = total.get(operation, 0.0) + flops
+    return total | {"head": head_flops(config)}
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:

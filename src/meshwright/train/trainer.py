@@ -82,10 +82,10 @@ class Trainer:
 
         self.parallel.begin_step(len(micro_batches))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, (tokens, goals, documents) in enumerate(micro_batches):
+        for tokens, goals, documents in micro_batches:
             loss = self.model(tokens, goals, documents, units=self.parallel) / targets
             clock.mark("forward")
-            self.parallel.backward(loss, last=index == len(micro_batches) - 1)
+            self.parallel.backward(loss)
             loss_sum += loss.detach()
             clock.mark("backward")
         self.parallel.finish()

@@ -69,11 +69,11 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
         targets = count_targets((torch.from_numpy(batch.targets) for batch in batches), mesh)
         parallel.begin_step(len(batches))
         total = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(batches):
+        for batch in batches:
             loss = loss_sum(model, batch, parallel) / targets
             if step == poison and mesh.rank == mesh.world_size - 1:
                 loss = loss * math.nan
-            parallel.backward(loss, last=index == len(batches) - 1)
+            parallel.backward(loss)
             total += loss.detach()
         parallel.finish()
         verdict = torch.stack([loss_share(total, mesh), parallel.squared_norm_share()])

@@ -1,0 +1,43 @@
+"""How much arithmetic each part of a model is, a token and forward pass: what stages are balanced by."""
+
+from __future__ import annotations
+
+from meshwright.model.config import ModelConfig
+
+
+def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
+    """Keys that a token of a sequence sees, on average.
+
+    Causal without a window: (sequence + 1) / 2, which the usual "half" rounds off. Not causal: all of the sequence, or
+    of the window, as if nothing were masked.
+    """
+    width = sequence if window is None else min(window, sequence)
+    if not causal:
+        return float(width)
+    return (width * (width + 1) / 2 + (sequence - width) * width) / sequence
+
+
+def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
+    """Floating-point operations of one layer, by operation. A token of a mixture computes with the experts that it
+    chooses and the shared one."""
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    keys = keys_per_token(sequence, config.layer_window(layer), causal)
+    up_matrices = 2 if config.gated else 1
+    router, width = {}, config.intermediate
+    if config.has_experts(layer):
+        router = {"mlp.router": 2.0 * config.hidden * (config.experts + config.shared_gate)}
+        width = config.experts_per_token * config.expert_intermediate + config.shared_intermediate
+    return {
+        "attention.qkv": 2.0 * config.hidden * (query + 2 * key),
+        "attention.scores": 2.0 * keys * query,
+        "attention.values": 2.0 * keys * query,
+        "attention.output": 2.0 * query * config.hidden,
+        **router,
+        "mlp.up": 2.0 * up_matrices * config.hidden * width,
+        "mlp.down": 2.0 * width * config.hidden,
+    }
+
+
+def head_flops(config: ModelConfig) -> float:
+    """Floating-point operations of the head's product."""
+    return 2.0 * config.hidden * config.vocabulary
