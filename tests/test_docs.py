@@ -54,7 +54,8 @@ def commands(page: Path) -> list[list[str]]:
     for text in blocks(page, "console"):
         lines += [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
     lines += re.findall(r"`(meshwright [a-z][^`\n]*|make [a-z]+)`", page.read_text())
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [words[: words.index(">")] if ">" in words else words for words in split if words]
 
 
 # --- the recipe

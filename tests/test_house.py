@@ -35,8 +35,11 @@ MODEL_AS_DATA = {
         "work",
     ),
 }
-# Below, and yet without torch: the launcher, which starts the processes that load it, and how it reads their calls.
-TORCH_FREE_MODULES = {"meshwright.train.launcher", "meshwright.comm.call_ring", "meshwright.comm.call_log"}
+# Below, and yet without torch: what starts the processes that load it, and how it reads their calls.
+TORCH_FREE_MODULES = {
+    *(f"meshwright.train.{name}" for name in ("hosts", "launch_script", "launcher", "refusals")),
+    *("meshwright.comm.call_ring", "meshwright.comm.call_log"),
+}
 BRINGS_TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
 
 

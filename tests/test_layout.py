@@ -192,6 +192,28 @@ def test_groups_are_slices_of_a_reshaped_arange(layout: Layout):
     assert set(layout.groups("expert_data")) == {tuple(map(int, group)) for group in by_block}
 
 
+def test_groups_of_two_nodes_of_eight_are_those_that_megatron_documents():
+    """16 GPUs, tensor 2, pipeline 4, data 2: the docstring of Megatron-LM's parallel_state.initialize_model_parallel,
+    which says to put ranks 0 to 7 on the first node."""
+    layout = Layout.parse("dp2 tp2 pp4")
+    neighbours = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)]
+    assert layout.groups("tp") == neighbours
+    assert layout.groups("dp") == [
+        (0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15),
+    ]  # fmt: skip
+    assert layout.groups("pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+    inside = [group for axis in ("tp", "dp") for group in layout.groups(axis)]
+    assert all(group[0] // 8 == group[-1] // 8 for group in inside)  # the pipeline alone crosses
+
+
+def test_groups_of_hybrid_sharding_are_those_that_torch_documents():
+    """16 ranks in 2 groups of 8: init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))."""
+    layout = Layout.parse("dp16 zero3 hs8")
+    assert layout.groups("shard") == [tuple(range(8)), tuple(range(8, 16))]
+    assert layout.groups("replica") == [(0, 8), (1, 9), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15)]
+    assert layout.groups("data") == [tuple(range(16))]
+
+
 @given(layouts(), st.sampled_from(GROUPS))
 def test_the_groups_of_every_axis_partition_the_ranks(layout: Layout, axis: str):
     groups = layout.groups(axis)

@@ -21,6 +21,7 @@ COMMANDS = {
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",
+    "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",
     "report": "Write a run's page: loss curve, throughput, recipe, sample.",

@@ -6,6 +6,7 @@ Free of torch until `initialise` is called.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Place:
     """This process among the ranks. `local_rank`: among those on the same machine, None where nobody said so. `method`:
-    env://, tcp:// or file://, where all meet. `started_by`: for error lines."""
+    env://, tcp:// or file://, where all meet. `started_by`: for error lines. `host_ranks`: ranks on each machine, None
+    where nobody said so."""
 
     rank: int
     ranks: int
     local_rank: int | None
     method: str
     started_by: str
+    host_ranks: int | None = None
 
 
 def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
@@ -61,7 +64,8 @@ def place(rendezvous: str | None = None, environment: Mapping[str, str] | None =
         method = rendezvous or _slurm_method(environment)
     if not 0 <= rank < ranks:
         raise UserError(f"{started_by}: ranks count from 0 to {ranks - 1}")
-    return Place(rank, ranks, _local_rank(environment, rank, ranks), method, started_by)
+    local_rank = _local_rank(environment, rank, ranks)
+    return Place(rank, ranks, local_rank, method, started_by, _host_ranks(environment, ranks))
 
 
 _LOCAL_RANKS = (
@@ -82,6 +86,28 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
         ):
             return _number(environment, local)
     return 0 if ranks == 1 else None
+
+
+def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
+    """Ranks on each machine, where torchrun or SLURM said that they are equally many."""
+    said = environment.get("LOCAL_WORLD_SIZE", "")
+    if not said and environment.get("SLURM_NTASKS") == str(ranks):
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
+        said = re.sub(r"\(x[0-9]+\)$", "", tasks)  # 8(x2): eight on each of two
+    return int(said) if said.isdecimal() and int(said) and ranks % int(said) == 0 else None
+
+
+def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
+    """A line of warning where ranks of one tensor-parallel group stand on different hosts of so many consecutive ranks,
+    None where none do."""
+    if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
+        return None
+    inside = math.gcd(host_ranks, layout.tp)
+    would = f"tp{inside} would stay inside" if inside > 1 else "without tp they would not"
+    return (
+        f'layout "{layout}": {host_ranks} rank{"s" if host_ranks > 1 else ""} of a host hold no whole groups of '
+        f"tp{layout.tp}, so that every layer's sums go from host to host; {would}"
+    )
 
 
 def check_world_size(place: Place, layout: Layout) -> None:

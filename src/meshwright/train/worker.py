@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
+from meshwright.train.hosts import agree_on_interface
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
@@ -99,6 +100,10 @@ def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    if start.rank == 0 and start.host_ranks is not None:
+        warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
+        if warning is not None:
+            print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
     return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
 
 
@@ -124,6 +129,7 @@ def _train(
     store = None
     if lock and start.ranks > 1:
         store = rendezvous.meet(start, timeout)
+        _find_the_way(start, store)
         device = agree_on_device(recipe.run.device, start, store)
     else:
         device = choose_device(recipe.run.device, start.local_rank or 0)
@@ -145,6 +151,13 @@ def _train(
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _find_the_way(start: Place, store: Any) -> None:
+    """Have gloo talk on the network that leads to the other hosts, unless the environment says which to use."""
+    interface = agree_on_interface(start, store)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _lock_for_all(directory: RunDirectory, start: Place, store: Any) -> None:

@@ -1,0 +1,74 @@
+"""`meshwright launch`: prints a script that starts a recipe's ranks on one or several hosts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Literal
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+
+
+@plumbing.command(
+    "launch",
+    "meshwright launch --torchrun recipes/quickstart.toml > train.sh",
+    'meshwright launch --slurm recipe.toml "layout=dp2 zero1 tp8 bf16" --nodes 2 --time 24:00:00 > train.sbatch',
+    "meshwright launch --slurm recipe.toml --devices-per-node 4 --sbatch=--partition=gpu > train.sbatch",
+)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--torchrun", "kind", flag_value="torchrun", help="A script to run on every host.")
+@click.option("--slurm", "kind", flag_value="slurm", help="A script for sbatch.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Hosts; as many as the layout's ranks need, unless said.")
+@click.option("--devices-per-node", type=click.IntRange(min=1), help="Ranks on each host; up to 8, unless said.")
+@click.option(
+    "--restarts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Start again so often after a rank was lost.",
+)
+@click.option("--cpus-per-device", type=click.IntRange(min=1), help="Processors of each rank.")
+@click.option("--time", help="SLURM: how long the job may take, such as 24:00:00.")
+@click.option("--sbatch", multiple=True, metavar="OPTION", help="SLURM: one more option for sbatch; may be repeated.")
+@json_option
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    kind: Literal["torchrun", "slurm"] | None,
+    nodes: int | None,
+    devices_per_node: int | None,
+    restarts: int,
+    cpus_per_device: int | None,
+    time: str | None,
+    sbatch: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Print a script that trains RECIPE with one rank for each device.
+
+    The layout says how many ranks there are. The script starts again from the newest whole checkpoint where ranks are
+    lost, and lets them save when it is told to end. It works in this directory and with this Python.
+    """
+    from meshwright.errors import UserError
+    from meshwright.train.launch_script import launch_script
+
+    with answering(as_json) as answer:
+        if kind is None:
+            raise UserError("launch: say by whom the ranks are started, --torchrun or --slurm")
+        made = launch_script(
+            kind,
+            recipe,
+            overrides,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            restarts=restarts,
+            cpus_per_device=cpus_per_device,
+            time=time,
+            sbatch=sbatch,
+        )
+        for line in made.warnings:
+            print(f"meshwright: warning: {line}", file=sys.stderr)
+        answer(asdict(made), made.script.rstrip("\n"))
