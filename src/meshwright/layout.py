@@ -266,7 +266,6 @@ class Layout:
     def refuse_unbuilt(self) -> None:
         """`UserError` for a part that is a valid layout but that this version of Meshwright cannot run yet."""
         unbuilt = [
-            (self.cp > 1, f"cp{self.cp}", "context parallelism"),
             (self.pp > 1, f"pp{self.pp}", "pipeline parallelism"),
             (self.ep > 1 or self.etp > 1, f"ep{self.ep}", "expert parallelism"),
             (self.offload is not None, f"offload:{self.offload}", "offloading"),
@@ -274,7 +273,7 @@ class Layout:
         ]
         for present, part, what in unbuilt:
             if present:
-                runs = "fp32 and bf16" if what == "this precision" else "dp, zero, hs, tp, mb, ac, fp32 and bf16"
+                runs = "fp32 and bf16" if what == "this precision" else "dp, zero, hs, tp, cp, mb, ac, fp32 and bf16"
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:

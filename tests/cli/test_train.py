@@ -44,7 +44,7 @@ MISTAKES = {
     "a layout that does not divide the batch": (["layout=dp3"], "batch 4 is not a multiple of dp x mb = 3", "3 or 6"),
     "micro-batches that do not": (["layout=dp2 mb4"], "batch 4 is not a multiple of dp x mb = 8", "8 would be"),
     "a layout that does not divide the ranks": (["layout=dp4 zero3 hs3"], "hs3", "dp"),
-    "an axis that is not built": (["layout=cp2"], "cp2", ""),
+    "an axis that is not built": (["layout=dp2 offload:cpu"], "offload:cpu", ""),
     "a layout that is none": (["layout=dp2 zero7"], "zero7", "zero"),
     "no such data": (["data.source={tmp}/none.txt"], "data.source", "none.txt"),
     "an empty file": (["data.source={tmp}/empty.txt"], "{tmp}/empty.txt is empty", ""),
@@ -66,7 +66,7 @@ MISTAKES = {
 NEEDS_NO_DATA = {
     "a layout that does not divide the batch": ["layout=dp3"],
     "micro-batches that do not": ["layout=dp2 mb4"],
-    "an axis that is not built": ["layout=cp2"],
+    "an axis that is not built": ["layout=dp2 offload:cpu"],
     "heads that do not divide": ["model.hidden=18"],
     "key-value heads that do not divide": ["model.kv_heads=3"],
     "heads of an odd size": ["model.head_dim=5"],

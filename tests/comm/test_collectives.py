@@ -59,6 +59,9 @@ def every_collective(world_size: int, dtype: torch.dtype, count: int) -> None:
     x = torch.empty_like(mine)
     collectives.all_to_all(x, mine, axis, "test.exchange")
     assert torch.equal(x, everybody[:, rank * count : (rank + 1) * count].reshape(-1))
+    x = torch.empty_like(mine)
+    collectives.rotate(x, mine, axis, "test.rotate")
+    assert torch.equal(x, everybody[rank - 1])
     collectives.barrier(axis, "test.barrier")
     mesh.close()
 
@@ -87,6 +90,7 @@ def recorded_bytes(world_size: int) -> list[dict]:
     for _ in range(3):
         collectives.all_gather(torch.empty(10 * world_size), torch.ones(10), mesh.data, "a")
     collectives.all_reduce(torch.ones(100 * world_size, dtype=torch.float64), mesh.data, "b")
+    collectives.rotate(torch.empty(10), torch.ones(10), mesh.data, "c")
     mesh.close()
     return mesh.record.table()
 
@@ -104,6 +108,9 @@ def spoilt(world_size: int, operation: str, kind: str) -> torch.Tensor:
         elif operation == "reduce_scatter":
             whole, x = x, torch.zeros(1)
             collectives.reduce_scatter(x, whole, axis, "test")
+        elif operation == "rotate":
+            whole, x = x[:1].clone(), torch.full((1,), -1.0)
+            collectives.rotate(x, whole, axis, "test")
         else:
             part, x = x[:1].clone(), torch.zeros(world_size)
             collectives.all_gather(x, part, axis, "test")
@@ -189,6 +196,17 @@ def axis_pairs(world_size: int) -> None:
     loss(operators.split_to(x, axis, "split", dim=1), weights[rank]).backward()
     torch.testing.assert_close(x.grad, shared.grad)
 
+    everybody = [value[..., :4].clone().requires_grad_() for value in inputs]
+    whole = torch.cat(everybody, dim=1).chunk(world_size, dim=2)
+    sum(
+        loss(part, weight.repeat(1, world_size, 1)[..., :1]) for part, weight in zip(whole, weights, strict=True)
+    ).backward()
+    x = inputs[rank][..., :4].clone().requires_grad_()
+    mine = operators.all_to_all(x, axis, "trade", split=2, join=1)
+    assert torch.equal(mine, whole[rank])
+    loss(mine, weights[rank].repeat(1, world_size, 1)[..., :1]).backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+
     sites = {(entry["site"], entry["operation"]) for entry in mesh.record.table()}
     assert ("out", "all_reduce") in sites, "a call inside a compiled function is recorded too"
     assert ("in.backward", "all_reduce") in sites
@@ -213,7 +231,8 @@ def test_calls_under_way_do_not_mix(ranks):
 
 def test_recorded_bytes_are_the_closed_forms(ranks):
     for table in ranks.run(recorded_bytes, 4):
-        gather, reduce = table
+        gather, reduce, rotate = table
+        assert rotate["payload_bytes"] == rotate["sent_bytes"] == 40
         assert gather["calls"] == 3
         assert gather["payload_bytes"] == 3 * 4 * 40
         assert gather["sent_bytes"] == 3 * 3 * 40, "all-gather: (N - 1) parts"
@@ -235,6 +254,10 @@ def test_recorded_bytes_are_the_closed_forms(ranks):
         ("all_gather", "double", [[20.0, 40.0, 60.0, 80.0]] * 4),
         ("all_gather", "drop", [[10.0, 0.0, 30.0, 40.0]] * 4),
         ("all_gather", "stale", [[1.0, 2.0, 3.0, 4.0]] * 4),
+        ("rotate", "skip", [[0.0]] * 4),
+        ("rotate", "double", [[80.0], [20.0], [40.0], [60.0]]),
+        ("rotate", "drop", [[40.0], [10.0], [0.0], [30.0]]),
+        ("rotate", "stale", [[4.0], [1.0], [2.0], [3.0]]),
     ],
 )
 def test_a_planted_fault_spoils_its_site_alone(ranks, operation, kind, expected):

@@ -80,7 +80,8 @@ def test_the_size_of_a_tile_changes_nothing(scores: int, monkeypatch: pytest.Mon
 def test_keys_that_nobody_sees_are_not_touched():
     size = tiles.TILE_QUERIES
     first = torch.arange(4 * size)[None] // size * size  # a document for each tile
-    found = tiles._tiles(4 * size, torch.zeros(size, size), first)
+    everything = slice(0, 4 * size)
+    found = tiles.tiles_of(tiles.Span(everything, everything), torch.zeros(size, size), first)
     assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(at * size, (at + 1) * size) for at in range(4)]
 
 

@@ -26,7 +26,15 @@ TINY = preset("llama-tiny")  # 3 layers, 8 heads, 4 key-value heads, intermediat
         ("llama-tiny", "tp2", 1, 511, None, "sequence 511 is not a multiple of tp = 2"),
         ("llama-tiny", "tp2 cp2", 1, 500, None, "sequence 500 is not a multiple of 2 x cp x tp = 8"),
         ("llama-tiny", "cp3", 1, 512, None, "sequence 512 is not a multiple of 2 x cp = 6"),
-        ("llama-tiny", "tp2 cp8:ulysses", 1, 512, None, "cp8:ulysses does not divide the 4 heads"),
+        ("llama-tiny", "tp2 cp8:ulysses", 1, 512, None, "cp8:ulysses does not divide the 4 heads of a tensor-parallel"),
+        (
+            "llama-tiny",
+            "cp3:ulysses",
+            1,
+            510,
+            None,
+            "cp3:ulysses does not divide the 8 heads; cp3 needs no whole heads",
+        ),
         ("llama-tiny", "pp4", 1, 512, None, "pp4 makes 4 stages, but the model has 3 layers"),
         ("llama-tiny", "pp2:interleaved", 1, 512, None, "pp2 x 2 chunks makes 4 stages, but the model has 3 layers"),
         ("llama-tiny", "dp2 ep2", 2, 512, None, "ep2 needs a model with experts, and this one has none"),
@@ -55,6 +63,9 @@ def test_a_vocabulary_too_small_for_a_slice_a_rank():
 
 def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
     config = dataclasses.replace(TINY, hidden=48, heads=12, kv_heads=6, head_dim=4)
+    with pytest.raises(UserError, match="cp4:ulysses and the 6 key-value heads do not divide each other: .* cp4 needs"):
+        refuse(Layout(cp=4, cp_method="ulysses"), config, 1, planning=True)
+    refuse(Layout(cp=12, cp_method="ulysses"), config, 1, planning=True)
     with pytest.raises(UserError, match="tp4 and the model's 6 key-value heads do not divide each other"):
         refuse(Layout(tp=4), config, 1, planning=True)
 
@@ -64,7 +75,6 @@ def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
     [
         ("bloom-176b", "dp1", "bloom can be planned but not run: its ALiBi positions"),
         ("gemma-2-2b", "dp1", "gemma2 can be planned but not run: its capped scores"),
-        ("llama-tiny", "cp2", "cannot run context parallelism yet"),
         ("llama-tiny", "pp2", "cannot run pipeline parallelism yet"),
         ("llama-tiny", "dp1 fp8", "cannot run this precision yet"),
     ],
@@ -83,7 +93,7 @@ def test_rotary_positions_can_be_planned_beyond_what_the_model_was_made_for():
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp1", "dp2 zero1", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero2 bf16", "dp2 zero3 tp4:nosp"]
+    "layout", ["dp1", "dp2 zero1", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero2 bf16", "dp2 zero3 tp4:nosp", "dp2 tp2 cp4"]
 )
 def test_what_this_version_runs_is_let_through(layout: str):
     parsed = Layout.parse(layout)

@@ -96,7 +96,9 @@ def test_one_devices_gradients_are_those_of_transformers(name):
 # --- whole runs
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp4:nosp"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp4:nosp", "tp2 cp2"]
+)
 def test_a_right_layout_passes_in_float64_and_float32(layout):
     document = verify(layout, model="qwen3-0.6b")
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
@@ -110,6 +112,8 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
         "dp4 zero3 hs2",
         pytest.param("tp2", marks=pytest.mark.slow),
         pytest.param("tp4:nosp", marks=pytest.mark.exhaustive),
+        pytest.param("cp2", marks=pytest.mark.exhaustive),
+        pytest.param("cp2:ulysses", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_planted_fault_is_caught_or_declared_neutral(layout):
@@ -130,6 +134,10 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout):
             expected.add("tensor.gradients.shared_heads")
     else:
         expected |= {"data.targets", "data.gradients"}
+    if "ulysses" in layout:
+        expected |= {f"attention.{what}{way}" for what in ("heads", "tokens") for way in ("", ".backward")}
+    elif "cp" in layout:
+        expected |= {"attention.ring", "attention.ring.backward", "attention.ring.gradients"}
     if "zero" in layout:
         expected.add("data.parameters")
     if "hs" in layout:
@@ -329,8 +337,8 @@ def test_large_layouts_are_made_small_in_kind():
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match='unknown dtype "float46"; did you mean "float64"'):
         verify("dp2", dtype="float46")
-    with pytest.raises(UserError, match="cp2"):
-        verify("dp2 cp2")
+    with pytest.raises(UserError, match="offload:cpu"):
+        verify("dp2 offload:cpu")
     with pytest.raises(UserError, match="preset"):
         verify("dp2", model="lama-3-8b")
     with pytest.raises(UserError, match="planned but not run"):

@@ -207,6 +207,22 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     return handles
 
 
+def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
+    """Send `source` to the next rank of the axis, of the last one to the first, and receive that of the rank before
+    into `output`. On an axis of size 1 `output` is a copy of `source`."""
+    if axis.size == 1:
+        _copy(output, source)
+        return DONE
+    size = source.numel() * source.element_size()
+    call, fault = _enter("rotate", axis, site, size, size)
+    if fault is not None and fault.kind == "skip":
+        output.zero_()
+        return DONE
+    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+        source = torch.zeros_like(source)
+    return _run(lambda: transport.rotate(output, source, axis), call, fault, axis, output, async_op)
+
+
 def barrier(axis: Axis, site: str) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size == 1:

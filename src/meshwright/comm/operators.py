@@ -42,6 +42,12 @@ def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tens
     return x if axis.size == 1 else torch.ops.meshwright.split_to(x, axis.key, site, dim)
 
 
+def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
+    """Forward part i of `x` along dim `split` goes to rank i, and what arrives is concatenated along dim `join`;
+    backward the gradients go back the same way (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
+    return x if axis.size == 1 else torch.ops.meshwright.all_to_all(x, axis.key, site, split, join)
+
+
 def _sum(x: torch.Tensor, key: str, site: str) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis_of(key), site)
@@ -68,6 +74,14 @@ def _sum_slice(x: torch.Tensor, key: str, site: str, dim: int) -> torch.Tensor:
 def _slice(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
     axis = axis_of(key)
     return x.chunk(axis.size, dim)[axis.rank].clone()
+
+
+def _swap(x: torch.Tensor, key: str, site: str, split: int, join: int) -> torch.Tensor:
+    axis = axis_of(key)
+    parts = torch.stack(x.chunk(axis.size, split))
+    arrived = torch.empty_like(parts)
+    collectives.all_to_all(arrived, parts, axis, site)
+    return torch.cat(arrived.unbind(), dim=join)
 
 
 def _longer(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
@@ -107,11 +121,17 @@ def _split_to(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
     return _slice(x, axis, dim)
 
 
+@torch.library.custom_op("meshwright::all_to_all", mutates_args=())
+def _all_to_all(x: torch.Tensor, axis: str, site: str, split: int, join: int) -> torch.Tensor:
+    return _swap(x, axis, site, split, join)
+
+
 _copy_to.register_fake(lambda x, axis, site: torch.empty_like(x))
 _reduce_from.register_fake(lambda x, axis, site: x.new_empty(x.shape))
 _gather_from.register_fake(lambda x, axis, site, dim: _longer(x, axis, dim))
 _reduce_scatter_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, dim))
 _split_to.register_fake(lambda x, axis, site, dim: _shorter(x, axis, dim))
+_all_to_all.register_fake(lambda x, axis, site, split, join: _longer(_shorter(x, axis, split), axis, join))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
@@ -153,4 +173,21 @@ _split_to.register_autograd(
         None,
     ),
     setup_context=_remember,
+)
+
+
+def _remember_dims(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.axis, site, ctx.split, ctx.join = inputs
+    ctx.site = site + ".backward"
+
+
+_all_to_all.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.all_to_all(g, context.axis, context.site, context.join, context.split),
+        None,
+        None,
+        None,
+        None,
+    ),
+    setup_context=_remember_dims,
 )

@@ -136,6 +136,14 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     return [each for each in posted if each is not None]
 
 
+def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+    """`source` goes to the next rank of the axis, that of the rank before arrives in `output`."""
+    before, following = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+    ends = [Message(output, before, True, "", "rotate"), Message(source, following, False, "", "rotate")]
+    (works, finish), (sent, _) = transfer(ends, axis)
+    return works if works is sent else works + sent, finish
+
+
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
     """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; starting at one's right-hand
     neighbour, so that not everybody sends to the same rank first."""

@@ -1,6 +1,10 @@
 """Grouped-query attention, and what each token of a batch may see.
 
-Shapes: B rows, S tokens in a row, H hidden, N query heads, K key-value heads, D head size, C tokens in a cache.
+With context parallelism a rank has some tokens of each row. Either keys and values go round (model/ring_attention.py),
+or ranks trade tokens for heads and each computes some heads of whole rows (Ulysses).
+
+Shapes: B rows, S tokens in a row (on this rank), H hidden, N query heads, K key-value heads, D head size, C tokens in a
+cache.
 """
 
 from __future__ import annotations
@@ -11,26 +15,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.comm.mesh import Axes
-from meshwright.comm.operators import gather_from
+from meshwright.comm.mesh import Axes, Axis
+from meshwright.comm.operators import all_to_all
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, enter_tensor_parallel
+from meshwright.model.ring_attention import ring_attention
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
 
 
 def visibility(
-    documents: Documents, sequence: int, window: int | None, device: torch.device, cached: int = 0
+    documents: Documents, sequence: int, window: int | None, device: torch.device, cached: int = 0, ring: bool = False
 ) -> torch.Tensor | None:
-    """What `attend` needs to know of documents, window and `cached` earlier tokens; None: everything before a token.
+    """What attention needs to know of documents, window and `cached` earlier tokens; None: everything before a token.
 
     Made once per batch and shared by all layers with the same window. Without a cache on a CPU it is the first visible
-    place of each token, [B or 1, S]; else a mask [B or 1, 1, S, C] that is true where a token may look.
+    place of each of the `sequence` tokens of whole rows, [B or 1, S]; else a mask [B or 1, 1, S, C] that is true where
+    a token may look. For the `ring` it is the first visible place of each token that is here.
     """
     if cached == 0:
         first_BS = documents.first_visible_BS(sequence, window, device)
+        if ring and first_BS is not None:
+            assert documents.places_C is not None
+            return first_BS[:, documents.places_C]
         if first_BS is None or device.type == "cpu":
             return first_BS
         places_S = torch.arange(sequence, device=device)
@@ -60,6 +69,21 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
     )
+
+
+def ulysses_attention(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
+) -> torch.Tensor:
+    """The same over the rows whose tokens the ranks of `axis` have in their order, `visible` said of whole rows: each
+    rank computes N / cp heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1). Where there are more ranks than
+    key-value heads, neighbours get the same one."""
+    copies = max(1, axis.size // k_BKSD.shape[1])
+    three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
+    by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
+    mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
+    q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
+    out = attend(q, k, v, visible)
+    return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -99,9 +123,13 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        k = gather_from(k, self.axes.cp, "attention.keys", dim=2)
-        v = gather_from(v, self.axes.cp, "attention.values", dim=2)
         if cache is not None:
+            assert self.axes.cp.size == 1, "a cache holds whole rows"
             k, v = cache.append(layer, k, v)
-        out_BNSD = attend(q, k, v, visible)
+        if self.axes.cp.size == 1:
+            out_BNSD = attend(q, k, v, visible)
+        elif self.axes.layout.cp_method == "ring":
+            out_BNSD = ring_attention(q, k, v, visible, self.axes.cp)
+        else:
+            out_BNSD = ulysses_attention(q, k, v, visible, self.axes.cp)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

@@ -1,6 +1,6 @@
 """Which tokens of a packed row belong together, and from it the positions and what each token may see.
 
-Shapes: B rows, S tokens in a row.
+Shapes: B rows, S tokens in a row, C of them on this rank (all, without context parallelism).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ class Documents:
     """Where documents begin in the rows of a batch. Documents of one row do not see each other; positions restart.
 
     `starts_BS`: for each token the place in its row where its document begins. None: every row is one document, and
-    attention takes its fast path (plain causal).
+    attention takes its fast path (plain causal). `places_C`: where in the row the tokens are that this rank has, if
+    it does not have all; everything else is said of whole rows.
     """
 
     starts_BS: torch.Tensor | None = None
+    places_C: torch.Tensor | None = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
@@ -44,16 +46,25 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """The same on another device."""
-        return self if self.starts_BS is None else Documents(self.starts_BS.to(device))
+        if self.starts_BS is None and self.places_C is None:
+            return self
+        return Documents(*(None if each is None else each.to(device) for each in (self.starts_BS, self.places_C)))
+
+    def at(self, places_C: torch.Tensor) -> Documents:
+        """The same rows for a rank that has the tokens at these places of each."""
+        return Documents(self.starts_BS, places_C)
 
     def positions_BS(self) -> torch.Tensor | None:
-        """Each token's position in its document; None when every row is one document (then 0, 1, 2 ...)."""
+        """The position in its document of each token that is here, [B or 1, C]; None: 0, 1, 2 ... in every row."""
+        places_C = self.places_C
         if self.starts_BS is None:
-            return None
-        return torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device) - self.starts_BS
+            return None if places_C is None else places_C[None]
+        if places_C is None:
+            return torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device) - self.starts_BS
+        return places_C - self.starts_BS[:, places_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """The first place in its row that each token may attend to (the last is itself), [B or 1, S].
+        """The first place in its row that each token of whole rows may attend to (the last is itself), [B or 1, S].
 
         A sliding `window` lets a token see itself and the `window` - 1 tokens before it. None: everything before it,
         in every row.

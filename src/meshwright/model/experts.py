@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.comm.mesh import Axes
+from meshwright.comm.mesh import Axes, Axis
+from meshwright.comm.operators import reduce_from
 from meshwright.model.config import ModelConfig
 from meshwright.model.grouped_product import grouped_product
 from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
@@ -46,7 +47,7 @@ class Mixture(nn.Module):
             y_TH = y_TH + (shared_TH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_TH)) * shared_TH)
         loss = None
         if counted_B is not None:  # ranks of tp balance the same tokens: each does its part
-            loss = self.router.balance(scores_TE, chosen_TK, counted_B) / self.axes.tp.size
+            loss = self.router.balance(scores_TE, chosen_TK, counted_B, self.axes.cp) / self.axes.tp.size
         return leave_tensor_parallel(y_TH.view_as(x_BSH), self.axes, "mlp.output"), loss
 
 
@@ -82,12 +83,16 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK
 
-    def balance(self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor) -> torch.Tensor:
+    def balance(
+        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, context: Axis
+    ) -> torch.Tensor:
         """This layer's addition to the summed loss, that its experts may be used alike.
 
         The auxiliary loss of a row is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
         (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. A row weighs as much as it
-        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it.
+        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it. Ranks of the
+        axis `context` have some tokens of a row each: an expert's load is that of all, its mean score a sum of their
+        parts.
 
         A bias gets as its gradient what its expert has above the mean load; the term itself is 0.
         """
@@ -97,9 +102,10 @@ class Router(nn.Module):
         load_BE = load_BE.scatter_add(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores_TE.dtype))
         total = scores_TE.new_zeros(())
         if config.router_loss:
-            scores_BE = scores_TE.view(rows, -1, config.experts).mean(dim=1)
-            tokens = chosen_BN.shape[1] / config.experts_per_token
-            losses_B = config.experts / tokens * (load_BE * scores_BE).sum(dim=1)
+            row_load_BE = reduce_from(load_BE, context, "router.load")
+            tokens = context.size * chosen_BN.shape[1] / config.experts_per_token
+            scores_BE = scores_TE.view(rows, -1, config.experts).sum(dim=1) / tokens
+            losses_B = config.experts / tokens * (row_load_BE * scores_BE).sum(dim=1)
             total = total + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
         if self.bias is not None:
             load_E = load_BE.sum(dim=0)

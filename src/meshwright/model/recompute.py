@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import meshwright.comm.operators
 import meshwright.model.grouped_product
+import meshwright.model.ring_attention
 import meshwright.model.tiled_attention  # noqa: F401  (these define the operators that are named below)
 
 aten = torch.ops.aten
@@ -20,16 +21,24 @@ MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.de
 ATTENTION = frozenset(
     {
         torch.ops.meshwright.tiled_attention.default,
+        torch.ops.meshwright.ring_attention.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
 
-# What ranks have summed is small and came over the wire: it is kept. What sequence parallelism gathered is as large as
-# the ranks' slices together: it is gathered again (Korthikanti et al. 2022, section 4.2.2).
-SUMS = frozenset({torch.ops.meshwright.reduce_from.default, torch.ops.meshwright.reduce_scatter_to.default})
-GATHERED = frozenset({torch.ops.meshwright.gather_from.default})
+# What ranks have summed, or found in a ring, is small and came over the wire: it is kept. What sequence parallelism
+# gathered is as large as the ranks' slices together: it is gathered again (Korthikanti et al. 2022, section 4.2.2), and
+# what ranks traded is traded again.
+SUMS = frozenset(
+    {
+        torch.ops.meshwright.reduce_from.default,
+        torch.ops.meshwright.reduce_scatter_to.default,
+        torch.ops.meshwright.ring_attention.default,
+    }
+)
+GATHERED = frozenset({torch.ops.meshwright.gather_from.default, torch.ops.meshwright.all_to_all.default})
 
 Function = Callable[..., Any]
 

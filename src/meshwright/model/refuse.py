@@ -99,9 +99,17 @@ def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, plannin
 
 
 def _context(layout: Layout, config: ModelConfig) -> str | None:
-    heads = config.heads // layout.tp
-    if layout.cp > 1 and layout.cp_method == "ulysses" and heads % layout.cp:
-        return f"cp{layout.cp}:ulysses does not divide the {heads} heads of a tensor-parallel rank"
+    if layout.cp == 1 or layout.cp_method != "ulysses":
+        return None
+    heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
+    of_rank = " of a tensor-parallel rank" if layout.tp > 1 else ""
+    if heads % layout.cp:
+        return f"cp{layout.cp}:ulysses does not divide the {heads} heads{of_rank}; cp{layout.cp} needs no whole heads"
+    if kv_heads % layout.cp and layout.cp % kv_heads:
+        return (
+            f"cp{layout.cp}:ulysses and the {kv_heads} key-value heads{of_rank} do not divide each other: every rank "
+            f"needs whole heads, or every head whole ranks; cp{layout.cp} needs neither"
+        )
     return None
 
 

@@ -23,12 +23,27 @@ TILE_QUERIES = 128
 TILE_SCORES = 1 << 20  # 4 MiB in float32: what stays in the caches near a core
 
 
-class Tile(NamedTuple):
-    """Queries of a block and the keys they see; `mask` is added to the scores of the last keys, as many as it has."""
+HIDDEN = -1e30
+"""Added to the score of a key that a query does not see. Finite: a query may see none of the keys of a tile."""
+
+
+class Span(NamedTuple):
+    """Queries and keys, as many of each, whose places in the row are consecutive: where they lie in their tensors, and
+    the place of the first of each. The keys' places are those of the queries, or all before them."""
 
     queries: slice
     keys: slice
-    mask: torch.Tensor
+    query_place: int = 0
+    key_place: int = 0
+
+
+class Tile(NamedTuple):
+    """Queries and the keys they see, where they lie in their tensors; `mask`, if there is one, is added to the scores
+    of the last keys, as many as it has."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
 
 
 def tiled_attention(
@@ -45,15 +60,15 @@ def tiled_attention(
 def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    q, out = _by_kv_head(q_BNSD, k_BKSD), _like_queries(q_BNSD)
-    out_BKGSD = _by_kv_head(out, k_BKSD)
+    q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
+    out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in _groups(q, first_BS):
-        k_PSD, v_PSD = _pairs(k_BKSD[rows, heads]), _pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL = _probabilities(_pairs(part), wide_k_PSD, tile, part.shape).to(q.dtype)
+            p_PXL = torch.softmax(scores(pairs(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -70,18 +85,18 @@ def _backward(
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, d_out = _by_kv_head(q_BNSD, k_BKSD), _by_kv_head(d_out_BNSD, k_BKSD)
-    dq, dk, dv = _like_queries(q_BNSD), _like_queries(k_BKSD), _like_queries(v_BKSD)
-    dq_BKGSD = _by_kv_head(dq, k_BKSD)
+    q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
+    dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
+    dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
-    for rows, heads, tiles in _groups(q, first_BS):
-        k_PSD, v_PSD = _pairs(k_BKSD[rows, heads]), _pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXD = _pairs(part), _pairs(d_out[rows, heads, :, tile.queries])
-            p_PXL = _probabilities(q_PXD, wide_k_PSD, tile, part.shape).to(q.dtype)
+            q_PXD, d_out_PXD = pairs(part), pairs(d_out[rows, heads, :, tile.queries])
+            p_PXL = torch.softmax(scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
@@ -93,60 +108,78 @@ def _backward(
     return dq, dk, dv
 
 
-def _probabilities(q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
-    """Softmax of a tile's masked scores, [P, X, L], in the type of `wide_k_PSD`."""
+def scores(q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
+    """A tile's masked scores, [P, X, L], in the type of `wide_k_PSD`. `shape`: [rows, heads, G, queries, D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     scores_PXL = torch.bmm(wide_q_PXD, wide_k_PSD[:, tile.keys].mT)
-    rows, heads, group, queries, _ = shape
-    scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
-    return torch.softmax(scores_PXL, dim=-1)
+    if tile.mask is not None:
+        rows, heads, group, queries, _ = shape
+        scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
+    return scores_PXL
 
 
-def _groups(q_BKGSD: torch.Tensor, first_BS: torch.Tensor | None) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Rows and key-value heads that are worked on together, so that a tile's scores have the right size."""
-    rows, kv_heads, group, sequence, _ = q_BKGSD.shape
-    per_head = group * min(TILE_QUERIES, sequence) * sequence
+def groups(
+    q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
+) -> Iterator[tuple[slice, slice, list[Tile]]]:
+    """Rows and key-value heads that are worked on together, so that a tile's scores have the right size. `first_BS`:
+    the first place that each query may see."""
+    rows, kv_heads, group = q_BKGSD.shape[:3]
+    length = span.keys.stop - span.keys.start
+    per_head = group * min(TILE_QUERIES, length) * length
     heads_at_once = max(1, min(kv_heads, TILE_SCORES // per_head))
     rows_at_once = max(1, TILE_SCORES // (per_head * kv_heads))
     wide = at_least_float32(q_BKGSD.dtype)
-    triangle = torch.full((TILE_QUERIES, TILE_QUERIES), float("-inf"), dtype=wide).triu_(1)
+    triangle = torch.full((TILE_QUERIES, TILE_QUERIES), HIDDEN, dtype=wide, device=q_BKGSD.device).triu_(1)
     if first_BS is not None:
-        first_BS = first_BS.expand(rows, sequence)
+        first_BS = first_BS.expand(rows, -1)
     for row in range(0, rows, rows_at_once):
         chosen = slice(row, min(rows, row + rows_at_once))
-        tiles = _tiles(sequence, triangle, None if first_BS is None else first_BS[chosen])
+        found = tiles_of(span, triangle, None if first_BS is None else first_BS[chosen])
         for head in range(0, kv_heads, heads_at_once):
-            yield chosen, slice(head, min(kv_heads, head + heads_at_once)), tiles
+            yield chosen, slice(head, min(kv_heads, head + heads_at_once)), found
 
 
-def _tiles(sequence: int, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    tiles = []
-    for start in range(0, sequence, TILE_QUERIES):
-        stop = min(sequence, start + TILE_QUERIES)
-        mask, oldest = triangle[: stop - start, : stop - start], 0
+def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
+    """Cut a span's queries into tiles, each with the keys that any of them sees; those that see none are left out."""
+    found = []
+    length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
+    for start in range(0, length, TILE_QUERIES):
+        stop = min(length, start + TILE_QUERIES)
+        queries = slice(span.queries.start + start, span.queries.start + stop)
+        oldest, end = 0, stop if diagonal else length
+        mask = triangle[: stop - start, : stop - start] if diagonal else None
         if first_RS is not None:
-            first_RQ = first_RS[:, start:stop]
+            first_RQ = first_RS[:, queries] - span.key_place
             oldest, newest = (int(value) for value in first_RQ.aminmax())
+            oldest = max(oldest, 0)
+            if oldest >= end:
+                continue
             if newest > oldest:  # some queries see less than others: the mask spans all keys of the tile
-                hidden_RQL = torch.arange(oldest, stop, device=first_RS.device) < first_RQ[..., None]
-                mask = torch.zeros(hidden_RQL.shape, dtype=triangle.dtype).masked_fill_(hidden_RQL, float("-inf"))
-                mask[..., start - oldest :] += triangle[: stop - start, : stop - start]
-                mask = mask[:, None]
-        tiles.append(Tile(slice(start, stop), slice(oldest, stop), mask))
-    return tiles
+                hidden_RQL = torch.arange(oldest, end, device=first_RS.device) < first_RQ[..., None]
+                wider = torch.zeros_like(hidden_RQL, dtype=triangle.dtype).masked_fill_(hidden_RQL, HIDDEN)
+                if mask is not None:
+                    wider[..., start - oldest :] += mask
+                mask = wider[:, None]
+        found.append(Tile(queries, slice(span.keys.start + oldest, span.keys.start + end), mask))
+    return found
 
 
-def _by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
+def _whole(q_BKGSD: torch.Tensor) -> Span:
+    everything = slice(0, q_BKGSD.shape[3])
+    return Span(everything, everything)
+
+
+def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
     """[B, K, G, S, D]: query heads beside the key-value head they read."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
-def _pairs(x: torch.Tensor) -> torch.Tensor:
+def pairs(x: torch.Tensor) -> torch.Tensor:
     """[P, X, D] of [rows, heads, G, X, D] or [rows, heads, X, D]."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def _like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
+def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
     """Empty, of the same shape, a token's heads side by side in memory: what the products around attention take."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
@@ -154,7 +187,7 @@ def _like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
 
 @_forward.register_fake
 def _(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None) -> torch.Tensor:
-    return _like_queries(q_BNSD)
+    return like_queries(q_BNSD)
 
 
 @_backward.register_fake
@@ -165,7 +198,7 @@ def _(
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _like_queries(q_BNSD), _like_queries(k_BKSD), _like_queries(v_BKSD)
+    return like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

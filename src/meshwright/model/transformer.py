@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Axes
-from meshwright.comm.operators import gather_from
+from meshwright.comm.operators import gather_from, reduce_from
 from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
@@ -160,7 +160,9 @@ class Transformer(nn.Module):
         """The part of `forward` that `stage` does, given what the stage before it gave (None: it is the first). The
         last stage adds its balance to its loss, as `forward` does."""
         balances: list[torch.Tensor] = []
-        counted_B = (targets_BS != IGNORED).sum(dim=1) if self.config.experts and torch.is_grad_enabled() else None
+        counted_B = None
+        if self.config.experts and torch.is_grad_enabled():  # targets in whole rows
+            counted_B = reduce_from((targets_BS != IGNORED).sum(dim=1), self.axes.cp, "router.targets")
         x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
         balance = torch.stack(balances).sum() if balances else None
         if not stage.last:
@@ -244,10 +246,7 @@ class Transformer(nn.Module):
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        visible = {
-            window: visibility(documents, sequence, window, tokens_BS.device, cached)
-            for window in set(windows.values())
-        }
+        visible = self._visible(documents, set(windows.values()), sequence, tokens_BS.device, cached)
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
@@ -277,6 +276,15 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += sequence
         return x_BSH
+
+    def _visible(
+        self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device, cached: int
+    ) -> dict[int | None, torch.Tensor | None]:
+        """What each token may see, by window; `sequence` tokens of every row are on this rank."""
+        ranks = self.axes.cp.size
+        assert ranks == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
+        ring = ranks > 1 and self.axes.layout.cp_method == "ring"
+        return {window: visibility(documents, ranks * sequence, window, device, cached, ring) for window in windows}
 
     def _learned_positions(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device

@@ -19,6 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe
@@ -184,7 +185,7 @@ class Trainer:
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
         if self.device.type == "cuda":
             parts = [part.pin_memory().to(self.device, non_blocking=True) for part in parts]
-        return parts[0], parts[1], documents.to(self.device)
+        return part_of_rows(parts[0], parts[1], documents.to(self.device), self.mesh)
 
     def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
         mesh = self.mesh

@@ -148,14 +148,15 @@ def _pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: La
     mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
     if _apart_on_tp(reference, mine, layout, truth, name):
         return "each rank of tp has its own part alone, not summed"
-    data_group = {rank: group for group in layout.groups("data") for rank in group}
-    parts = reference.parts(step, len(data_group[0]) * layout.micro_batches)
+    # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
+    parts = reference.parts(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
+    replicas = {rank: group for group in layout.groups("dp") for rank in group}
     before = reference.gradients[step - 1][name] if step else None
     found: dict[str, list[int]] = {}
     held = 0
     for rank, of_rank in enumerate(mine):
-        labels = [(member, micro_batch) for member in data_group[rank] for micro_batch in range(layout.micro_batches)]
+        labels = [(member, micro_batch) for member in replicas[rank] for micro_batch in range(layout.micro_batches)]
         for piece in of_rank:
             held += 1
             values, right = piece.tensor, piece.of(truth)

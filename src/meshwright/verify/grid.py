@@ -6,8 +6,8 @@ from meshwright.layout import Layout
 
 
 def grid() -> list[Layout]:
-    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, and tensor
-    parallelism with each of them."""
+    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, tensor
+    parallelism with each of them, and context parallelism with each of those."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):
@@ -21,7 +21,7 @@ def grid() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    return list(dict.fromkeys(layouts + _tensor()))
+    return list(dict.fromkeys(layouts + _tensor() + _context()))
 
 
 def _tensor() -> list[Layout]:
@@ -38,3 +38,17 @@ def _tensor() -> list[Layout]:
     layouts += [Layout(dp=4, zero=zero, hybrid=2, tp=2, micro_batches=zero % 2 + 1) for zero in (1, 2, 3)]
     layouts += [Layout(dp=2, zero=3, tp=4, tensor_sequence_parallel=parallel) for parallel in (True, False)]
     return [*layouts, Layout(tp=8)]
+
+
+def _context() -> list[Layout]:
+    """Both ways of cutting rows; key-value heads are fewer than ranks from cp4 on."""
+    layouts = []
+    for method in ("ring", "ulysses"):
+        layouts += [Layout(cp=cp, cp_method=method) for cp in (2, 3, 4)]
+        for index, recompute in enumerate(("none", "selective", "full")):
+            layouts.append(Layout(cp=2, cp_method=method, recompute=recompute, micro_batches=2, zero=index + 1))
+        layouts.append(Layout(dp=2, zero=2, cp=2, cp_method=method))
+        layouts.append(Layout(tp=2, cp=2, cp_method=method))
+        layouts.append(Layout(dp=2, zero=3, hybrid=2, tp=2, cp=2, cp_method=method, recompute="selective"))
+    layouts.append(Layout(tp=2, tensor_sequence_parallel=False, cp=4))
+    return [*layouts, Layout(cp=8)]

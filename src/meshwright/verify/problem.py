@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +49,16 @@ class Batch:
 
 def sequence_of(layout: Layout) -> int:
     """Tokens in a row: odd where that is possible."""
-    return -(-SEQUENCE // layout.tp) * layout.tp
+    pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
+    return -(-SEQUENCE // pieces) * pieces
 
 
-def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
+def scaled_down(config: ModelConfig, tp: int = 1, ulysses: int = 1) -> ModelConfig:
     """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
-    `tp` ranks: fewer key-value heads than ranks from four on, where heads share them."""
+    `tp` ranks, and `ulysses` ranks that trade tokens for heads: fewer key-value heads than ranks from four on, where
+    heads share them."""
     grouped = config.kv_heads < config.heads
-    heads = next(heads for heads in range(4, 4 * tp + 1) if heads % tp == 0)
-    if tp % 2 and tp > 1:
-        heads, kv_heads = 2 * tp, tp
-    else:
-        kv_heads = 2
+    heads, kv_heads = _heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
     layers = 5
     windowed = config.windowed_layers
@@ -80,7 +79,7 @@ def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
         kv_heads=(1 if config.kv_heads == 1 else kv_heads) if grouped else heads,
         head_dim=10 if own_head_dim else 6,
         intermediate=intermediate,
-        max_positions=SEQUENCE + 8,
+        max_positions=2 * SEQUENCE,
         rope_scaling=scaling,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
@@ -89,6 +88,18 @@ def scaled_down(config: ModelConfig, tp: int = 1) -> ModelConfig:
         more_eos_tokens=(),
         initializer_range=0.15,  # far from the linear regime, so that every gradient depends on every other
     )
+
+
+def _heads(tp: int, ulysses: int) -> tuple[int, int]:
+    """The fewest heads, and key-value heads that several of them share, which can be cut; four and two, if they can."""
+    for heads in itertools.count(4):
+        for kv_heads in range(2, heads):
+            on_rank = max(1, kv_heads // tp)
+            whole = heads % (tp * ulysses) == 0 and heads % kv_heads == 0
+            shared = not (kv_heads % tp and tp % kv_heads) and not (on_rank % ulysses and ulysses % on_rank)
+            if whole and shared:
+                return heads, kv_heads
+    raise AssertionError
 
 
 def _few_experts(config: ModelConfig, intermediate: int, tp: int) -> dict[str, Any]:
@@ -109,14 +120,16 @@ def _few_experts(config: ModelConfig, intermediate: int, tp: int) -> dict[str, A
 
 def scaled_layout(layout: Layout) -> Layout:
     """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several replicas, several sharding
-    groups, ranks of tp. Its precision is left out: the problem says in which the sums are formed."""
+    groups, ranks of tp and cp. Its precision is left out: the problem says in which the sums are formed."""
     layout = layout.with_(precision=None, micro_batches=min(layout.micro_batches, MOST_MICRO_BATCHES))
     if layout.world_size <= MOST_RANKS:
         return layout
-    groups = layout.hybrid is not None and layout.hybrid < layout.dp
-    tp = min(layout.tp, MOST_RANKS if layout.dp == 1 else MOST_RANKS // 4 if groups else MOST_RANKS // 2)
-    dp = min(layout.dp, MOST_RANKS // tp)
-    return layout.with_(tp=tp, dp=dp, hybrid=dp // 2 if groups else None)
+    groups = layout.hybrid is not None and layout.hybrid < layout.dp * layout.cp
+    cp = min(layout.cp, MOST_RANKS if layout.dp == layout.tp == 1 else 2)
+    ranks = MOST_RANKS // cp
+    tp = min(layout.tp, ranks if layout.dp == 1 else ranks // 4 if groups and cp == 1 else ranks // 2)
+    dp = min(layout.dp, ranks // tp)
+    return layout.with_(tp=tp, cp=cp, dp=dp, hybrid=dp * cp // 2 if groups else None)
 
 
 def make_batch(problem: Problem, step: int) -> Batch:

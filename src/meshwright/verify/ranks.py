@@ -19,7 +19,7 @@ from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.problem import Problem, make_batch, share_of
-from meshwright.verify.reference import loss_sum
+from meshwright.verify.reference import loss_sum, tensors_of
 
 VERDICT_SITE = "step.verdict"
 
@@ -65,8 +65,8 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
     parallel = DataParallel(model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype)
     result = RankResult()
     for step in range(problem.steps):
-        batches = share_of(make_batch(problem, step), mesh.data.rank, mesh.data.size, layout.micro_batches)
-        targets = count_targets((torch.from_numpy(batch.targets) for batch in batches), mesh)
+        batches = share_of(make_batch(problem, step), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
+        targets = count_targets((tensors_of(batch, mesh)[1] for batch in batches), mesh)
         parallel.begin_step(len(batches))
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
@@ -97,8 +97,8 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
 
 def _final_loss(problem: Problem, layout: Layout, mesh: Mesh, model: Transformer, parallel: DataParallel) -> float:
     """The loss of the batch after the last step, without gradients: it shows the last update as the model sees it."""
-    batches = share_of(make_batch(problem, problem.steps), mesh.data.rank, mesh.data.size, layout.micro_batches)
-    targets = count_targets((torch.from_numpy(batch.targets) for batch in batches), mesh)
+    batches = share_of(make_batch(problem, problem.steps), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
+    targets = count_targets((tensors_of(batch, mesh)[1] for batch in batches), mesh)
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
         for batch in batches:

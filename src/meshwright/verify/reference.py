@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
 from meshwright.verify.problem import IGNORED, Batch, Problem, make_batch
 
 Rows = dict[str, torch.Tensor]  # row name -> its values, 1-D, engine orientation, row-major
@@ -92,10 +94,15 @@ class Reference:
 
 
 def loss_sum(model: Transformer, batch: Batch, units: object = None) -> torch.Tensor:
-    """The summed loss of a batch."""
-    documents = Documents.from_ids(batch.document_ids)
+    """The summed loss of a batch of whole rows, or of what this rank has of them."""
     extra = {} if units is None else {"units": units}
-    return model(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents, **extra)
+    return model(*tensors_of(batch, model.axes), **extra)
+
+
+def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+    """Tokens, targets and documents of what this rank has of a batch of whole rows."""
+    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    return part_of_rows(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
 
 
 def _targets(batch: Batch) -> int:

@@ -145,7 +145,8 @@ class _Bench:
 
     def _problem(self, wanted: Layout, config: ModelConfig) -> tuple[Layout, Problem]:
         layout = scaled_layout(wanted)
-        config, sequence = scaled_down(config, layout.tp), sequence_of(layout)
+        ulysses = layout.cp if layout.cp_method == "ulysses" else 1
+        config, sequence = scaled_down(config, layout.tp, ulysses), sequence_of(layout)
         share = layout.dp * layout.micro_batches
         # One batch for as many layouts as possible, so that one device has to answer once.
         batch = share * math.ceil(8 / share) if 24 % share else 24

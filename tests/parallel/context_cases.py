@@ -1,0 +1,124 @@
+"""What the ranks of test_context.py do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.faults import KINDS, Fault
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model import tiled_attention as tiles
+from meshwright.model.attention import ring_attention, ulysses_attention, visibility
+from meshwright.model.documents import Documents
+from meshwright.parallel.context import places_of
+
+CPU = torch.device("cpu")
+Case = tuple[tuple[int, int, int, int, int], bool, int | None, int]  # shape, documents, window, queries of a tile
+
+
+def inputs(shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    """Queries, keys, values, and a direction in which the result is differentiated; rows, tokens, N, K, D."""
+    rows, tokens, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(seed)
+    heads = (queries, keys, keys, queries)
+    return [torch.randn(rows, count, tokens, size, dtype=torch.float64, generator=generator) for count in heads]
+
+
+def ids_of(shape: tuple[int, ...], documents: bool) -> torch.Tensor:
+    """Documents whose borders differ from row to row and fall on no border of pieces; the last row is one document."""
+    rows, tokens = shape[:2]
+    ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
+    ids[-1] = 0
+    return ids if documents else torch.zeros_like(ids)
+
+
+def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, window: int | None) -> Any:
+    """Softmax over an explicit mask."""
+    places = torch.arange(ids.shape[1])
+    distance = places[:, None] - places
+    allowed = (ids[:, :, None] == ids[:, None, :]) & (distance >= 0) & (distance < (window or len(places)))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed[:, None], float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def attention(mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's result and gradients of queries, keys and values, each with what it is by definition, in float64."""
+    shape, documents, window, tiles.TILE_QUERIES = case
+    ids, layout = ids_of(shape, documents), mesh.layout
+    places = places_of(layout, mesh.cp.rank, shape[1])
+    *whole, direction = inputs(shape, seed)
+    whole = [x.requires_grad_() for x in whole]
+    wanted = by_definition(*whole, ids, window)
+    want = [wanted.detach(), *torch.autograd.grad(wanted, whole, direction)]
+    mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
+    ring = layout.cp_method == "ring"
+    attend = ring_attention if ring else ulysses_attention
+    visible = visibility(Documents.from_ids(ids).at(places), shape[1], window, CPU, ring=ring)
+    found = attend(*mine, visible, mesh.cp)
+    gradients = torch.autograd.grad(found, mine, direction[:, :, places].to(dtype))
+    return list(zip([found.detach(), *gradients], [x[:, :, places] for x in want], strict=True))
+
+
+def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -> list[float]:
+    """The largest absolute error of each case over result and gradients on this rank."""
+    mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
+    worst = []
+    for case in cases:
+        worst.append(_largest(attention(mesh, case, dtype)))
+    mesh.close()
+    return worst
+
+
+def spoilt(method: str, case: Case) -> dict[str, float]:
+    """The largest error on this rank with each fault planted, by the fault's name."""
+    mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
+    attention(mesh, case, torch.float64)
+    found = {}
+    for call in mesh.record.table():
+        for kind in KINDS:
+            fault = Fault(str(call["site"]), str(call["operation"]), kind)
+            mesh.faults.plant(fault)
+            attention(mesh, case, torch.float64, seed=0)  # what a stale result is of
+            found[str(fault)] = _largest(attention(mesh, case, torch.float64, seed=1))
+    mesh.close()
+    return found
+
+
+def _largest(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    return max(float((found.double() - want).abs().max()) for found, want in pairs)
+
+
+def without_gradients(method: str) -> bool:
+    """Whether the result is the same, bit for bit, where no gradient is wanted."""
+    mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
+    q, k, v, _ = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
+    attend = ring_attention if method == "ring" else ulysses_attention
+    wanted = attend(q, k, v.requires_grad_(), None, mesh.cp)
+    with torch.no_grad():
+        same = torch.equal(attend(q, k, v, None, mesh.cp), wanted)
+    mesh.close()
+    return same
+
+
+def operators(method: str) -> None:
+    """The operators hold what they declare to torch.compile."""
+    mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
+    q, k, v, direction = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
+    first = torch.arange(16).clamp(max=5)[None]
+    ring, key = torch.ops.meshwright, mesh.cp.key
+    if method == "ring":
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        torch.library.opcheck(ring.ring_attention.default, (*leaves, first, key))
+        q, k, v = (x.detach() for x in leaves)
+        out, log_sum = ring.ring_attention(q, k, v, first, key)
+        arguments = (direction, q, k, v, out, log_sum, first, key)
+        torch.library.opcheck(ring.ring_attention_backward.default, arguments)
+    else:
+        torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))
+    mesh.close()

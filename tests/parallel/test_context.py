@@ -1,0 +1,158 @@
+"""Context parallelism: who has which tokens, equal work, and attention over ranks against the softmax of one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model import tiled_attention as tiles
+from meshwright.model.documents import Documents
+from meshwright.model.ring_attention import spans
+from meshwright.parallel.context import part_of_rows, places_of
+from tests.parallel import context_cases as cases
+
+# rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile
+CASES: list[cases.Case] = [
+    ((1, 48, 8, 4, 4), False, None, 128),
+    ((3, 48, 8, 2, 4), True, None, 2),
+    ((2, 48, 8, 8, 4), False, 9, 3),
+    ((3, 96, 8, 1, 4), True, 13, 4),
+    ((2, 48, 8, 2, 4), True, 1, 128),
+    ((2, 48, 8, 4, 4), True, 500, 5),
+]
+THREE = [((rows, tokens, 6, keys, size), *rest) for (rows, tokens, _, _, size), *rest in CASES for keys in (1, 3)]
+
+
+# --- who has which tokens
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_every_token_of_a_row_is_one_ranks(ranks, method):
+    layout = Layout(cp=ranks, cp_method=method)
+    places = [places_of(layout, rank, 48) for rank in range(ranks)]
+    assert sorted(torch.cat(places).tolist()) == list(range(48))
+    assert {len(each) for each in places} == {48 // ranks}
+    assert all(each.tolist() == sorted(each.tolist()) for each in places)
+
+
+def test_the_ring_gives_each_rank_an_early_and_a_late_piece():
+    layout = Layout(cp=3)
+    assert [places_of(layout, rank, 12).tolist() for rank in range(3)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+    assert places_of(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
+
+
+def test_documents_know_the_places_of_the_tokens_that_are_here():
+    documents = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]))
+    places = torch.tensor([1, 2, 5, 6])
+    assert documents.at(places).positions_BS().tolist() == [[1, 2, 2, 3], [1, 2, 5, 6]]
+    assert Documents().at(places).positions_BS().tolist() == [[1, 2, 5, 6]]
+    moved = documents.at(places).to("meta")
+    assert moved.starts_BS.device.type == moved.places_C.device.type == "meta"
+
+
+def test_one_rank_has_whole_rows_as_they_are():
+    tokens, targets, documents = torch.zeros(2, 5), torch.ones(2, 5), Documents()
+    assert part_of_rows(tokens, targets, documents, Mesh.single()) == (tokens, targets, documents)
+
+
+# --- equal work, and none for nothing
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_spans_cover_what_every_query_sees_once(ranks):
+    tokens = 12
+    seen = torch.zeros(ranks * tokens, ranks * tokens)
+    for rank, source in itertools.product(range(ranks), repeat=2):
+        mine, theirs = (places_of(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
+        for span in spans(rank, source, ranks, tokens):
+            queries, keys = mine[span.queries], theirs[span.keys]
+            assert (int(queries[0]), int(keys[0])) == (span.query_place, span.key_place)
+            seen[queries[:, None], keys] += 1
+    assert torch.equal(seen.tril(), torch.ones_like(seen).tril())
+    assert float(seen.max()) == 1
+
+
+def work(rank: int, source: int, ranks: int, tokens: int, first: torch.Tensor | None = None) -> int:
+    """Scores that `rank` computes with the keys of `source`."""
+    triangle = torch.zeros(tiles.TILE_QUERIES, tiles.TILE_QUERIES)
+    return sum(
+        (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+        for span in spans(rank, source, ranks, tokens)
+        for tile in tiles.tiles_of(span, triangle, first)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_all_ranks_compute_equally_many_scores_in_every_round(ranks):
+    tokens = 2 * tiles.TILE_QUERIES
+    rounds = {tuple(work(rank, (rank - at) % ranks, ranks, tokens) for at in range(ranks)) for rank in range(ranks)}
+    assert len(rounds) == 1
+    first, *others = next(iter(rounds))
+    assert set(others) == {tokens * tokens // 2}, "half of all pairs"
+    assert first == tokens * tokens // 2 + tokens * tiles.TILE_QUERIES // 2, (
+        "the same, and what tiles hide on the diagonal"
+    )
+
+
+def test_keys_that_no_query_of_a_rank_sees_are_not_touched():
+    ranks, tokens = 4, 2 * tiles.TILE_QUERIES
+    places = torch.arange(ranks * tokens)
+    piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # a document for each piece
+    window = (places - 9).clamp(min=0)
+    for rank in range(ranks):
+        here = places_of(Layout(cp=ranks), rank, ranks * tokens)
+        scores = [work(rank, source, ranks, tokens, piece[here][None]) for source in range(ranks)]
+        assert [count > 0 for count in scores] == [source == rank for source in range(ranks)]
+        scores = [work(rank, source, ranks, tokens, window[here][None]) for source in range(ranks)]
+        assert [count > 0 for count in scores] == [abs(source - rank) <= 1 for source in range(ranks)]
+
+
+# --- attention over ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_result_and_gradients_are_those_of_one_device(ranks, method):
+    with LocalRanks(ranks) as started:
+        for worst in started.run(cases.errors, method, THREE if ranks == 3 else CASES):
+            assert max(worst) < 1e-12, worst
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_on_two_ranks_too_in_every_type_and_without_gradients(two, method):
+    for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        for worst in two.run(cases.errors, method, CASES, dtype):
+            assert max(worst) < most, (dtype, worst)
+    assert two.run(cases.without_gradients, method) == [True, True]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_operators_hold_what_they_declare(two, method):
+    two.run(cases.operators, method)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_every_fault_in_what_ranks_exchange_is_seen(two, method):
+    found = two.run(cases.spoilt, method, CASES[1])
+    sites = {fault.split(" (")[0] for fault in found[0]}
+    ring = {"attention.ring", "attention.ring.backward", "attention.ring.gradients"}
+    traded = {f"attention.{what}{way}" for what in ("heads", "tokens") for way in ("", ".backward")}
+    assert sites == (ring if method == "ring" else traded)
+    for fault in found[0]:
+        assert max(each[fault] for each in found) > 1e-3, fault
