@@ -31,6 +31,7 @@ def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
     divisors = [n for n in range(2, dp * cp + 1) if dp * cp % n == 0]
     experts = draw(st.sampled_from([n for n in range(1, tp * cp * dp + 1) if tp * cp * dp % n == 0]))
     etp = draw(st.sampled_from([n for n in range(1, experts + 1) if experts % n == 0]))
+    divisors = [n for n in divisors if (n * tp) % experts == 0 or experts % (n * tp) == 0]
     schedule, chunks = "1f1b", 1
     if pp > 1:
         schedule = draw(
@@ -137,6 +138,7 @@ def test_an_unknown_part_is_answered_with_the_nearest(text: str, nearest: str):
         ("dp2 ep3", "ep x etp = 3 does not divide tp x cp x dp = 2"),
         ("dp2 ep2:etp2", "ep x etp = 4 does not divide tp x cp x dp = 2"),
         ("pp4 ep2", "does not divide tp x cp x dp = 1"),
+        ("dp6 zero1 hs3 ep2", "hs3: the 3 ranks of a sharding group (hs x tp) and the 2 that hold all experts once"),
         ("pp1:zb-v", "needs at least two stages"),
         ("pp1:@file", "needs at least two stages"),
         ("pp4:@", "file is missing"),
@@ -190,6 +192,21 @@ def test_groups_are_slices_of_a_reshaped_arange(layout: Layout):
     assert set(layout.groups("ep")) == {tuple(map(int, group)) for group in by_expert}
     by_block = np.moveaxis(experts, 1, -1).reshape(-1, experts.shape[1])
     assert set(layout.groups("expert_data")) == {tuple(map(int, group)) for group in by_block}
+    sharing = {rank: number for number, together in enumerate(sharding_groups(layout)) for rank in together}
+    for group in by_block.tolist():
+        inside = {
+            number: tuple(rank for rank in group if sharing[rank] == number) for number in map(sharing.get, group)
+        }
+        assert set(inside.values()) <= set(layout.groups("expert_shard"))
+        across = set(zip(*inside.values(), strict=True))
+        assert across <= set(layout.groups("expert_replica"))
+
+
+def sharding_groups(layout: Layout) -> list[set[int]]:
+    """The ranks of a stage that share one copy of all but experts: a sharding group with its ranks of tp."""
+    tensor = {rank: group for group in layout.groups("tp") for rank in group}
+    found = {frozenset(rank for member in group for rank in tensor[member]) for group in layout.groups("shard")}
+    return [set(ranks) for ranks in found]
 
 
 def test_groups_of_two_nodes_of_eight_are_those_that_megatron_documents():

@@ -21,7 +21,8 @@ from meshwright.names import (
 )
 
 AXES = ("tp", "cp", "dp", "pp")  # inner to outer: neighbours on the first axis are neighbouring ranks
-GROUPS = (*AXES, "data", "shard", "replica", "ep", "etp", "expert_data", "world")
+EXPERT_GROUPS = ("ep", "etp", "expert_data", "expert_shard", "expert_replica")
+GROUPS = (*AXES, "data", "shard", "replica", *EXPERT_GROUPS, "world")
 
 # What each numbered part of the notation sets, in the order of the canonical print.
 _COUNTS = {
@@ -126,6 +127,13 @@ class Layout:
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
         if stage % experts:
             return f"ep{self.ep}:etp{self.etp}: ep x etp = {experts} does not divide tp x cp x dp = {stage}"
+        if self.hybrid is not None and self.expert_parallel:
+            sharing = self.hybrid * self.tp
+            if sharing % experts and experts % sharing:
+                return (
+                    f"hs{self.hybrid}: the {sharing} ranks of a sharding group (hs x tp) and the {experts} that hold "
+                    "all experts once (ep x etp) do not divide each other: experts would be sharded across groups"
+                )
         return None
 
     def _impossible_pipeline(self) -> str | None:
@@ -218,12 +226,27 @@ class Layout:
             return 1
         return self.hybrid or self.dp * self.cp
 
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether experts are spread over axes of their own; if not, they are split over tp as all else is."""
+        return self.ep > 1 or self.etp > 1
+
+    @property
+    def expert_sharding(self) -> int:
+        """Ranks over which ZeRO shards experts: those of `expert_shard`; 1 under zero0."""
+        if self.zero == 0:
+            return 1
+        holders = self.tp * self.cp * self.dp // (self.ep * self.etp)
+        return holders if self.hybrid is None else max(1, self.hybrid * self.tp // (self.ep * self.etp))
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis, inner to outer: tp, cp, dp, pp."""
+        """Where a rank stands on each axis, inner to outer: tp, cp, dp, pp; and, once more, on etp and ep."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
-        position = {}
+        place, position = rank, {}
         for axis in AXES:
-            rank, position[axis] = divmod(rank, getattr(self, axis))
+            place, position[axis] = divmod(place, getattr(self, axis))
+        place, position["etp"] = divmod(rank % (self.tp * self.cp * self.dp), self.etp)
+        position["ep"] = place % self.ep
         return position
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
@@ -231,7 +254,9 @@ class Layout:
 
         tp cp dp pp: ranks that differ in that coordinate alone; data: dp x cp; shard: what ZeRO shards over (data, or
         groups of N consecutive members with hsN); replica: equal positions across the sharding groups; ep, etp,
-        expert_data: the ranks of a stage once more, as blocks of ep x etp with etp innermost; world: everyone.
+        expert_data: the ranks of a stage once more, as blocks of ep x etp with etp innermost; expert_shard,
+        expert_replica: expert_data once more, as the parts that lie inside a sharding group (with all its ranks of tp)
+        and equal positions across those; world: everyone.
         """
         if axis in AXES:
             return self._together(axis)
@@ -253,13 +278,21 @@ class Layout:
             if axis == "etp":
                 return [row for block in rows for row in block]
             return [members for block in rows for members in zip(*block, strict=True)]
+        if axis in ("expert_shard", "expert_replica"):
+            size = self.with_(zero=self.zero or 1).expert_sharding
+            blocks = [_cut(group, size) for group in self.groups("expert_data")]
+            if axis == "expert_shard":
+                return [block for group in blocks for block in group]
+            return [members for group in blocks for members in zip(*group, strict=True)]
         raise ValueError(unknown("group", axis, GROUPS))
 
     def _together(self, *axes: str) -> list[tuple[int, ...]]:
         """Groups of the ranks that agree on every coordinate except `axes`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            fixed = tuple(position for axis, position in self.coordinates(rank).items() if axis not in axes)
+            fixed = tuple(
+                position for axis, position in self.coordinates(rank).items() if axis in AXES and axis not in axes
+            )
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 

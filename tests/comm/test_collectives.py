@@ -207,6 +207,47 @@ def axis_pairs(world_size: int) -> None:
     loss(mine, weights[rank].repeat(1, world_size, 1)[..., :1]).backward()
     torch.testing.assert_close(x.grad, everybody[rank].grad)
 
+    parts = [value[:, :3].clone().requires_grad_() for value in inputs]
+    loss(torch.cat(parts, dim=1), weights[0]).backward()
+    x = inputs[rank][:, :3].clone().requires_grad_()
+    loss(operators.join_from(x, axis, "join", dim=1), weights[0]).backward()
+    torch.testing.assert_close(x.grad, parts[rank].grad)
+
+    # Rows: rank i has for rank j the (2 i + j) % 3 rows that `counts` says, some of them none.
+    counts = [[(2 * i + j) % 3 * (i != 1) for j in range(world_size)] for i in range(world_size)]
+    rows = [torch.randn(sum(mine), 5, generator=make, dtype=torch.float64) for mine in counts]
+    got = [torch.randn(sum(each[j] for each in counts), 5, generator=make).double() for j in range(world_size)]
+    everybody = [value.clone().requires_grad_() for value in rows]
+    split = [value.split(mine) for value, mine in zip(everybody, counts, strict=True)]
+    arrived = [torch.cat([each[j] for each in split]) for j in range(world_size)]
+    sum((value.sin() * weight).sum() for value, weight in zip(arrived, got, strict=True)).backward()
+    x = rows[rank].clone().requires_grad_()
+    y = operators.exchange(x, axis, "exchange", counts[rank], [each[rank] for each in counts])
+    assert torch.equal(y, arrived[rank])
+    (y.sin() * got[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+
+    sizes = [len(value) for value in rows]
+    factors = [torch.randn(sum(sizes), 5, generator=make, dtype=torch.float64) for _ in range(world_size)]
+    everybody = [value.clone().requires_grad_() for value in rows]
+    sum((torch.cat(everybody).sin() * factor).sum() for factor in factors).backward()
+    x = rows[rank].clone().requires_grad_()
+    y = operators.gather_rows(x, axis, "gather", sizes)
+    (y.sin() * factors[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+
+    everybody = [value.clone().requires_grad_() for value in factors]
+    parts = sum(everybody).split(sizes)
+    sum((part.sin() * weight).sum() for part, weight in zip(parts, rows, strict=True)).backward()
+    x = factors[rank].clone().requires_grad_()
+    y = operators.reduce_scatter_rows(x, axis, "scatter", sizes)
+    (y.sin() * rows[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, everybody[rank].grad)
+    ways = [line for line in mesh.record.table() if line["site"].startswith("exchange")]
+    away = 5 * 8 * sum(count for j, count in enumerate(counts[rank]) if j != rank)
+    back = 5 * 8 * sum(each[rank] for j, each in enumerate(counts) if j != rank)
+    assert [line["sent_bytes"] for line in ways] == [away, back]
+
     sites = {(entry["site"], entry["operation"]) for entry in mesh.record.table()}
     assert ("out", "all_reduce") in sites, "a call inside a compiled function is recorded too"
     assert ("in.backward", "all_reduce") in sites

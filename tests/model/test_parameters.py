@@ -64,6 +64,40 @@ def test_the_ranks_boxes_tile_every_row_with_the_stated_replicas(config: ModelCo
         assert (counted == row.replicas(layout)).all(), (row.name, tp)
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp2 ep2", "tp4 ep2", "tp2 dp2 ep2:etp2", "dp4 ep1:etp2", "dp8 ep4:etp2", "tp8 ep8"]
+)
+@pytest.mark.parametrize("name", ["mixtral-tiny", "dots1-tiny"])
+def test_each_block_of_expert_ranks_holds_every_expert_once(name: str, layout: str):
+    config, parsed = dataclasses.replace(preset(name), experts=8), Layout.parse(layout)
+    table = parameter_table(config)
+    block = parsed.ep * parsed.etp
+    for row in (row for row in table.rows if row.expert is not None):
+        for first in range(0, parsed.world_size, block):
+            counted = numpy.zeros(row.engine_shape, dtype=int)
+            for rank in range(first, first + block):
+                for box in table.local_slices(row, parsed, parsed.coordinates(rank)):
+                    counted[box.slices] += 1
+                    local = table.tensor(row.tensor).local_shape(parsed)
+                    assert all(end.stop <= size for end, size in zip(box.local_slices, local, strict=True))
+            assert (counted == 1).all(), row.name
+        assert row.gradient_axes(parsed) == ("expert_data",) and row.replicas(parsed) == 1
+
+
+def test_a_rank_holds_its_experts_one_after_the_other():
+    """Written from the definition: experts [p E / ep, (p + 1) E / ep), of each its columns of gate, then of up."""
+    config, layout = dataclasses.replace(preset("mixtral-tiny"), experts=6), Layout.parse("dp4 ep2:etp2")
+    table, width = parameter_table(config), config.expert_intermediate
+    whole = numpy.arange(config.experts * 2 * width * config.hidden).reshape(config.experts, 2, 2, -1, config.hidden)
+    for rank in range(4):
+        mine = whole[(rank // 2) * config.experts // 2 :][: config.experts // 2, :, rank % 2]
+        local = numpy.full(table.tensor("layers.0.mlp.experts.up.weight").local_shape(layout), -1)
+        for row in table.tensor("layers.0.mlp.experts.up.weight").rows:
+            for box in table.local_slices(row, layout, layout.coordinates(rank)):
+                local[box.local_slices] = numbered(row, table)[box.slices]
+        assert (local == mine.reshape(local.shape)).all()
+
+
 @configs
 def test_neighbouring_ranks_share_what_is_replicated(config: ModelConfig):
     table = parameter_table(config)

@@ -37,7 +37,17 @@ TINY = preset("llama-tiny")  # 3 layers, 8 heads, 4 key-value heads, intermediat
         ),
         ("llama-tiny", "pp4", 1, 512, None, "pp4 makes 4 stages, but the model has 3 layers"),
         ("llama-tiny", "pp2:interleaved", 1, 512, None, "pp2 x 2 chunks makes 4 stages, but the model has 3 layers"),
-        ("llama-tiny", "dp2 ep2", 2, 512, None, "ep2 needs a model with experts, and this one has none"),
+        ("llama-tiny", "dp2 ep2", 2, 512, None, "ep2:etp1 needs a model with experts, and this one has none"),
+        ("mixtral-8x7b-v0.1", "dp3 ep3", 3, 512, None, "ep3 does not divide the model's 8 experts; 2 or 4 would"),
+        (
+            "mixtral-8x7b-v0.1",
+            "dp3 ep1:etp3",
+            3,
+            512,
+            None,
+            "etp3 does not divide the model's expert width 14336; 2 or 4",
+        ),
+        ("mixtral-8x7b-v0.1", "tp2:nosp ep2", 3, 511, None, "sequence 511 is not a multiple of tp = 2"),
         ("gpt2-tiny", "dp1", 1, 513, None, "sequence 513 is longer than the model's 512 positions"),
     ],
 )

@@ -223,6 +223,39 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     return _run(lambda: transport.rotate(output, source, axis), call, fault, axis, output, async_op)
 
 
+def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
+    """output = the ranks' `source` one after the other along dim 0, of which the i-th rank's has sizes[i] rows."""
+    mine = output.split(sizes)[axis.rank]
+    if axis.size == 1:
+        _copy(mine, source)
+        return
+    call, fault = _enter("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
+    if fault is not None and fault.kind == "skip":
+        output.zero_()
+        _copy(mine, source)
+        return
+    lose = None
+    if fault is not None and fault.kind == "drop":
+        lose = output.split(sizes)[fault.position % axis.size].zero_
+    _run(lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose)
+
+
+def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
+    """output = the sum over ranks of the part of their `source` that is this rank's: the i-th rank's has sizes[i] rows
+    (dim 0), in the order of the ranks."""
+    mine = source.split(sizes)[axis.rank]
+    if axis.size == 1:
+        _copy(output, mine)
+        return
+    call, fault = _enter("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
+    if fault is not None and fault.kind == "skip":
+        _copy(output, mine)
+        return
+    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+        source = torch.zeros_like(source)
+    _run(lambda: transport.reduce_scatter_rows(output, source, axis, sizes), call, fault, axis, output, False)
+
+
 def barrier(axis: Axis, site: str) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size == 1:

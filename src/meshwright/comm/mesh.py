@@ -19,7 +19,9 @@ from meshwright.comm.record import Record
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 
-AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "data", "shard", "replica", "world")
+AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
+EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
+"""What the axes of experts are where these are spread like all else."""
 
 
 class Communicator:
@@ -82,9 +84,10 @@ def axis_of(key: str) -> Axis:
 class Mesh:
     """All axes of one rank.
 
-    `tp cp dp pp ep`: the axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: the ranks
+    `tp cp dp pp ep etp`: the axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: the ranks
     that share ZeRO's shards (`data`, or groups of N inside it with `hsN`). `replica`: the ranks that hold the same
-    shard in the other sharding groups. `world`: everybody.
+    shard in the other sharding groups. `expert_data expert_shard expert_replica`: the same for experts that are spread
+    over ep x etp; else those three themselves. `world`: everybody.
     """
 
     tp: Axis
@@ -92,9 +95,13 @@ class Mesh:
     dp: Axis
     pp: Axis
     ep: Axis
+    etp: Axis
     data: Axis
     shard: Axis
     replica: Axis
+    expert_data: Axis
+    expert_shard: Axis
+    expert_replica: Axis
     world: Axis
 
     def __init__(
@@ -112,13 +119,16 @@ class Mesh:
         self.communicator = communicator
         self._made: list[dist.ProcessGroup] = []
         self._group_of = group_of
-        for name in AXIS_NAMES:
+        for name in (*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())):
             for ranks in layout.groups(name):
                 group = group_of(tuple(ranks))
                 if rank in ranks:
                     axis = Axis(name, tuple(ranks), ranks.index(rank), group, communicator)
                     setattr(self, name, axis)
                     _axes[axis.key] = axis
+        if not layout.expert_parallel:
+            for name, same in EXPERT_AXES.items():
+                setattr(self, name, getattr(self, same))
 
     @property
     def record(self) -> Record:

@@ -48,6 +48,32 @@ def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) ->
     return x if axis.size == 1 else torch.ops.meshwright.all_to_all(x, axis.key, site, split, join)
 
 
+def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
+    """Forward the ranks' `x` concatenated along `dim`; backward this rank's slice of the gradient, which is the same on
+    all ranks (the conjugate of `split_to`)."""
+    return x if axis.size == 1 else torch.ops.meshwright.join_from(x, axis.key, site, dim)
+
+
+def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
+    """Forward: source_sizes[i] rows of `x` to the i-th rank, output_sizes[i] rows from it, in the order of the ranks;
+    backward the gradients the way back."""
+    if axis.size == 1:
+        return x
+    return torch.ops.meshwright.exchange(x, axis.key, site, source_sizes, output_sizes)
+
+
+def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
+    """Forward the ranks' `x` concatenated along dim 0, sizes[i] rows of the i-th; backward the sum of the ranks'
+    gradients of this rank's rows."""
+    return x if axis.size == 1 else torch.ops.meshwright.gather_rows(x, axis.key, site, sizes)
+
+
+def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
+    """Forward this rank's rows of the sum of the ranks' `x`, sizes[i] rows for the i-th; backward the gradients
+    concatenated."""
+    return x if axis.size == 1 else torch.ops.meshwright.reduce_scatter_rows(x, axis.key, site, sizes)
+
+
 def _sum(x: torch.Tensor, key: str, site: str) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis_of(key), site)
@@ -190,4 +216,77 @@ _all_to_all.register_autograd(
         None,
     ),
     setup_context=_remember_dims,
+)
+
+
+@torch.library.custom_op("meshwright::join_from", mutates_args=())
+def _join_from(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
+    return _gather(x, axis, site, dim)
+
+
+@torch.library.custom_op("meshwright::slice_of", mutates_args=())
+def _slice_of(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    return _slice(x, axis, dim)
+
+
+@torch.library.custom_op("meshwright::exchange", mutates_args=())
+def _exchange(x: torch.Tensor, axis: str, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
+    arrived = _rows(x, sum(output_sizes))
+    collectives.all_to_all(arrived, x.contiguous(), axis_of(axis), site, output_sizes, source_sizes)
+    return arrived
+
+
+@torch.library.custom_op("meshwright::gather_rows", mutates_args=())
+def _gather_rows(x: torch.Tensor, axis: str, site: str, sizes: list[int]) -> torch.Tensor:
+    whole = _rows(x, sum(sizes))
+    collectives.all_gather_rows(whole, x.contiguous(), axis_of(axis), site, sizes)
+    return whole
+
+
+@torch.library.custom_op("meshwright::reduce_scatter_rows", mutates_args=())
+def _reduce_scatter_rows(x: torch.Tensor, axis: str, site: str, sizes: list[int]) -> torch.Tensor:
+    part = _rows(x, sizes[axis_of(axis).rank])
+    collectives.reduce_scatter_rows(part, x.contiguous(), axis_of(axis), site, sizes)
+    return part
+
+
+def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+_join_from.register_fake(lambda x, axis, site, dim: _longer(x, axis, dim))
+_slice_of.register_fake(lambda x, axis, dim: _shorter(x, axis, dim))
+_exchange.register_fake(lambda x, axis, site, source_sizes, output_sizes: _rows(x, sum(output_sizes)))
+_gather_rows.register_fake(lambda x, axis, site, sizes: _rows(x, sum(sizes)))
+_reduce_scatter_rows.register_fake(lambda x, axis, site, sizes: _rows(x, sizes[axis_of(axis).rank]))
+_join_from.register_autograd(
+    lambda context, g: (torch.ops.meshwright.slice_of(g, context.axis, context.dim), None, None, None),
+    setup_context=_remember,
+)
+
+
+def _remember_sizes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.axis, ctx.site, ctx.sizes = inputs[1], inputs[2] + ".backward", inputs[3:]
+
+
+_exchange.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.exchange(g, context.axis, context.site, *reversed(context.sizes)),
+        *(None,) * 4,
+    ),
+    setup_context=_remember_sizes,
+)
+_gather_rows.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.reduce_scatter_rows(g, context.axis, context.site, *context.sizes),
+        *(None,) * 3,
+    ),
+    setup_context=_remember_sizes,
+)
+_reduce_scatter_rows.register_autograd(
+    lambda context, g: (
+        torch.ops.meshwright.gather_rows(g, context.axis, context.site, *context.sizes),
+        *(None,) * 3,
+    ),
+    setup_context=_remember_sizes,
 )

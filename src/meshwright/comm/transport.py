@@ -144,6 +144,23 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     return works if works is sent else works + sent, finish
 
 
+def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
+    """output = the ranks' `source` along dim 0, sizes[i] rows of rank i: the backends' own calls take equal parts."""
+    copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
+    return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
+
+
+def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
+    """output = sum over ranks of their rows for this rank; always in the order of the ranks."""
+    arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
+    works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
+
+    def finish() -> None:
+        torch.sum(arrived.unflatten(0, (axis.size, output.shape[0])), dim=0, out=output)
+
+    return works, finish
+
+
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
     """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; starting at one's right-hand
     neighbour, so that not everybody sends to the same rank first."""

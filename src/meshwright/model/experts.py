@@ -1,5 +1,8 @@
 """Mixture-of-experts layers: a router gives each token to a few of many MLPs; no token is ever dropped.
 
+Without axes of their own, experts are split over tp by columns, as all MLPs are, and every rank of tp computes with all
+its tokens. With ep or etp each rank routes tokens of its own: its slice of them, where ranks of tp share a sequence.
+
 Shapes: B rows, S tokens in a row, T = B x S, H hidden, E experts, K experts of a token, N = T x K assignments (sorted
 by expert), F an expert's width.
 """
@@ -13,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.comm.mesh import Axes, Axis
-from meshwright.comm.operators import reduce_from
+from meshwright.comm.operators import join_from, reduce_from, split_to
 from meshwright.model.config import ModelConfig
+from meshwright.model.exchange import Exchange, Permuted, inverse
 from meshwright.model.grouped_product import grouped_product
 from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
 from meshwright.model.precision import at_least_float32
@@ -37,18 +41,43 @@ class Mixture(nn.Module):
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's output, and, given how many targets each row has, what balances its experts in the loss."""
+        if self.axes.layout.expert_parallel:
+            return self._spread(x_BSH, counted_B)
         x_BSH = enter_tensor_parallel(x_BSH, self.axes, "mlp.input")
+        y_BSH, loss = self._routed(x_BSH, counted_B)
+        if self.shared is not None:
+            y_BSH = y_BSH + self._shared(x_BSH)
+        if loss is not None:  # ranks of tp balance the same tokens: each does its part
+            loss = loss / self.axes.tp.size
+        return leave_tensor_parallel(y_BSH, self.axes, "mlp.output"), loss
+
+    def _spread(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """With expert parallelism: only the shared expert meets the other ranks of tp, as any MLP."""
+        slices = self.axes.layout.tensor_sequence_parallel
+        own_BSH = x_BSH if slices else split_to(x_BSH, self.axes.tp, "experts.input", dim=1)
+        y_BSH, loss = self._routed(own_BSH, counted_B)
+        if not slices:
+            y_BSH = join_from(y_BSH, self.axes.tp, "experts.output", dim=1)
+        if self.shared is not None:
+            shared_BSH = self._shared(enter_tensor_parallel(x_BSH, self.axes, "mlp.input"))
+            y_BSH = y_BSH + leave_tensor_parallel(shared_BSH, self.axes, "mlp.output")
+        return y_BSH, loss
+
+    def _routed(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
         y_TH = self.experts(x_TH, weights_TK.to(x_TH.dtype), chosen_TK)
-        if self.shared is not None:
-            shared_TH = self.shared(x_TH)
-            y_TH = y_TH + (shared_TH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_TH)) * shared_TH)
         loss = None
-        if counted_B is not None:  # ranks of tp balance the same tokens: each does its part
-            loss = self.router.balance(scores_TE, chosen_TK, counted_B, self.axes.cp) / self.axes.tp.size
-        return leave_tensor_parallel(y_TH.view_as(x_BSH), self.axes, "mlp.output"), loss
+        if counted_B is not None:
+            parts = [self.axes.cp, *([self.axes.tp] if self.axes.layout.expert_parallel else [])]
+            loss = self.router.balance(scores_TE, chosen_TK, counted_B, *parts)
+        return y_TH.view_as(x_BSH), loss
+
+    def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        assert self.shared is not None
+        y_BSH = self.shared(x_BSH)
+        return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
 
 
 class Router(nn.Module):
@@ -84,14 +113,14 @@ class Router(nn.Module):
         return weights_TK * self.config.routed_scale, chosen_TK
 
     def balance(
-        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, context: Axis
+        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: Axis
     ) -> torch.Tensor:
         """This layer's addition to the summed loss, that its experts may be used alike.
 
         The auxiliary loss of a row is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
         (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. A row weighs as much as it
-        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it. Ranks of the
-        axis `context` have some tokens of a row each: an expert's load is that of all, its mean score a sum of their
+        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it. Ranks of
+        the axes `parts` have some tokens of a row each: an expert's load is that of all, its mean score a sum of their
         parts.
 
         A bias gets as its gradient what its expert has above the mean load; the term itself is 0.
@@ -102,8 +131,10 @@ class Router(nn.Module):
         load_BE = load_BE.scatter_add(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores_TE.dtype))
         total = scores_TE.new_zeros(())
         if config.router_loss:
-            row_load_BE = reduce_from(load_BE, context, "router.load")
-            tokens = context.size * chosen_BN.shape[1] / config.experts_per_token
+            row_load_BE, tokens = load_BE, chosen_BN.shape[1] // config.experts_per_token
+            for axis in parts:
+                row_load_BE = reduce_from(row_load_BE, axis, f"router.load.{axis.name}")
+                tokens *= axis.size
             scores_BE = scores_TE.view(rows, -1, config.experts).sum(dim=1) / tokens
             losses_B = config.experts / tokens * (row_load_BE * scores_BE).sum(dim=1)
             total = total + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
@@ -118,26 +149,35 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
         super().__init__()
-        self.count, self.activation = config.experts, config.activation
-        width = config.expert_intermediate // axes.tp.size
-        self.up = Linear(config.hidden, config.experts * 2 * width, bias=False, **options)
-        self.down = Linear(width, config.experts * config.hidden, bias=False, **options)
+        spread = axes.layout.expert_parallel
+        self.experts, self.held, self.activation = config.experts, config.experts // axes.ep.size, config.activation
+        self.exchange = Exchange(config.experts, axes) if spread else None
+        width = config.expert_intermediate // (axes.etp if spread else axes.tp).size
+        self.up = Linear(config.hidden, self.held * 2 * width, bias=False, **options)
+        self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
-        inverse_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=x_TH.device))
-        experts_E = torch.arange(self.count, device=x_TH.device)
+        inverse_N = inverse(order_N)
+        experts_E = torch.arange(self.experts, device=x_TH.device)
         ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
         sorted_NH = _ToExperts.apply(x_TH, order_N, inverse_N, chosen)
-        gate_NF, up_NF = grouped_product(sorted_NH, self._stack(self.up), ends_E).chunk(2, dim=-1)
-        y_NH = grouped_product(activate(gate_NF, self.activation) * up_NF, self._stack(self.down), ends_E)
-        y_TKH = _FromExperts.apply(y_NH, order_N, inverse_N).view(tokens, chosen, -1)
+        if self.exchange is None:
+            y_NH = self._mlps(sorted_NH, ends_E)
+        else:
+            y_NH = self.exchange(sorted_NH, ends_E, self._mlps)
+        y_TKH = Permuted.apply(y_NH, inverse_N, order_N).view(tokens, chosen, -1)
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
+    def _mlps(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert (of those held here), or this rank's part of that."""
+        gate_NF, up_NF = grouped_product(x_NH, self._stack(self.up), ends_E).chunk(2, dim=-1)
+        return grouped_product(activate(gate_NF, self.activation) * up_NF, self._stack(self.down), ends_E)
+
     def _stack(self, linear: Linear) -> torch.Tensor:
-        return linear.weight.view(self.count, -1, linear.weight.shape[1])
+        return linear.weight.view(self.held, -1, linear.weight.shape[1])
 
 
 class SharedExpert(nn.Module):
@@ -172,17 +212,3 @@ class _ToExperts(torch.autograd.Function):
         (inverse_N,) = context.saved_tensors
         d_TKH = d_NH.index_select(0, inverse_N).unflatten(0, (-1, context.chosen))
         return d_TKH.sum(dim=1), None, None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """The experts' results in the order of the tokens again."""
-
-    @staticmethod
-    def forward(context: Any, y_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
-        context.save_for_backward(order_N)
-        return y_NH.index_select(0, inverse_N)
-
-    @staticmethod
-    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order_N,) = context.saved_tensors
-        return d_NH.index_select(0, order_N), None, None

@@ -17,7 +17,7 @@ from typing import Literal
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.disk_names import DISK_NAMES
-from meshwright.model.rows import Box, Initial, Row, SplitAxis, Tensor
+from meshwright.model.rows import Box, Initial, Part, Row, SplitAxis, Tensor
 
 __all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table"]
 
@@ -48,9 +48,16 @@ class ParameterTable:
     def tensor(self, name: str) -> Tensor:
         return self._tensor_by_name[name]
 
-    def unit_tensors(self, unit: str) -> tuple[Tensor, ...]:
-        """A unit's tensors in the order of its flat buffer: those that weight decay applies to, then the rest."""
-        return self._tensors_by_unit[unit]
+    def unit_tensors(self, unit: str, layout: Layout | None = None, part: Part | None = None) -> tuple[Tensor, ...]:
+        """A unit's tensors in the order of its flat buffers: those that weight decay applies to, then the rest. `part`:
+        those of one of the two alone."""
+        tensors = self._tensors_by_unit[unit]
+        return tensors if part is None else tuple(each for each in tensors if each.part(layout or Layout()) == part)
+
+    def unit_parts(self, unit: str, layout: Layout) -> tuple[Part, ...]:
+        """The flat buffers that a unit has on a layout: a second one where experts are spread over their own axes."""
+        apart = any(tensor.part(layout) == "experts" for tensor in self._tensors_by_unit[unit])
+        return ("dense", "experts") if apart else ("dense",)
 
     @cached_property
     def tied(self) -> bool:
@@ -74,7 +81,8 @@ class ParameterTable:
     def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
         """The boxes of a row that the rank at ``coordinates`` (as ``layout.coordinates`` gives) holds.
 
-        Together the ranks' boxes cover the row, each element on ``row.replicas(layout)`` ranks of tp.
+        Together the ranks' boxes cover the row, each element on ``row.replicas(layout)`` ranks of tp; an expert under
+        expert parallelism is covered once by each block of ep x etp ranks.
         """
         offset = self.tensor(row.tensor).local_offset(row, layout)
         dims = range(len(row.engine_shape))
@@ -84,19 +92,21 @@ class ParameterTable:
             boxes.append(Box(starts, sizes, (local[0] + offset, *local[1:])))
         return tuple(boxes)
 
-    def unit_numel(self, unit: str, layout: Layout | None = None) -> int:
+    def unit_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
         """Elements of a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on one device."""
-        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in self.unit_tensors(unit))
+        tensors = self.unit_tensors(unit, layout, part)
+        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
-    def unit_decay_numel(self, unit: str, layout: Layout | None = None) -> int:
+    def unit_decay_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
         """How many elements at the front of a unit's flat buffer weight decay applies to."""
-        tensors = [tensor for tensor in self.unit_tensors(unit) if tensor.decay]
+        tensors = [tensor for tensor in self.unit_tensors(unit, layout, part) if tensor.decay]
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
         """Where a tensor's part lies in the rank's flat buffer of its unit: (start, stop)."""
         layout = layout or Layout()
-        before = itertools.takewhile(lambda other: other.name != tensor.name, self.unit_tensors(tensor.unit))
+        together = self.unit_tensors(tensor.unit, layout, tensor.part(layout))
+        before = itertools.takewhile(lambda other: other.name != tensor.name, together)
         start = sum(math.prod(other.local_shape(layout)) for other in before)
         return start, start + math.prod(tensor.local_shape(layout))
 
@@ -199,7 +209,8 @@ class _Builder:
         """A router, its experts one after the other in one tensor each way, and the expert that all tokens share."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
-        # Ranks of tp hold columns of every expert: what each finds out about a choice is a part.
+        # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
+        # about a choice is a part.
         self.add(unit, "router", (config.experts, hidden), tensor=f"{mlp}.router", layer=layer, partial="heads")
         if config.router_bias:
             self.add(
@@ -287,5 +298,6 @@ class _Builder:
                 decay=len(shape) > 1,
                 active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
                 balances=balances,
+                expert=None if expert is None else (expert, self.config.experts),
             )
         )

@@ -28,17 +28,26 @@ ATTENTION = frozenset(
     }
 )
 
-# What ranks have summed, or found in a ring, is small and came over the wire: it is kept. What sequence parallelism
-# gathered is as large as the ranks' slices together: it is gathered again (Korthikanti et al. 2022, section 4.2.2), and
-# what ranks traded is traded again.
+# What ranks have summed, or found in a ring, is small and came over the wire: it is kept, and so are tokens that
+# travelled to their experts and back. What sequence parallelism gathered is as large as the ranks' slices together: it
+# is gathered again (Korthikanti et al. 2022, section 4.2.2), and what ranks traded is traded again.
 SUMS = frozenset(
     {
         torch.ops.meshwright.reduce_from.default,
         torch.ops.meshwright.reduce_scatter_to.default,
         torch.ops.meshwright.ring_attention.default,
+        torch.ops.meshwright.reduce_scatter_rows.default,
+        torch.ops.meshwright.exchange.default,
     }
 )
-GATHERED = frozenset({torch.ops.meshwright.gather_from.default, torch.ops.meshwright.all_to_all.default})
+GATHERED = frozenset(
+    {
+        torch.ops.meshwright.gather_from.default,
+        torch.ops.meshwright.all_to_all.default,
+        torch.ops.meshwright.join_from.default,
+        torch.ops.meshwright.gather_rows.default,
+    }
+)
 
 Function = Callable[..., Any]
 

@@ -61,7 +61,10 @@ def _tensor(layout: Layout, config: ModelConfig) -> str | None:
             f"intermediate size {config.intermediate}",
             config.intermediate if config.expert_layers < config.layers else 0,
         ),
-        (f"expert width {config.expert_intermediate}", config.expert_intermediate),
+        (
+            f"expert width {config.expert_intermediate}",
+            0 if layout.expert_parallel else config.expert_intermediate,
+        ),
         (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
     ):
         if size % tp:
@@ -91,7 +94,7 @@ def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, plannin
     if layout.cp > 1:
         # The causal ring gives each rank an early and a late piece, so that all have equal work.
         pieces, why = (2 * layout.cp, ["2 x cp"]) if layout.cp_method == "ring" else (layout.cp, ["cp"])
-    if layout.tp > 1 and layout.tensor_sequence_parallel:
+    if layout.tp > 1 and (layout.tensor_sequence_parallel or layout.expert_parallel):  # each routes its own tokens
         pieces, why = pieces * layout.tp, [*why, "tp"]
     if sequence % pieces:
         return f"sequence {sequence} is not a multiple of {' x '.join(why)} = {pieces}"
@@ -122,16 +125,17 @@ def _pipeline(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _expert(layout: Layout, config: ModelConfig) -> str | None:
-    if layout.ep == layout.etp == 1:
+    if not layout.expert_parallel:
         return None
     if not config.experts:
-        return f"ep{layout.ep} needs a model with experts, and this one has none"
+        return f"ep{layout.ep}:etp{layout.etp} needs a model with experts, and this one has none"
     if config.experts % layout.ep:
         return (
             f"ep{layout.ep} does not divide the model's {config.experts} experts{_fitting(config.experts, layout.ep)}"
         )
     if config.expert_intermediate % layout.etp:
-        return f"etp{layout.etp} does not divide the model's expert width {config.expert_intermediate}"
+        width = config.expert_intermediate
+        return f"etp{layout.etp} does not divide the model's expert width {width}{_fitting(width, layout.etp)}"
     return None
 
 

@@ -13,7 +13,10 @@ from typing import Literal
 
 from meshwright.layout import Layout
 
-SplitAxis = Literal["tp", "ep"]
+SplitAxis = Literal["tp"]
+Part = Literal["dense", "experts"]
+"""The two flat buffers that a unit may have: experts that are spread over ranks of their own lie apart, because other
+ranks hold the same of them than of all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class Row:
     the engine's orientation, [output, input] for matrices. The row begins at row ``offset`` of the engine tensor.
 
     ``split``: axis -> dim along which the axis cuts the tensor: tp:0 column parallel and vocabulary, tp:1 row parallel,
-    none replicated; ep:0 is for stacks of experts (their gradients are then summed over the ranks of
-    ``layout.groups("expert_data")`` in place of data). ``blocks``: sizes along that dim that are cut one by one (query,
+    none replicated. ``expert``: which expert of how many it belongs to; under expert parallelism ep says who holds it
+    at all, and etp cuts it in the place of tp. ``blocks``: sizes along that dim that are cut one by one (query,
     key and value fused on disk). ``granularity``: a cut falls on multiples of it (a head). ``remainder``: what happens
     when there are fewer pieces than ranks or pieces do not divide: ``refuse``; ``replicate``, neighbouring ranks share
     a piece (key-value heads); ``pad``, the last ranks' parts are filled up (vocabulary).
@@ -83,6 +86,7 @@ class Row:
     decay: bool
     active: float = 1.0
     balances: bool = False
+    expert: tuple[int, int] | None = None
 
     @property
     def engine_shape(self) -> tuple[int, ...]:
@@ -93,11 +97,30 @@ class Row:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def part(self, layout: Layout) -> Part:
+        """In which of its unit's flat buffers the row lies."""
+        return "experts" if self.expert is not None and layout.expert_parallel else "dense"
+
+    def place(self, layout: Layout) -> int | None:
+        """The place on ep of the ranks that hold this expert; None where every rank holds its part of the row."""
+        if self.expert is None or layout.ep == 1:
+            return None
+        number, experts = self.expert
+        return number // (experts // layout.ep)
+
+    def cut_by(self, layout: Layout) -> Mapping[str, int]:
+        """``split`` with the axis that this layout cuts along."""
+        axis = "etp" if self.part(layout) == "experts" else "tp"
+        return {axis: self.split["tp"]} if "tp" in self.split else {}
+
     def replicas(self, layout: Layout) -> int:
         """How many ranks of tp hold the same values: neighbours, each group of so many consecutive ranks.
 
-        1 when every rank of tp has its own part. A sum of squares over tp counts each element so many times.
+        1 when every rank of tp has its own part. A sum of squares over tp counts each element so many times. 1 for
+        experts under expert parallelism: who else holds them, ``layout.groups("expert_data")`` says alone.
         """
+        if self.part(layout) == "experts":
+            return 1
         if "tp" not in self.split:
             return layout.tp
         pieces = self.engine_shape[self.split["tp"]] // self.granularity
@@ -106,11 +129,12 @@ class Row:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Axes over which this tensor's gradient is a sum of the ranks' parts.
 
-        * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence.
+        * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence; in its place
+          ``expert_data`` for experts under expert parallelism: each block of ep x etp ranks saw other tokens.
         * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
         * ``pp``: over the first and the last stage, which both hold a tied embedding.
         """
-        axes = ["data"]
+        axes = ["data" if self.part(layout) == "dense" else "expert_data"]
         if self.replicas(layout) > 1 and (
             self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
         ):
@@ -120,9 +144,9 @@ class Row:
         return tuple(axes)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Shape of a rank's part, equal on all ranks, vocabulary padding included."""
+        """Shape of a rank's part, equal on all ranks that hold one, vocabulary padding included."""
         shape = list(self.engine_shape)
-        for axis, dim in self.split.items():
+        for axis, dim in self.cut_by(layout).items():
             parts = getattr(layout, axis)
             shape[dim] = sum(self._share(block, parts) for block in self.blocks)
         return tuple(shape)
@@ -139,7 +163,9 @@ class Row:
 
     def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
         """What a rank holds along ``dim``: (begin in the row, size, begin in the rank's part)."""
-        axis = next((axis for axis, at in self.split.items() if at == dim), None)
+        if self.place(layout) not in (None, coordinates.get("ep")):
+            return []
+        axis = next((axis for axis, at in self.cut_by(layout).items() if at == dim), None)
         if axis is None:
             return [(0, self.engine_shape[dim], 0)]
         parts, position = getattr(layout, axis), coordinates[axis]
@@ -178,12 +204,17 @@ class Tensor:
         """Whether weight decay applies."""
         return self.rows[0].decay
 
+    def part(self, layout: Layout) -> Part:
+        """In which of its unit's flat buffers the tensor lies."""
+        return self.rows[0].part(layout)
+
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """Shape on a rank, equal on all ranks, vocabulary padding included."""
-        shapes = [row.local_shape(layout) for row in self.rows]
+        shapes = [row.local_shape(layout) for row in self.rows if row.place(layout) in (None, 0)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, row: Row, layout: Layout) -> int:
-        """First index along dim 0 of a row's part in the rank's part of this tensor."""
+        """First index along dim 0 of a row's part in the part of this tensor of a rank that holds it."""
         before = itertools.takewhile(lambda other: other.name != row.name, self.rows)
-        return sum(other.local_shape(layout)[0] for other in before)
+        place = row.place(layout)
+        return sum(other.local_shape(layout)[0] for other in before if other.place(layout) == place)

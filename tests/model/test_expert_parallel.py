@@ -1,0 +1,81 @@
+"""Tokens travel to their experts and back, and the ranks compute what one device computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.model.config import ModelConfig
+from meshwright.model.presets import preset
+
+SMALL: dict[str, Any] = {
+    "vocabulary": 499, "layers": 2, "experts": 6, "experts_per_token": 3, "expert_intermediate": 12,
+}  # fmt: skip
+CONFIGS = {
+    "mixtral": dataclasses.replace(preset("mixtral-tiny"), **SMALL, intermediate=12, router_loss=0.5),
+    "qwen2_moe": dataclasses.replace(
+        preset("qwen2-moe-tiny"), **SMALL, dense_layers=(), shared_intermediate=24, router_loss=0.5
+    ),
+    "dots1": dataclasses.replace(preset("dots1-tiny"), **SMALL, shared_intermediate=24, dense_layers=()),
+}
+COMPARE = "tests.model.expert_parallel_cases:compare"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(4) as local:
+        yield local
+
+
+LAYOUTS = [
+    "dp4 ep4", "dp4 ep2:etp2", "dp4 ep1:etp4 ac:full", "dp2 tp2 ep2", "dp2 tp2:nosp ep4 ac:selective", "tp4 ep2:etp2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_four_ranks_compute_what_one_device_computes(ranks: LocalRanks, config: ModelConfig, layout: str):
+    if "ep4" in layout:
+        config = dataclasses.replace(config, experts=8)
+    for found in ranks.run(COMPARE, layout, config):
+        assert found["worst"] < 1e-10
+        assert found["rows with gradients"] > 0
+
+
+@pytest.mark.parametrize("layout", ["dp4 ep2:etp2", "dp2 tp2 ep4", "tp4:nosp ep2 ac:full", "dp4 ep4 ac:selective"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_ranks_whose_experts_get_no_token_have_gradients_of_zero(ranks: LocalRanks, config: ModelConfig, layout: str):
+    config = dataclasses.replace(config, experts=8)
+    found = ranks.run(COMPARE, layout, config, True)
+    assert max(each["worst"] for each in found) < 1e-10
+    assert any(each["rows with gradients"] == 0 for each in found), "somebody was to get no token"
+
+
+def test_every_rank_makes_the_same_calls_and_recomputing_repeats_them(ranks: LocalRanks):
+    config = dataclasses.replace(CONFIGS["qwen2_moe"], experts=8)
+    calls = {}
+    for recompute in ("none", "selective", "full"):
+        found = [each["calls"] for each in ranks.run(COMPARE, f"tp4 ep2:etp2 ac:{recompute}", config, True)]
+        assert all(each == found[0] for each in found)
+        calls[recompute] = found[0]
+    forward = ("experts.counts", "experts.dispatch", "experts.gather", "experts.sum", "experts.combine")
+    backward = ("combine", "sum", "gather", "dispatch")
+    assert calls["none"] == dict.fromkeys((*forward, "router.load.tp"), 2) | {
+        f"experts.{part}.backward": 2 for part in backward
+    }
+    again = {site for site, count in calls["selective"].items() if count == 4}
+    assert again == {"experts.counts", "experts.gather"}, "what travelled far is kept"
+    assert calls["full"] == {
+        site: count * (2 if "backward" not in site else 1) for site, count in calls["none"].items()
+    }
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_compute_the_same(ranks: LocalRanks):
+    config = dataclasses.replace(CONFIGS["qwen2_moe"], layers=1)
+    for found in ranks.run(COMPARE, "dp2 tp2 ep2:etp2 ac:selective", config, False, "aot_eager"):
+        assert found["worst"] < 1e-10
