@@ -193,13 +193,13 @@ def test_groups_are_slices_of_a_reshaped_arange(layout: Layout):
     by_block = np.moveaxis(experts, 1, -1).reshape(-1, experts.shape[1])
     assert set(layout.groups("expert_data")) == {tuple(map(int, group)) for group in by_block}
     sharing = {rank: number for number, together in enumerate(sharding_groups(layout)) for rank in together}
+    parts, copies = set(layout.groups("expert_shard")), set(layout.groups("expert_replica"))
     for group in by_block.tolist():
         inside = {
             number: tuple(rank for rank in group if sharing[rank] == number) for number in map(sharing.get, group)
         }
-        assert set(inside.values()) <= set(layout.groups("expert_shard"))
-        across = set(zip(*inside.values(), strict=True))
-        assert across <= set(layout.groups("expert_replica"))
+        assert set(inside.values()) <= parts
+        assert set(zip(*inside.values(), strict=True)) <= copies
 
 
 def sharding_groups(layout: Layout) -> list[set[int]]:
