@@ -21,6 +21,7 @@ ROOMS = [
 TORCH_FREE = ROOMS[: ROOMS.index("comm")]
 MODEL_AS_DATA = {
     *(
+        "chunks",
         "config",
         "config_json",
         "disk_names",

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.comm.mesh import Axes
+from meshwright.model import chunks
 from meshwright.model import loss as losses
 from meshwright.model.loss import linear_cross_entropy, token_losses
 
@@ -16,9 +17,9 @@ TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
 
 @pytest.fixture(params=[1 << 23, 16 * VOCABULARY, VOCABULARY], ids=["one chunk", "four chunks", "a token a chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
     monkeypatch.setattr(losses, "SLICE_LOGITS", 5 * VOCABULARY)
-    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", request.param)
+    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", request.param)
 
 
 def problem(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,8 +68,8 @@ def test_without_gradients_no_gradient_work_is_done(monkeypatch: pytest.MonkeyPa
 
 
 def test_all_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(losses, "SMALLEST_CHUNK", 1)
-    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
     hidden, weight, targets = problem()
     largest = 0
 

@@ -11,7 +11,7 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model import loss
+from meshwright.model import chunks, loss
 from meshwright.model.initialise import initial_value
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
@@ -203,14 +203,14 @@ def test_partial_gradients_travel_once_a_step(four, name, layout):
 
 
 def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypatch):
-    monkeypatch.setattr(loss, "SMALLEST_CHUNK", 1)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
     hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
-    chunks = [
+    cuts = [
         [chunk.tokens for chunk in loss._chunks(hidden, targets, loss._Head(weight, 0, Mesh.single(), False, 250))]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]
-    assert chunks[0] == chunks[1] and len(chunks[0]) == 12
+    assert cuts[0] == cuts[1] and len(cuts[0]) == 12
 
 
 def test_flat_buffers_are_as_long_as_the_table_says():

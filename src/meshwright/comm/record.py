@@ -45,6 +45,14 @@ class Record:
         """Bytes this rank has put on the wire since the last `clear`."""
         return sum(entry.sent_bytes for entry in self.sites.values())
 
+    def sent_by_site(self) -> dict[str, int]:
+        """The same by call site; those that sent nothing are left out."""
+        sent: dict[str, int] = {}
+        for entry in self.sites.values():
+            if entry.sent_bytes:
+                sent[entry.site] = sent.get(entry.site, 0) + entry.sent_bytes
+        return sent
+
     def table(self) -> list[dict[str, str | int]]:
         """One JSON-able line per call site and operation, in the order of their first call."""
         return [

@@ -17,11 +17,10 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axes
+from meshwright.model.chunks import loss_chunks
 from meshwright.model.precision import at_least_float32
 
 IGNORED = -100  # the target of a token that does not count
-CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
-SMALLEST_CHUNK = 512  # tokens; below that, adding up the weight's gradient costs more than the memory is worth
 SLICE_LOGITS = 1 << 19  # logits that are worked on at once on a CPU, so that intermediate values stay in the caches
 
 
@@ -177,11 +176,11 @@ def _chunks(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head) -> It
 
     All ranks of tp cut alike, though they hold different numbers of rows: they meet in every chunk.
     """
-    tokens, vocabulary = hidden_TH.shape[0], head.weight_VH.shape[0]
-    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(hidden_TH.device.type, 1 << 27) // head.widest)
-    at_once = -(-tokens // max(1, -(-tokens // limit)))
-    buffer = hidden_TH.new_empty(at_once, vocabulary)
-    for start in range(0, tokens, max(1, at_once)):
-        part = slice(start, min(tokens, start + at_once))
-        logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[: part.stop - start])
+    chunks = loss_chunks(len(hidden_TH), head.widest, hidden_TH.device.type)
+    buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
+    start = 0
+    for tokens in chunks:
+        part = slice(start, start + tokens)
+        logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[:tokens])
         yield _Chunk(part, logits_CV, targets_T[part], head)
+        start += tokens

@@ -18,6 +18,15 @@ Part = Literal["dense", "experts"]
 """The two flat buffers that a unit may have: experts that are spread over ranks of their own lie apart, because other
 ranks hold the same of them than of all else."""
 
+ALIGNMENT = 32
+"""Every shard holds a multiple of this many elements: whole vector registers here, what NCCL likes elsewhere."""
+
+
+def padded_numel(numel: int, shards: int) -> int:
+    """Elements of a flat buffer that holds `numel` and is cut into `shards` equal, aligned parts."""
+    step = ALIGNMENT * shards
+    return -(-numel // step) * step
+
 
 @dataclass(frozen=True, slots=True)
 class Initial:

@@ -16,9 +16,8 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.model.parameters import ParameterTable, Row, Tensor
-
-ALIGNMENT = 32
-"""Every shard holds a multiple of this many elements: whole vector registers here, what NCCL likes elsewhere."""
+from meshwright.model.rows import ALIGNMENT as ALIGNMENT
+from meshwright.model.rows import padded_numel as padded_numel
 
 
 class Columns(NamedTuple):
@@ -132,12 +131,6 @@ class FlatUnit:
                 first = ranges.pop()[0]
             ranges.append((first, last, copies))
         return ranges
-
-
-def padded_numel(numel: int, shards: int) -> int:
-    """Elements of a flat buffer that holds `numel` and is cut into `shards` equal, aligned parts."""
-    step = ALIGNMENT * shards
-    return -(-numel // step) * step
 
 
 def flat_unit(

@@ -1,0 +1,14 @@
+"""Into which chunks of tokens the loss is cut: how many logits exist at once, and how often ranks of tp meet in it."""
+
+from __future__ import annotations
+
+CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
+SMALLEST_CHUNK = 512  # tokens; below that, adding up the weight's gradient costs more than the memory is worth
+
+
+def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
+    """The tokens of each chunk: about equally many. `vocabulary`: the most logits of a token that any rank has, so that
+    all ranks of tp cut alike; `device`: "cpu" or "cuda"."""
+    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // vocabulary)
+    at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
+    return [min(at_once, tokens - start) for start in range(0, tokens, at_once)]

@@ -1,0 +1,212 @@
+"""What each rank puts on the wire in a training step, by call site: from the parameter table, the layout, the shapes of
+a batch and the pipeline's program. `comm/record.py` counts the same while a run goes on; the two are equal.
+
+Bytes of an operation over n ranks on a vector of b bytes, which are also the least that each rank can send: all-reduce
+2 b (n - 1) / n, reduce-scatter and all-gather b (n - 1) / n.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.model.chunks import loss_chunks
+from meshwright.model.config import ModelConfig
+from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.rows import padded_numel
+from meshwright.model.stages import Stage, stages_of, units_of
+from meshwright.program.pipeline import Kind, PipelineProgram
+
+TABLES = ("embedding", "positions")
+"""Units that are looked up: on the way back nobody reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes. batch: sequences over all ranks; sequence: tokens of each; program: that of a pipeline.
+    Bytes of an element of parameters and activations, and of masters and gradients. device: "cpu" or "cuda"."""
+
+    batch: int
+    sequence: int
+    program: PipelineProgram | None = None
+    parameter_bytes: int = 4
+    master_bytes: int = 4
+    device: str = "cpu"
+
+
+def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
+    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left out.
+
+    For the backend's own calls (programs of `[collectives]` send what their steps say).
+    """
+    return {site: sent for site, sent in _Step(config, layout, work, rank).sites().items() if sent}
+
+
+class _Step:
+    """One rank's calls of a step."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, work: Work, rank: int) -> None:
+        self.config, self.layout, self.work, self.rank = config, layout, work, rank
+        self.table: ParameterTable = parameter_table(config)
+        self.place = layout.coordinates(rank)
+        program = work.program
+        count = 1 if program is None else program.stages
+        self.stages = stages_of(config, count, work.sequence)
+        self.homes = ((0,),) if program is None else program.placement
+        self.sent: Counter[str] = Counter()
+
+        self.rows = work.batch // (layout.dp * layout.micro_batches)
+        self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
+        self.hidden_bytes = self.tokens * config.hidden * work.parameter_bytes
+
+    def sites(self) -> Counter[str]:
+        """All calls of the step, added up by site."""
+        layout, data = self.layout, self.layout.dp * self.layout.cp
+        self.all_reduce("data.targets", data, 8)
+        passes = self.passes()
+        for stage, count in passes.items():
+            self.activations(self.stages[stage], count)
+        self.pipeline()
+        units: Counter[str] = Counter()
+        for stage, count in passes.items():
+            for unit in self.needed(self.stages[stage]):
+                units[unit] += count
+        for unit, count in units.items():
+            self.gradients(unit, count)
+        for stage, count in passes.items():
+            self.gathers(self.stages[stage], count)
+        self.partial_gradients(units)
+        self.all_reduce("step.verdict", layout.world_size, 8 * (4 + layout.world_size))
+        return self.sent
+
+    def passes(self) -> Counter[int]:
+        """How many micro-batches this rank takes through each of its stages."""
+        program = self.work.program
+        if program is None:
+            return Counter({0: self.layout.micro_batches})
+        steps = program.steps
+        mine = steps.of_rank(self.place["pp"])
+        return Counter(int(steps.stage[at]) for at in mine if steps.kind[at] == Kind.FORWARD)
+
+    # --- bytes of an operation
+
+    def all_reduce(self, site: str, ranks: int, size: int, times: int = 1) -> None:
+        self.sent[site] += times * (2 * size * (ranks - 1) // ranks)
+
+    def half(self, site: str, ranks: int, size: int, times: int = 1) -> None:
+        """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
+        self.sent[site] += times * (size * (ranks - 1) // ranks)
+
+    # --- activations: tensor parallelism, the loss, the pipeline
+
+    def activations(self, stage: Stage, count: int) -> None:
+        """`count` micro-batches forward and backward through a stage."""
+        if self.layout.tp == 1:
+            return
+        sequence_parallel = self.layout.tensor_sequence_parallel
+        again = self.layout.recompute
+        entries, exits = Counter[str](), Counter[str]()
+        if stage.first:
+            exits["embedding"] += 1
+        for _ in stage.layers:
+            entries.update(("attention.input", "mlp.input"))
+            exits.update(("attention.output", "mlp.output"))
+        if stage.last:
+            entries["head.input"] += 1
+        for site, times in entries.items():
+            # Forward each rank is given all tokens, if it has not got them; backward its gradients are summed.
+            repeated = times if again != "none" and site != "head.input" else 0
+            self.meet(site, count * (times + repeated) if sequence_parallel else 0)
+            self.meet(f"{site}.backward", count * times)
+        for site, times in exits.items():
+            # A block that is computed again stops before its last sum, which nobody needs.
+            repeated = times if again == "full" and site == "attention.output" else 0
+            self.meet(site, count * (times + repeated))
+            self.meet(f"{site}.backward", count * times if sequence_parallel else 0)
+        if stage.last:
+            widest = min(-(-self.config.vocabulary // self.layout.tp), self.config.vocabulary)
+            for chunk in loss_chunks(self.tokens, widest, self.work.device):
+                for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
+                    self.all_reduce(site, self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
+
+    def meet(self, site: str, times: int) -> None:
+        """Ranks of tp sum or gather a micro-batch's hidden values."""
+        if self.layout.tensor_sequence_parallel:
+            self.half(site, self.layout.tp, self.hidden_bytes, times)
+        else:
+            self.all_reduce(site, self.layout.tp, self.hidden_bytes, times)
+
+    def pipeline(self) -> None:
+        """What goes to other stages."""
+        if self.work.program is None:
+            return
+        size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
+        steps = self.work.program.steps
+        for at in steps.of_rank(self.place["pp"]):
+            if steps.kind[at] == Kind.SEND_FORWARD:
+                self.sent["pipeline.activations"] += size
+            elif steps.kind[at] == Kind.SEND_BACKWARD:
+                self.sent["pipeline.gradients"] += size
+
+    # --- parameters and their gradients
+
+    @property
+    def zero(self) -> int:
+        return self.layout.zero if self.layout.sharding > 1 else 0
+
+    def padded(self, unit: str) -> int:
+        """Elements of a unit's flat buffer on this rank."""
+        return padded_numel(self.table.unit_numel(unit, self.layout), self.layout.sharding if self.zero else 1)
+
+    def needed(self, stage: Stage) -> tuple[str, ...]:
+        """The units whose tensors a stage computes with."""
+        needs = (need for unit in units_of(self.table, stage) for need in self.table.needed_by(unit))
+        return tuple(dict.fromkeys(needs))
+
+    def gradients(self, unit: str, passes: int) -> None:
+        """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
+        layout, shards = self.layout, self.layout.sharding
+        size = self.padded(unit) * self.work.master_bytes
+        if self.zero == 0:
+            self.all_reduce("data.gradients", layout.dp * layout.cp, size)
+            held = self.table.unit_numel(unit, layout) * self.work.master_bytes
+        else:
+            self.half("data.gradients", shards, size, passes if self.zero >= 2 else 1)
+            held = size // shards
+            self.all_reduce("data.gradients.replicas", layout.dp * layout.cp // shards, held)
+        holders = {home[stage.index] for home in self.homes for stage in self.stages if unit in self.needed(stage)}
+        self.all_reduce("pipeline.gradients.shared", len(holders), held)
+        if self.zero in (1, 2):
+            self.half("data.parameters", shards, self.padded(unit) * self.work.parameter_bytes)
+
+    def gathers(self, stage: Stage, count: int) -> None:
+        """Under ZeRO-3: parameters around each use of `count` micro-batches."""
+        if self.zero < 3:
+            return
+        units = units_of(self.table, stage)
+        forward = self.needed(stage)
+        read = {need for unit in units if unit not in TABLES for need in self.table.needed_by(unit)}
+        kept = set(self.table.needed_by(units[-1])) if self.stays(stage) else set()
+        for unit in (*forward, *(read - kept)):
+            self.half("data.parameters", self.layout.sharding, self.padded(unit) * self.work.parameter_bytes, count)
+
+    def stays(self, stage: Stage) -> bool:
+        """Whether a stage's last unit stays there for the backward pass, which follows at once."""
+        return self.work.program is None
+
+    def partial_gradients(self, units: Counter[str]) -> None:
+        """Gradients of which each rank of tp has a part: of this rank's shard of each unit, together in one call."""
+        layout, found = self.layout, Counter[int]()
+        shard = next(group.index(self.rank) for group in layout.groups("shard") if self.rank in group)
+        for row in self.table.rows:
+            if row.unit not in units or "tp" not in row.gradient_axes(layout):
+                continue
+            start, stop = self.table.row_range(row, layout)
+            if self.zero:
+                length = self.padded(row.unit) // layout.sharding
+                start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
+            found[row.replicas(layout)] += max(0, stop - start)
+        for copies, numel in found.items():
+            site = "tensor.gradients" if copies == layout.tp else "tensor.gradients.shared_heads"
+            self.all_reduce(site, copies, numel * self.work.master_bytes)

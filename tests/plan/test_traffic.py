@@ -1,0 +1,72 @@
+"""What the table, the layout and the shapes predict is what ranks send, to the byte, at every call site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.plan.traffic import Work, predicted_traffic
+from meshwright.recipe import load_recipe_text
+from meshwright.train.loop import model_config
+from meshwright.train.trainer import PARAMETER_DTYPES, Trainer
+from tests.train.training_cases import recipe
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, tied": {},
+    "llama": {"model_tied": False},
+    "one key-value head": {"model_kv_heads": 1, "model_layers": 2},
+    "qwen3": {"model_family": "qwen3", "model_layers": 2, "model_tied": False},
+    "gpt2": {"model_family": "gpt2", "model_kv_heads": None, "model_tied": None},
+    "mixtral": {"model_family": "mixtral", "model_experts": 4, "model_experts_per_token": 2, "model_tied": None},
+}
+
+LAYOUTS = (
+    *("dp4 mb2", "dp4 zero1 mb2", "dp4 zero2 mb2 bf16", "dp4 zero3 mb2 bf16", "dp4 zero3 hs2", "dp4 zero1 hs2"),
+    *("tp4", "tp4:nosp", "tp4 ac:selective", "tp4:nosp ac:selective", "tp4 ac:full", "tp4:nosp ac:full mb2"),
+    *("dp2 tp2 zero1", "dp2 tp2 zero2 mb2", "dp2 tp2 zero3 mb2 bf16 ac:full", "dp2 tp2:nosp zero3"),
+)
+ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
+# Every layout with a tied model and with another one, in turns.
+SOME = [
+    (name, LAYOUTS[at]) for at in range(len(LAYOUTS)) for name in ("llama, tied", [*MODELS][1 + at % (len(MODELS) - 1)])
+]
+
+
+def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
+    wanted = recipe(place, layout, **{key: value for key, value in model.items() if value is not None})
+    tables = wanted._tables()
+    for key in [key for key, value in model.items() if value is None]:
+        tables["model"].pop(key.removeprefix("model_"), None)
+    return type(wanted).from_tables(tables).to_toml()
+
+
+def two_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """On one rank: what a step sends as recorded, and as predicted."""
+    wanted = load_recipe_text(text, "recipe")
+    layout = wanted.parsed_layout
+    mesh = Mesh.create(layout)
+    data = prepare(wanted.data, wanted.run.seed)
+    config = model_config(wanted, data)
+    trainer = Trainer(wanted, layout, config, data, mesh)
+    trainer.step()
+    mesh.record.clear()
+    trainer.step()
+    recorded = mesh.record.sent_by_site()
+    mesh.close()
+    size = PARAMETER_DTYPES[layout.precision or "fp32"].itemsize
+    work = Work(wanted.train.batch, wanted.data.sequence, parameter_bytes=size)
+    return recorded, predicted_traffic(config, layout, work, mesh.rank)
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+def test_every_rank_sends_what_was_predicted_at_every_site(cases, tmp_path):
+    with LocalRanks(4) as ranks:
+        for name, layout in cases:
+            text = recipe_text(tmp_path, layout, MODELS[name])
+            for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text)):
+                assert recorded and predicted == recorded, (name, layout, rank)
