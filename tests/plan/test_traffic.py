@@ -29,6 +29,7 @@ LAYOUTS = (
     *("dp4 mb2", "dp4 zero1 mb2", "dp4 zero2 mb2 bf16", "dp4 zero3 mb2 bf16", "dp4 zero3 hs2", "dp4 zero1 hs2"),
     *("tp4", "tp4:nosp", "tp4 ac:selective", "tp4:nosp ac:selective", "tp4 ac:full", "tp4:nosp ac:full mb2"),
     *("dp2 tp2 zero1", "dp2 tp2 zero2 mb2", "dp2 tp2 zero3 mb2 bf16 ac:full", "dp2 tp2:nosp zero3"),
+    *("cp4", "cp2 tp2 bf16 mb2", "dp2 cp2 zero3 ac:full", "cp2:ulysses tp2 mb2", "dp2 cp2:ulysses ac:selective bf16"),
 )
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
 # Every layout with a tied model and with another one, in turns.

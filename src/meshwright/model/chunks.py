@@ -9,6 +9,6 @@ SMALLEST_CHUNK = 512  # tokens; below that, adding up the weight's gradient cost
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
     """The tokens of each chunk: about equally many. `vocabulary`: the most logits of a token that any rank has, so that
     all ranks of tp cut alike; `device`: "cpu" or "cuda"."""
-    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // vocabulary)
+    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
     return [min(at_once, tokens - start) for start in range(0, tokens, at_once)]

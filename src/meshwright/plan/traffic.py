@@ -66,7 +66,8 @@ class _Step:
         self.all_reduce("data.targets", data, 8)
         passes = self.passes()
         for stage, count in passes.items():
-            self.activations(self.stages[stage], count)
+            self.tensor(self.stages[stage], count)
+            self.context(self.stages[stage], count)
         self.pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
@@ -100,8 +101,8 @@ class _Step:
 
     # --- activations: tensor parallelism, the loss, the pipeline
 
-    def activations(self, stage: Stage, count: int) -> None:
-        """`count` micro-batches forward and backward through a stage."""
+    def tensor(self, stage: Stage, count: int) -> None:
+        """What ranks of tp sum and gather of `count` micro-batches on their way through a stage and back."""
         if self.layout.tp == 1:
             return
         sequence_parallel = self.layout.tensor_sequence_parallel
@@ -136,6 +137,33 @@ class _Step:
             self.half(site, self.layout.tp, self.hidden_bytes, times)
         else:
             self.all_reduce(site, self.layout.tp, self.hidden_bytes, times)
+
+    def context(self, stage: Stage, count: int) -> None:
+        """What ranks of cp tell each other of the same."""
+        config, layout, ranks = self.config, self.layout, self.layout.cp
+        if ranks == 1:
+            return
+        heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
+        one = self.tokens * config.head_dim * self.work.parameter_bytes  # a head's part of a micro-batch
+        wide = self.tokens * config.head_dim * max(4, self.work.parameter_bytes)
+        layers = count * len(stage.layers)
+        if layout.cp_method == "ring":  # keys and values go round, on the way back with their gradients
+            forward = layers * (2 if layout.recompute == "full" else 1)
+            self.sent["attention.ring"] += forward * (ranks - 1) * 2 * kv_heads * one
+            self.sent["attention.ring.backward"] += layers * (ranks - 1) * 2 * kv_heads * one
+            self.sent["attention.ring.gradients"] += layers * ranks * 2 * kv_heads * wide
+        else:
+            forward = layers * (1 if layout.recompute == "none" else 2)
+            traded = {"attention.heads": heads + 2 * kv_heads * max(1, ranks // kv_heads), "attention.tokens": heads}
+            for site, number in traded.items():
+                self.half(site, ranks, number * one, forward)
+                self.half(f"{site}.backward", ranks, number * one, layers)
+        mixtures = sum(config.has_experts(layer) for layer in stage.layers)
+        if mixtures:
+            self.all_reduce("router.targets", ranks, 8 * self.rows, count)
+        if config.router_loss:
+            again = 2 if layout.recompute == "full" else 1
+            self.all_reduce("router.load", ranks, 4 * self.rows * config.experts, count * mixtures * again)
 
     def pipeline(self) -> None:
         """What goes to other stages."""
