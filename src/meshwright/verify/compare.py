@@ -28,6 +28,7 @@ class Comparison:
     loss_error: float
     gradient_norm_error: float
     failure: str | None
+    step: int | None = None  # to which the failure belongs, from 0
 
     @property
     def passed(self) -> bool:

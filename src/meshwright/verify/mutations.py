@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshwright.comm.faults import KINDS, Fault
@@ -11,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.compare import compare
 from meshwright.verify.problem import Problem
-from meshwright.verify.ranks import run_rank
+from meshwright.verify.ranks import RankResult, run_rank
 from meshwright.verify.reference import Reference
 
 _SHIFT = "the log of a sum of exponentials does not depend on what is subtracted from all of them"
@@ -22,6 +23,7 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
 
 POISONED_STEP = 1
+BATCH = 16  # faults for which the ranks are asked at once
 
 
 def plant_all(
@@ -33,21 +35,48 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
 ) -> dict[str, Any]:
     """Every kind of fault at every call site of the layout, at all its calls and at a single one; and a value that is
-    not finite on one rank, at which all must skip the step. Returns planted, caught, neutral, missed and faults."""
+    not finite on one rank, at which all must skip the step. Returns planted, caught, neutral, missed and faults.
+
+    Most faults show after one step; the others get all the steps of the problem.
+    """
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
-    healthy = ranks.run(run_rank, problem, str(layout), None, None, collectives)
-    for fault in faults_of(healthy[0].calls_first_step, healthy[0].calls):
-        results = ranks.run(run_rank, problem, str(layout), fault, None, collectives)
-        if not any(result.struck for result in results):
-            continue  # a stale result needs an earlier one of the same size
-        failure = compare(reference(problem), results, layout).failure
-        neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
-        _note(report, layout, str(fault), failure, neutral, log)
-    results = ranks.run(run_rank, problem, str(layout), None, POISONED_STEP, collectives)
+
+    def run(problem: Problem, faults: Sequence[Fault | None], poison: int | None = None) -> list[list[RankResult]]:
+        """By fault, then by rank."""
+        of_ranks = ranks.run(run_rank, problem, str(layout), collectives, faults, poison)
+        return [list(results) for results in zip(*of_ranks, strict=True)]
+
+    def try_out(problem: Problem, faults: Sequence[Fault]) -> Iterator[tuple[Fault, bool, str | None]]:
+        """Each fault, whether it struck, and what was noticed."""
+        for fault, results in zip(faults, run(problem, faults), strict=True):
+            struck = any(result.struck for result in results)
+            yield fault, struck, compare(reference(problem), results, layout).failure if struck else None
+
+    (healthy,) = run(problem, [None])
+    short = dataclasses.replace(problem, steps=1)
+    for batch in _batches(faults_of(healthy[0].calls_first_step, healthy[0].calls)):
+        found: dict[Fault, str | None] = {
+            fault: failure for fault, _, failure in try_out(short, batch) if failure is not None
+        }
+        silent = [fault for fault in batch if fault not in found]
+        # A stale result needs an earlier one of the same size: where there is none in all steps, there is none such.
+        if silent:
+            found |= {fault: failure for fault, struck, failure in try_out(problem, silent) if struck}
+        for fault in batch:
+            if fault in found:
+                neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
+                _note(report, layout, str(fault), found[fault], neutral, log)
+    (results,) = run(problem, [None], POISONED_STEP)
     together = compare(reference(problem, frozenset({POISONED_STEP})), results, layout)
-    noticed = "all ranks skip the step" if together.passed else None
-    _note(report, layout, "a loss that is not a number on one rank", noticed, None, log)
+    noticed_by = "all ranks skip the step" if together.passed else None
+    _note(report, layout, "a loss that is not a number on one rank", noticed_by, None, log)
     return report
+
+
+def _batches(faults: list[Fault]) -> Iterator[list[Fault]]:
+    """Some at a time, so that who waits sees what is going on."""
+    for start in range(0, len(faults), BATCH):
+        yield faults[start : start + BATCH]
 
 
 def faults_of(calls_first_step: list[dict[str, Any]], calls: list[dict[str, Any]]) -> list[Fault]:

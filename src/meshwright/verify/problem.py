@@ -53,14 +53,13 @@ def sequence_of(layout: Layout) -> int:
     return -(-SEQUENCE // pieces) * pieces
 
 
-def scaled_down(config: ModelConfig, tp: int = 1, ulysses: int = 1) -> ModelConfig:
+def scaled_down(config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5) -> ModelConfig:
     """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
     `tp` ranks, and `ulysses` ranks that trade tokens for heads: fewer key-value heads than ranks from four on, where
     heads share them."""
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
-    layers = 5
     windowed = config.windowed_layers
     if windowed is not None:
         mixed = any(windowed) and not all(windowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,18 +43,22 @@ class RankResult:
 def run_rank(
     problem: Problem,
     layout_text: str,
-    fault: Fault | None = None,
-    poison: int | None = None,
     collectives: CollectivesRecipe | None = None,
-) -> RankResult:
-    """Run the problem on this rank. `poison`: in this step the last rank's loss is not a number. `collectives`: the
-    programs that a recipe names."""
+    faults: Sequence[Fault | None] = (None,),
+    poison: int | None = None,
+) -> list[RankResult]:
+    """Run the problem on this rank once for each of `faults` (None: nothing is spoilt), all over one mesh. `poison`: in
+    this step the last rank's loss is not a number. `collectives`: the programs that a recipe names."""
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
     mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
     try:
-        mesh.faults.plant(fault)
-        return _run(problem, layout, mesh, poison)
+        results = []
+        for fault in faults:
+            mesh.faults.plant(fault)
+            mesh.record.clear()
+            results.append(_run(problem, layout, mesh, poison))
+        return results
     finally:
         mesh.close()
 

@@ -121,14 +121,14 @@ class _Bench:
 
     def mutate(self, wanted: Layout, config: ModelConfig) -> dict[str, Any]:
         """Plant every fault that this layout can have, one at a time."""
-        layout, problem = self._problem(wanted, config)
+        layout, problem = self._problem(wanted, config, layers=3)
         ranks = self.ranks(layout.world_size)
         return plant_all(problem, layout, self.reference, ranks, self.log, self.collectives)
 
     def compare(self, problem: Problem, layout: Layout) -> Comparison:
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
-        results = self.ranks(layout.world_size).run(run_rank, problem, str(layout), None, None, self.collectives)
-        return compare(reference, results, layout)
+        results = self.ranks(layout.world_size).run(run_rank, problem, str(layout), self.collectives)
+        return compare(reference, [result for (result,) in results], layout)
 
     def ranks(self, world_size: int) -> LocalRanks:
         if self._ranks is None or self._ranks.world_size != world_size:
@@ -143,10 +143,10 @@ class _Bench:
             self._references[key] = Reference(problem, skipped)
         return self._references[key]
 
-    def _problem(self, wanted: Layout, config: ModelConfig) -> tuple[Layout, Problem]:
+    def _problem(self, wanted: Layout, config: ModelConfig, layers: int = 5) -> tuple[Layout, Problem]:
         layout = scaled_layout(wanted)
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        config, sequence = scaled_down(config, layout.tp, ulysses), sequence_of(layout)
+        config, sequence = scaled_down(config, layout.tp, ulysses, layers), sequence_of(layout)
         share = layout.dp * layout.micro_batches
         # One batch for as many layouts as possible, so that one device has to answer once.
         batch = share * math.ceil(8 / share) if 24 % share else 24

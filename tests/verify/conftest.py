@@ -1,0 +1,36 @@
+"""Local ranks that stay from test to test of this folder: each number of them is started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.verify import run
+
+
+class KeptRanks:
+    """Stands for `LocalRanks`; closing it leaves them for the next test."""
+
+    started: dict[int, LocalRanks] = {}
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks = self.started.setdefault(world_size, LocalRanks(world_size))
+
+    def run(self, *arguments: Any, **options: Any) -> list[Any]:
+        return self._ranks.run(*arguments, **options)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "LocalRanks", KeptRanks)
+        yield
+    for ranks in KeptRanks.started.values():
+        ranks.close()
