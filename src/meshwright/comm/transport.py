@@ -163,12 +163,15 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
     """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; starting at one's right-hand
-    neighbour, so that not everybody sends to the same rank first."""
+    neighbour, so that not everybody sends to the same rank first. The group's own methods: around them `dist.isend`
+    and `irecv` look the group up again, which takes as long as a small message does."""
     works: list[Any] = []
+    group, tag = axis.group, 0
+    assert group is not None
     for distance in range(1, axis.size):
         left = (axis.rank - distance) % axis.size
-        works.append(dist.irecv(incoming[left], group=axis.group, group_src=left))
+        works.append(group.recv([incoming[left]], left, tag))
     for distance in range(1, axis.size):
         right = (axis.rank + distance) % axis.size
-        works.append(dist.isend(outgoing[right], group=axis.group, group_dst=right))
+        works.append(group.send([outgoing[right]], right, tag))
     return works
