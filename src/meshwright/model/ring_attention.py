@@ -164,11 +164,14 @@ def _add_span_gradients(
             at = (rows, heads, slice(None), tile.queries)
             part = q_BKGCD[at]
             q_PXD, d_out_PXD = pairs(part), pairs(d_out_BKGCD[at])
-            scores_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape)
-            p_PXL = scores_PXL.sub_(_column(log_sum_BKGC[at])).exp_()
+            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            dp_PXL = torch.bmm(d_out_PXD, v_PCD[:, tile.keys].mT)
-            ds_PXL = p_PXL.mul_(dp_PXL - _column(inner_BKGC[at])).to(dtype)
+            less_PX1, v_PDL = _column(inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            if dtype == less_PX1.dtype:
+                dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
+            else:
+                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - less_PX1
+            ds_PXL = p_PXL.mul_(dp_PXL).to(dtype)
             dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
             dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
             dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)

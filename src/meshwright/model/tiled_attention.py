@@ -108,10 +108,17 @@ def _backward(
     return dq, dk, dv
 
 
-def scores(q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
-    """A tile's masked scores, [P, X, L], in the type of `wide_k_PSD`. `shape`: [rows, heads, G, queries, D]."""
+def scores(
+    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A tile's masked scores, [P, X, L], in the type of `wide_k_PSD`, `less_PX1` subtracted. `shape`: [rows, heads, G,
+    queries, D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
-    scores_PXL = torch.bmm(wide_q_PXD, wide_k_PSD[:, tile.keys].mT)
+    k_PDL = wide_k_PSD[:, tile.keys].mT
+    if less_PX1 is None:
+        scores_PXL = torch.bmm(wide_q_PXD, k_PDL)
+    else:
+        scores_PXL = torch.baddbmm(less_PX1, wide_q_PXD, k_PDL, beta=-1)
     if tile.mask is not None:
         rows, heads, group, queries, _ = shape
         scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
