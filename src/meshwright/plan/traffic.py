@@ -163,7 +163,7 @@ class _Step:
             self.all_reduce("router.targets", ranks, 8 * self.rows, count)
         if config.router_loss:
             again = 2 if layout.recompute == "full" else 1
-            self.all_reduce("router.load", ranks, 4 * self.rows * config.experts, count * mixtures * again)
+            self.all_reduce("router.load.cp", ranks, 4 * self.rows * config.experts, count * mixtures * again)
 
     def pipeline(self) -> None:
         """What goes to other stages."""
