@@ -92,7 +92,7 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class RankCalls:
     """The last calls of a rank, without gaps, oldest first; how many there were in each group; how many records were
-    just being written."""
+    just being written; whether it has given up, because it waited in vain."""
 
     rank: int
     ranks: int
@@ -100,6 +100,7 @@ class RankCalls:
     calls: tuple[Call, ...] = ()
     counts: dict[Group, int] = field(default_factory=dict)
     torn: int = 0
+    gave_up: bool = False
 
     @property
     def last(self) -> Call | None:

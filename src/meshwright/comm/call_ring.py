@@ -33,6 +33,7 @@ _MAGIC = b"mwcalls1"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, rank, ranks, capacity, groups, process
 _BODY = struct.Struct("<Q4HQQQ")  # number; kind, group, shape, place; index in the group; payload bytes; posted
 _NAME = struct.Struct("<HI")  # length, checksum
+_GAVE_UP = 5  # word of the header
 _COUNTS = 64
 _RECORD_BYTES = 64
 _WORDS = _RECORD_BYTES // 8
@@ -180,6 +181,15 @@ class CallWriter:
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = time.monotonic_ns()
 
+    def pass_over(self, function: Any) -> None:
+        """A call from `function` is one from its caller."""
+        self._seen.append(function.__code__)
+        self._passed_over.add(id(function.__code__))
+
+    def give_up(self) -> None:
+        """Note that this rank waited in vain and is about to end."""
+        self._words[_GAVE_UP] = 1
+
     def read(self) -> RankCalls:
         """What another process would read."""
         return _read(bytes(self._memory))
@@ -264,7 +274,7 @@ def _read(data: bytes, again: bytes | None = None) -> RankCalls:
             break
     totals = {slot: struct.unpack_from("<Q", data, _COUNTS + 8 * slot)[0] for slot in known if slot < groups}
     counts = {known[slot]: count for slot, count in totals.items() if count}
-    return RankCalls(rank, ranks, process, tuple(calls), counts, torn)
+    return RankCalls(rank, ranks, process, tuple(calls), counts, torn, any(data[8 * _GAVE_UP : 8 * _GAVE_UP + 8]))
 
 
 def _names(data: bytes, start: int) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import transport
+from meshwright.comm.call_ring import process_calls
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Axis, Communicator
 from meshwright.comm.transport import Message
@@ -277,6 +278,7 @@ def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
 
 
 def _lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
+    process_calls().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # of a program, which knows better who waits for whom
         return RankLost(f"{error}, in {where}")

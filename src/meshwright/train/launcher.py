@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
+from meshwright.comm.call_ring import memory_file
+from meshwright.comm.disagreement import Seen, position
+from meshwright.comm.rank_report import Snapshot, write_report
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.train.checkpoint import newest
 from meshwright.train.run_directory import RunDirectory
@@ -133,6 +136,8 @@ class _Attempt:
         self.spec, self.directory, self.signals = spec, directory, signals
         self.ranks: list[_Rank] = []
         self.told = 0  # stop signals passed on so far
+        self.rings: dict[int, int] = {}  # the descriptor of each rank's calls, which outlive it here
+        self.snapshot: Snapshot | None = None  # when the first one had bad news
 
     def run(self) -> dict[str, Any]:
         meeting = Path(tempfile.mkdtemp(prefix="meshwright-"))
@@ -145,15 +150,18 @@ class _Attempt:
         finally:
             self._end_all()
             shutil.rmtree(meeting, ignore_errors=True)
+            for descriptor in self.rings.values():
+                os.close(descriptor)
 
     def _start(self, number: int, method: str) -> _Rank:
         spec = self.spec
         threads = spec.threads or _threads_said() or max(1, available_cores() // spec.ranks)
         ours, theirs = os.pipe()
         keep = [self.directory.lock_descriptor]
+        calls = self.rings[number] = memory_file(number, spec.ranks)
         description = {
             **spec.description, "rank": number, "ranks": spec.ranks, "method": method, "threads": threads,
-            "directory": str(spec.directory), "launcher": os.getpid(), "report": theirs, "keep": keep,
+            "directory": str(spec.directory), "launcher": os.getpid(), "report": theirs, "keep": keep, "calls": calls,
         }  # fmt: skip
         # Libraries read these before any code of ours could tell them; what the user has set stands.
         environment = {"OMP_NUM_THREADS": str(threads), **_loopback(), **os.environ}
@@ -163,7 +171,7 @@ class _Attempt:
                 spec.command,
                 stdin=subprocess.PIPE,
                 stdout=2,  # standard output is for the result alone
-                pass_fds=(theirs, *keep),
+                pass_fds=(theirs, calls, *keep),
                 env=environment,
             )
         finally:
@@ -195,8 +203,17 @@ class _Attempt:
                 self._pass_signals_on()
                 if deadline is None and any(map(self._bad, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
+                    if any(rank.error == "RankLost" for rank in self.ranks):
+                        self._look()  # before those it waited for come to life and go on
                 if deadline is not None and time.monotonic() >= deadline:
-                    return
+                    break
+        if self.snapshot is None and any(map(self._bad, self.ranks)):
+            self._look()
+
+    def _look(self) -> None:
+        """Take in what all ranks are doing."""
+        ended = {rank.number: _how_it_ended(rank) for rank in self.ranks if rank.ended is not None and not rank.report}
+        self.snapshot = Snapshot.take(self.rings, ended)
 
     def _read(self, rank: _Rank, selector: selectors.BaseSelector) -> None:
         """Take in what a rank reports."""
@@ -279,12 +296,31 @@ class _Attempt:
         reported = [rank for rank in ended if rank.report is not None and not rank.finished]
         if self.signals.stop and all(rank.told_to_end for rank in died):
             self._raise_stopped(died, reported)
-        # A process that was killed is a cause; one that aborted may be NCCL's answer to a lost neighbour.
+        # A process that was killed is a cause; one that aborted may be a backend's answer to what others did.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
         own_errors = [rank for rank in reported if rank.error != "RankLost"]
-        for rank in (*killed, *own_errors, *died, *reported):
-            self._raise(rank)
-        raise AssertionError("a rank that has not finished has died or reported")
+        if own_errors and not killed:
+            self._raise(own_errors[0])
+        line = self._lost(killed or died, reported)
+        self._report(line)
+        raise RankLost(f"{line}; {self._resumes()}")
+
+    def _lost(self, died: list[_Rank], reported: list[_Rank]) -> str:
+        """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
+        verdict = self.snapshot.verdict if self.snapshot is not None else None
+        if died and not (verdict is not None and verdict.of_calls and died[0].signal in (None, signal.SIGABRT)):
+            return self._death(died[0])
+        if verdict is not None:
+            return f"{verdict.line}; {self._when()}"
+        assert reported[0].report is not None
+        return str(reported[0].report["message"])
+
+    def _report(self, line: str) -> None:
+        """Say what every rank was doing, where they wrote it, and keep that in the run directory."""
+        if self.snapshot is not None and self.snapshot.told:
+            text = self.snapshot.text(line)
+            kept = write_report(self.directory.lost, text)
+            self.spec.log(text + (f"this report is kept in {self.directory.lost}\n" if kept else ""))
 
     def _raise_stopped(self, died: list[_Rank], reported: list[_Rank]) -> None:
         """After a stop signal: that we stopped, unless a rank has something else to say."""
@@ -299,8 +335,7 @@ class _Attempt:
 
     def _raise(self, rank: _Rank) -> None:
         report = rank.report
-        if report is None:
-            raise RankLost(self._death(rank))
+        assert report is not None
         if "fault" in report:
             text = report["traceback"].rstrip()
             raise RankFault(f"rank {rank.number} (process {rank.process.pid}) failed {self._when()}:\n{text}")
@@ -309,13 +344,10 @@ class _Attempt:
         raise error
 
     def _death(self, rank: _Rank) -> str:
-        number = rank.signal
-        if number is None:
-            how = f"ended with exit code {rank.process.returncode} and no report"
-        else:
-            known = number in {item.value for item in signal.Signals}
-            how = f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
-        return f"rank {rank.number} (process {rank.process.pid}) {how} {self._when()}; {self._resumes()}"
+        line = f"rank {rank.number} (process {rank.process.pid}) {_how_it_ended(rank)} {self._when()}"
+        seen: list[Seen] = [] if self.snapshot is None else self.snapshot.seen
+        where = next((position(each) for each in seen if each.rank == rank.number), "")
+        return f"{line}, {where}" if where else line
 
     def _when(self) -> str:
         step = self.directory.last_step()
@@ -365,6 +397,14 @@ class _Signals:
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass
+
+
+def _how_it_ended(rank: _Rank) -> str:
+    number = rank.signal
+    if number is None:
+        return f"ended with exit code {rank.process.returncode} and no report"
+    known = number in {item.value for item in signal.Signals}
+    return f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
 
 
 def _threads_said() -> int | None:

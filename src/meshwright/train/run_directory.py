@@ -19,6 +19,7 @@ RANKS = "ranks.json"
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.resolved.toml"
 RESULT = "result.json"
+LOST = "rank-lost.txt"
 CHECKPOINTS = "checkpoints"
 PATIENCE_SECONDS = 1.0
 
@@ -43,6 +44,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """One directory each."""
         return self.path / CHECKPOINTS
+
+    @property
+    def lost(self) -> Path:
+        """The report about the last rank that was lost here."""
+        return self.path / LOST
 
     def create(self) -> None:
         """Make the directory. `UserError` when something else has its name or it cannot be written."""

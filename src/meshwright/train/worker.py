@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
@@ -40,8 +41,9 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     faulthandler.enable()
     report = os.fdopen(description["report"], "w")
     os.set_inheritable(report.fileno(), False)
-    for descriptor in description["keep"]:
+    for descriptor in (description["calls"], *description["keep"]):
         os.set_inheritable(descriptor, False)
+    attach(description["calls"])
     try:
         start = Place(
             description["rank"], description["ranks"], description["rank"], description["method"], "the launcher"
