@@ -38,8 +38,8 @@ MODEL_AS_DATA = {
 }
 # Below, and yet without torch: what starts the processes that load it, and how it reads their calls.
 TORCH_FREE_MODULES = {
-    *(f"meshwright.train.{name}" for name in ("hosts", "launch_script", "launcher", "refusals")),
-    *("meshwright.comm.call_ring", "meshwright.comm.call_log"),
+    "meshwright.train.launcher",
+    *(f"meshwright.comm.{name}" for name in ("call_log", "call_ring", "disagreement", "rank_report")),
 }
 BRINGS_TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
 

@@ -9,10 +9,14 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from meshwright.comm import collectives
 from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
 from meshwright.errors import RankLost, UserError
+from meshwright.layout import Layout
 
 
 def add(a: int, b: int) -> int:
@@ -34,6 +38,23 @@ def die_on_one() -> None:
 def hang_on_one() -> None:
     if dist.get_rank() == 1:
         time.sleep(60)
+
+
+def stay_away() -> None:
+    mesh = Mesh.create(Layout(dp=2), timeout_seconds=60.0)
+    collectives.all_reduce(torch.zeros(3), mesh.data, "test.first")
+    if dist.get_rank() == 0:
+        collectives.all_reduce(torch.zeros(5), mesh.data, "test.lonely")
+    time.sleep(60)
+
+
+def give_up() -> None:
+    mesh = Mesh.create(Layout(dp=2), timeout_seconds=60.0)
+    collectives.all_reduce(torch.zeros(3), mesh.data, "test.first")
+    if dist.get_rank() == 1:
+        mesh.communicator.timeout_seconds = 0.5
+        collectives.all_reduce(torch.zeros(5), mesh.data, "test.lonely")
+    time.sleep(60)
 
 
 def gone(pid: int, within: float = 5.0) -> bool:
@@ -77,6 +98,19 @@ def test_a_rank_that_does_not_answer_is_named(ranks):
     with pytest.raises(RankLost, match=r"local rank 1 did not answer within 0.5 s"):
         ranks.run(hang_on_one, timeout=0.5)
     assert ranks.run(add, 1, 2) == [3, 4]
+
+
+def test_a_hang_names_the_call_and_the_rank_that_has_not_entered_it(ranks):
+    parted = (
+        r"rank 1 has not entered call \d+ of ranks 0,1 \(all_reduce test\.lonely over data\), where rank 0 has been "
+        r"waiting for \d+\.\d s at .*test_local\.py:\d+ \(stay_away\); its last was call \d+ \(.*test.first"
+    )
+    with pytest.raises(RankLost, match=f"did not answer within 1.5 s in .*stay_away; {parted}"):
+        ranks.run(stay_away, timeout=1.5)
+    with pytest.raises(
+        RankLost, match=r"rank 1 had no answer from rank 0 in test.lonely .*; rank 0 has not entered call"
+    ):
+        ranks.run(give_up)
 
 
 def test_no_process_stays_behind_when_the_starter_is_killed():

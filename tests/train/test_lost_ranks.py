@@ -53,9 +53,9 @@ def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
     said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
-        r"been waiting for 2\.\d s at parallel/\w+\.py:\d+ \(count_targets\); its last was call \d+ \(.*\), 2\.\d s ago, "
-        r"at train/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; the same "
-        r"command goes on from step-000002",
+        r"been waiting for 2\.\d s at parallel/\w+\.py:\d+ \(count_targets\); its last was call \d+ \(.*\), 2\.\d s "
+        r"ago, at train/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; the "
+        r"same command goes on from step-000002",
         line,
     ), line
     report = (tmp_path / "run/rank-lost.txt").read_text()

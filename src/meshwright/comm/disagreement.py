@@ -119,11 +119,15 @@ def _divergence(ranks: Mapping[int, Seen], group: Group) -> _Divergence | None:
 
 
 def _signature(call: Call) -> _Signature:
-    """What all ranks of a group must have in common. Parts of an all-to-all may be of any length."""
+    """What all ranks of a group must have in common. The parts of an all-to-all may be of any length, those of a
+    reduce-scatter make a whole of one size."""
     form = call.form
-    if call.operation == "all_to_all":
+    if call.operation in ("all_to_all", "reduce_scatter"):
         dtype, _, shape = form.partition("[")
-        form = f"{dtype}[{shape.partition(',')[2]}"
+        rest = shape.rstrip("]").split(", ")[1:]
+        form = f"{dtype}[{', '.join(['...', *rest])}]"
+    if call.operation == "reduce_scatter":
+        form += f" of {call.payload_bytes:,} bytes"
     return call.operation, call.site, form
 
 
@@ -240,7 +244,10 @@ def _waits(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
     ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _ends(rank, blockers)))
     if not ends:
         return _circle(ranks, waiting, blockers, now)
-    absent = [rank for rank in ends if rank not in ranks]
+    # A rank that died or was stopped in a call has entered it, and yet the others wait for it.
+    stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
+    ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
+    absent = sorted(rank for rank in ends if rank not in ranks)
     for is_kind in (_is_dead, _is_stopped, _is_free):
         odd = tuple(rank for rank in ends if rank in ranks and is_kind(ranks[rank]))
         if odd:

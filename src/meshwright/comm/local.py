@@ -29,6 +29,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from meshwright.comm.call_ring import attach, named_file
+from meshwright.comm.rank_report import Snapshot
 from meshwright.errors import RankLost
 
 _SERVER_CODE = (
@@ -56,6 +58,7 @@ class LocalRanks:
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._directory: Path | None = None
+        self._rings: dict[int, int] = {}  # the file of each rank's calls
 
     def __enter__(self) -> LocalRanks:
         self._start()
@@ -74,7 +77,8 @@ class LocalRanks:
         return the results by rank.
 
         An exception of a rank is raised here, with the rank's traceback as its cause; a rank that has not answered
-        within `timeout` seconds, or has died, is named in a RankLost. After either the ranks are started afresh.
+        within `timeout` seconds, or has died, is named in a RankLost, with the collective call where ranks parted.
+        After either the ranks are started afresh.
         """
         if not self._connections:
             self._start()
@@ -92,6 +96,7 @@ class LocalRanks:
         answers: dict[int, tuple[str, Any, str]] = {}
         died: list[int] = []
         deadline = time.monotonic() + timeout
+        seen: Snapshot | None = None
         while len(answers) + len(died) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
             ready = wait([self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
@@ -104,24 +109,31 @@ class LocalRanks:
                     except (EOFError, OSError):
                         died.append(rank)
             if died or any(kind == "error" for kind, *_ in answers.values()):
+                seen = seen or Snapshot.take(self._rings)
                 # The others may be waiting for this rank in a collective: a moment to report, then an end.
                 deadline = min(deadline, time.monotonic() + 2.0)
         failures = {rank: answer for rank, answer in answers.items() if answer[0] == "error"}
         if not failures and not died and len(answers) == self.world_size:
             return [answers[rank][1] for rank in range(self.world_size)]
+        seen = seen or Snapshot.take(self._rings)
+        parted = "" if seen.verdict is None else f"; {seen.verdict.line}"
         self.close()
         if died:
-            raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}")
+            raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}{parted}")
         if failures:
             # A rank that was left alone is a consequence; the cause is another rank's exception.
             rank = min(failures, key=lambda r: (isinstance(failures[r][1], RankLost), r))
             _, error, text = failures[rank]
+            if isinstance(error, RankLost):
+                error = RankLost(f"{error}{parted}")
             raise error from RemoteTraceback(rank, text)
         silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
-        raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}")
+        raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
+        for rank in range(self.world_size):
+            self._rings[rank] = named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)
         with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
             order = (
@@ -152,7 +164,9 @@ class LocalRanks:
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._connections, self._pids = [], []
+        for descriptor in self._rings.values():
+            os.close(descriptor)
+        self._connections, self._pids, self._rings = [], [], {}
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -236,6 +250,7 @@ def _rank(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.path[:] = path
         os.chdir(cwd)
+        attach(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))
         import torch
         import torch.distributed as dist
 
