@@ -19,9 +19,9 @@ from meshwright.comm.mesh import Axes, Axis
 from meshwright.comm.operators import join_from, reduce_from, split_to
 from meshwright.model.config import ModelConfig
 from meshwright.model.exchange import Exchange, Permuted, inverse
-from meshwright.model.grouped_product import grouped_product
 from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
 from meshwright.model.precision import at_least_float32
+from meshwright.model.weight_gradients import grouped_linear
 
 
 class Mixture(nn.Module):
@@ -173,11 +173,12 @@ class Experts(nn.Module):
 
     def _mlps(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Each row through its expert (of those held here), or this rank's part of that."""
-        gate_NF, up_NF = grouped_product(x_NH, self._stack(self.up), ends_E).chunk(2, dim=-1)
-        return grouped_product(activate(gate_NF, self.activation) * up_NF, self._stack(self.down), ends_E)
+        gate_NF, up_NF = _product(x_NH, self.up, ends_E).chunk(2, dim=-1)
+        return _product(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
 
-    def _stack(self, linear: Linear) -> torch.Tensor:
-        return linear.weight.view(self.held, -1, linear.weight.shape[1])
+
+def _product(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
+    return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
 
 
 class SharedExpert(nn.Module):

@@ -1,0 +1,231 @@
+"""Split backward: the same gradients as a whole backward pass, in two halves that do not do each other's work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.model.initialise import initialise
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import preset
+from meshwright.model.transformer import Transformer
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients, linear
+
+FAMILIES = ["llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen2-moe-tiny"]
+ROWS, SEQUENCE = 2, 12
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, recompute: str = "none") -> Transformer:
+    config = dataclasses.replace(preset(name), layers=2, vocabulary=97)
+    model = Transformer(config, dtype=dtype, recompute=recompute)
+    initialise(model, parameter_table(config), seed=1)
+    return model
+
+
+def batch(number: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, vocabulary, (ROWS, SEQUENCE + 1), generator=make)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def split(model: Transformer, queue: WeightGradients, batches: list[Any]) -> dict[str, torch.Tensor]:
+    """Gradients by name: all input gradients first, then all weight gradients, each added up as autograd would."""
+    model.zero_grad()
+    for number, each in enumerate(batches):
+        loss = model(*each)
+        with queue.collecting(number):
+            loss.backward()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for number in range(len(batches)):
+        come: list[torch.nn.Parameter] = []
+        coming = queue.parameters(number)
+
+        def collect(parameter: torch.nn.Parameter, gradient: torch.Tensor, come: Any = come) -> None:
+            come.append(parameter)
+            assert gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+        queue.run(number, collect)
+        assert [names[p] for p in come] == [names[p] for p in coming]
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def deferred_names(model: Transformer) -> set[str]:
+    """The weights of all products of blocks: every matrix in a layer but routers, which are small."""
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith("layers.") and parameter.dim() == 2 and "router" not in name
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_halves_together_are_the_whole_backward(name: str, recompute: str) -> None:
+    model, queue = build(name, recompute=recompute), WeightGradients()
+    batches = [batch(number, model.config.vocabulary) for number in range(2)]
+    for each in batches:
+        model(*each).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    defer_weight_gradients(model, queue)
+    loss = model(*batches[0])
+    with queue.collecting("a look"):
+        loss.backward()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[parameter] for parameter in queue.parameters("a look")} == deferred_names(model)
+    queue.run("a look", lambda parameter, gradient: None)
+    gradients = split(model, queue, batches)
+    for parameter, expected in whole.items():
+        torch.testing.assert_close(gradients[parameter], expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-moe-tiny"])
+def test_in_bfloat16_both_halves_give_what_autograd_gives(name: str) -> None:
+    model, queue = build(name, torch.bfloat16), WeightGradients()
+    batches = [batch(0, model.config.vocabulary)]
+    model(*batches[0]).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    defer_weight_gradients(model, queue)
+    for parameter, gradient in split(model, queue, batches).items():
+        error = (gradient - whole[parameter]).double().norm() / whole[parameter].double().norm()
+        assert error < 2**-8, parameter
+
+
+def test_outside_of_collecting_a_backward_is_whole() -> None:
+    model, queue = build("qwen2-moe-tiny"), WeightGradients()
+    each = batch(0, model.config.vocabulary)
+    model(*each).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    defer_weight_gradients(model, queue)
+    model.zero_grad()
+    model(*each).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-11, atol=1e-13)
+
+
+def flops(function: Any) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter:
+        function()
+    return counter.get_total_flops()
+
+
+def test_neither_half_does_the_others_products() -> None:
+    model, queue = build("llama-tiny"), WeightGradients()
+    each = batch(0, model.config.vocabulary)
+    loss = model(*each)
+    whole = flops(loss.backward)
+    defer_weight_gradients(model, queue)
+    loss = model(*each)
+    with queue.collecting(0):
+        first = flops(loss.backward)
+    second = flops(lambda: queue.run(0, lambda parameter, gradient: None))
+    assert first + second == whole
+    parameters = dict(model.named_parameters())
+    assert second == sum(2 * ROWS * SEQUENCE * parameters[name].numel() for name in deferred_names(model))
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_experts_products_are_put_off_too() -> None:
+    model, queue = build("qwen2-moe-tiny"), WeightGradients()
+    defer_weight_gradients(model, queue)
+    loss = model(*batch(0, model.config.vocabulary))
+    with queue.collecting(0), Operators() as first:
+        loss.backward()
+    with Operators() as second:
+        queue.run(0, lambda parameter, gradient: None)
+    products = 2 * model.config.expert_layers
+    for operators, inputs, weights in ((first, products, 0), (second, 0, products)):
+        assert operators.calls["meshwright::grouped_product_input"] == inputs
+        assert operators.calls["meshwright::grouped_product_weight"] == weights
+
+
+class Storages(TorchDispatchMode):
+    """Watches everything that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, int, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self.made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+        return result
+
+    def alive(self) -> dict[int, int]:
+        return {pointer: size for storage, pointer, size in self.made if not storage.expired()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_between_the_halves_memory_is_what_the_queue_holds(recompute: str) -> None:
+    model, queue = build("llama-tiny", recompute=recompute), WeightGradients()
+    defer_weight_gradients(model, queue)
+    each = batch(0, model.config.vocabulary)
+    model.zero_grad(set_to_none=True)
+    with Storages() as storages:
+        loss = model(*each)
+        with queue.collecting(0):
+            loss.backward()
+        del loss
+    gradients = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    alive = {pointer: size for pointer, size in storages.alive().items() if pointer not in gradients | own}
+    tables = {2 * (SEQUENCE * model.config.head_dim * 4)}  # cosines and sines that the model keeps for good
+    kept = sum(size for size in alive.values())
+    held = queue.held_bytes()
+    assert held <= kept <= held + max(tables) * 8
+    config = model.config
+    sizes: dict[str, int] = defaultdict(int)
+    for name in deferred_names(model):
+        rows, columns = dict(model.named_parameters())[name].shape
+        sizes[name] = 8 * ROWS * SEQUENCE * (rows + columns)  # dy and x
+    # The gradient of a block's two residual branches is one tensor: attention.output and mlp.down of neighbours share.
+    assert held <= sum(sizes.values())
+    assert held >= sum(sizes.values()) - config.layers * 2 * 8 * ROWS * SEQUENCE * config.hidden
+    queue.run(0, lambda parameter, gradient: None)
+    assert queue.held_bytes() == 0
+    assert sum(size for p, size in storages.alive().items() if p in alive) <= max(tables) * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("llama-tiny", "full"), *(pytest.param(name, "none", marks=pytest.mark.exhaustive) for name in FAMILIES)],
+)
+def test_compiled_blocks_split_their_backward_too(name: str, recompute: str) -> None:
+    model, queue = build(name, recompute=recompute), WeightGradients()
+    batches = [batch(0, model.config.vocabulary)]
+    model(*batches[0]).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    defer_weight_gradients(model, queue)
+    model.compile_blocks(backend="aot_eager")
+    for parameter, gradient in split(model, queue, batches).items():
+        torch.testing.assert_close(gradient, whole[parameter], rtol=1e-10, atol=1e-12)
+
+
+def test_without_a_queue_a_product_is_pytorchs_own() -> None:
+    x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(5, 4))
+    plain, ours = torch.nn.functional.linear(x, weight), linear(x, weight, None, None)
+    assert type(ours.grad_fn) is type(plain.grad_fn)
+    with torch.no_grad():
+        assert linear(x, weight, None, WeightGradients()).grad_fn is None
