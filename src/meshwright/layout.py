@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError
 from meshwright.names import (
+    ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
     CONTEXT_METHODS,
     OFFLOADS,
@@ -298,15 +299,18 @@ class Layout:
 
     def refuse_unbuilt(self) -> None:
         """`UserError` for a part that is a valid layout but that this version of Meshwright cannot run yet."""
+        schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
-            (self.pp > 1, f"pp{self.pp}", "pipeline parallelism"),
+            (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
             (self.ep > 1 or self.etp > 1, f"ep{self.ep}", "expert parallelism"),
             (self.offload is not None, f"offload:{self.offload}", "offloading"),
             (self.precision in ("tf32", "fp16", "fp8"), f"{self.precision}", "this precision"),
         ]
         for present, part, what in unbuilt:
             if present:
-                runs = "fp32 and bf16" if what == "this precision" else "dp, zero, hs, tp, cp, mb, ac, fp32 and bf16"
+                runs = (
+                    "fp32 and bf16" if what == "this precision" else "dp, zero, hs, tp, cp, pp, mb, ac, fp32 and bf16"
+                )
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:

@@ -32,6 +32,7 @@ SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
     "auto": (1, 1, None),
 }
 SCHEDULES = tuple(SCHEDULE_CHUNKS)
+ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")  # weights change while micro-batches are under way
 BIDIRECTIONAL_SCHEDULES = ("dualpipe", "chimera", "gems")
 
 OPERATIONS = (

@@ -85,7 +85,7 @@ def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
     [
         ("bloom-176b", "dp1", "bloom can be planned but not run: its ALiBi positions"),
         ("gemma-2-2b", "dp1", "gemma2 can be planned but not run: its capped scores"),
-        ("llama-tiny", "pp2", "cannot run pipeline parallelism yet"),
+        ("llama-tiny", "pp2:pipedream", "cannot run asynchronous pipelines yet"),
         ("llama-tiny", "dp1 fp8", "cannot run this precision yet"),
     ],
 )

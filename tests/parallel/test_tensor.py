@@ -19,7 +19,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import flat_unit, padded_numel, pieces_of
 from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
-from meshwright.verify.reference import loss_sum
+from meshwright.verify.reference import tensors_of
 
 LLAMA = scaled_down(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
 CONFIGS = {
@@ -103,7 +103,7 @@ def one_step(parallel: DataParallel, model: Transformer, mesh: Mesh, config: Any
     targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
     parallel.begin_step(len(batches))
     for batch in batches:
-        parallel.backward(loss_sum(model, batch, parallel) / targets)
+        parallel.backward(model(*tensors_of(batch, mesh), parallel) / targets)
     parallel.finish()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
+from meshwright.schedules.library import program_of
 
 
 def refuse(
@@ -31,7 +32,7 @@ def refuse(
         or _tensor(layout, config)
         or _sequence(layout, config, sequence, planning)
         or _context(layout, config)
-        or _pipeline(layout, config)
+        or _pipeline(layout, config, planning)
         or _expert(layout, config)
     )
     if reason:
@@ -116,11 +117,12 @@ def _context(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _pipeline(layout: Layout, config: ModelConfig) -> str | None:
-    stages = layout.pp * layout.chunks
+def _pipeline(layout: Layout, config: ModelConfig, planning: bool) -> str | None:
+    # What is only planned may be large, and its file elsewhere.
+    stages = layout.pp * layout.chunks if planning else program_of(layout).stages
     if stages <= config.layers:
         return None
-    chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
+    chunks = f" x {stages // layout.pp} chunks" if stages > layout.pp else ""
     return f"pp{layout.pp}{chunks} makes {stages} stages, but the model has {config.layers} layers: some would be empty"
 
 

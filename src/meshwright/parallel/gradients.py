@@ -126,8 +126,8 @@ class GradientSums:
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self.collect(parameter, gradient)
+        if gradient is not None:  # else it is left for later (model/weight_gradients.py)
+            self.collect(parameter, gradient)
 
     def _advance(self, running: Pass) -> None:
         """Start the reductions that can start. Always in the same order, or ranks would pair the wrong ones."""

@@ -8,7 +8,7 @@ stage, or a nap (`Compute`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -105,6 +105,20 @@ class Pipeline:
     def run(self, compute: Compute) -> None:
         """Take this rank's steps. Raises RankLost when a neighbour does not answer."""
         _Run(self.axis, compute).take(self._groups)
+
+    def run_forwards(self, compute: Compute, micro_batches: int) -> None:
+        """Take the forwards of the first `micro_batches` alone, in the same order. Raises RankLost."""
+        groups = []
+        for group in self._groups:
+            steps = [
+                replace(step, answers=())  # who gets nothing back learns at the end that it has been used
+                for step in group.steps
+                if step.kind == Kind.FORWARD and step.micro_batch < micro_batches
+            ]
+            transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
+            if steps or transfers:
+                groups.append(_Group(steps, transfers))
+        _Run(self.axis, compute).take(groups)
 
 
 class _Run:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshwright.errors import UserError
-from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import PipelineProgram, program_of, straight, v_shaped
 from meshwright.program.simulate_pipeline import simulate_pipeline
@@ -31,7 +31,6 @@ from meshwright.schedules.steady_pattern import shortest_period, steady_orders
 Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 
 EFFORT = 4_000_000  # tasks that the search puts on a clock, for each placement: one to two seconds
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # not the same step: weights change under way
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ def _limits(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 def _named(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
     """Names to try, with their numbers of chunks."""
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
-        if name == "auto" or name in ASYNCHRONOUS or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
+        if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
             continue
         for count in counts:
             if least <= count and (most is None or count <= most):

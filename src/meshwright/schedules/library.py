@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS, unknown
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.durations import Durations
@@ -76,6 +78,25 @@ def generate(
     ranks, micro_batches, count = _sizes(name, ranks, micro_batches, chunks)
     least, most = SCHEDULE_CHUNKS[name][1:]
     return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+
+
+@lru_cache(maxsize=8)
+def program_of(layout: Layout) -> PipelineProgram:
+    """The program of a layout's pipeline; on one rank forward and backward of one micro-batch after the other. Raises
+    UserError for numbers that the schedule cannot take, and for a file's program that is more than one plain step."""
+    name = layout.schedule
+    chunks = None if name.startswith("@") or (name == "auto" and layout.chunks == 1) else layout.chunks
+    try:
+        program = generate(name, layout.pp, layout.micro_batches, chunks)
+    except UserError as error:
+        raise UserError(f'layout "{layout}": {error}') from None
+    if program.asynchronous:
+        raise UserError(
+            f'layout "{layout}": {name} updates weights while micro-batches are under way; that cannot run yet'
+        )
+    if program.steps.component.any():
+        raise UserError(f'layout "{layout}": {name} cuts layers into their parts; that cannot run yet')
+    return program
 
 
 def search(

@@ -21,14 +21,15 @@ from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
+from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import Recipe
+from meshwright.schedules.library import program_of
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.optimizer import Optimizer
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
-"""Tokens [B, S], targets [B, S] (-100: none), documents."""
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,9 +55,20 @@ class Trainer:
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+        program = program_of(layout)
+        partition = Partition.of(program, config, self.table, recipe.data.sequence)
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
-        self.model = Transformer(config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute)
-        self.parallel = DataParallel(self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype)
+        self.model = Transformer(
+            config,
+            axes=mesh,
+            device="meta",
+            dtype=dtype,
+            recompute=layout.recompute,
+            stages=partition.held(mesh.pp.rank),
+        )
+        self.parallel = DataParallel(
+            self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype, partition=partition
+        )
         self.optimizer = Optimizer(self.parallel.shards, recipe.train)
         if recipe.train.compile:
             self.model.compile_blocks()
@@ -64,6 +76,7 @@ class Trainer:
         self.validation_tokens: PackedTokens = data.split("validation")
         self.order = SampleOrder(recipe.run.seed, self.tokens.sequences)
         self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
+        self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing because a loss or gradient was not finite."""
@@ -81,16 +94,7 @@ class Trainer:
         targets = count_targets((goals for _, goals, _ in micro_batches), self.mesh)
         clock.mark("data")
 
-        self.parallel.begin_step(len(micro_batches))
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, goals, documents in micro_batches:
-            loss = self.model(tokens, goals, documents, units=self.parallel) / targets
-            clock.mark("forward")
-            self.parallel.backward(loss)
-            loss_sum += loss.detach()
-            clock.mark("backward")
-        self.parallel.finish()
-        clock.mark("reduce")
+        loss_sum = self.passes.train(micro_batches, targets)
 
         verdict = self._agree(loss_sum, stop, save_failed)
         clock.mark("agree")
@@ -110,16 +114,20 @@ class Trainer:
         """Mean loss (nats per token) over the first `train.validation_sequences` rows of the validation split."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
+        together, mesh = rows * self.mesh.dp.size, self.mesh
+        # Every rank reads as many batches of the same shape; rows beyond the split hold nothing.
+        starts = [first + mesh.dp.rank * rows for first in range(0, count, together)]
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for first in range(0, count, rows * self.mesh.dp.size):
-                wanted = first + self.mesh.dp.rank * rows + np.arange(rows)
-                # Rows beyond the split hold nothing: every rank reads as many batches of the same shape.
+        for first in range(0, len(starts), self.layout.micro_batches):
+            micro_batches = []
+            for start in starts[first : first + self.layout.micro_batches]:
+                wanted = start + np.arange(rows)
                 wanted[wanted >= count] = self.validation_tokens.rows
-                tokens, targets, documents = self._to_device(self.validation_tokens.batch(wanted, padded=True))
-                sums[0] += self.model(tokens, targets, documents, units=self.parallel)
-                sums[1] += (targets != -100).sum()
-        collectives.all_reduce(sums, self.mesh.data, "validation.loss")
+                micro_batches.append(self._to_device(self.validation_tokens.batch(wanted, padded=True)))
+            sums[0] += loss_share(self.passes.evaluate(micro_batches), mesh)
+            targets = sum((targets != -100).sum() for _, targets, _ in micro_batches)
+            sums[1] += targets / (mesh.tp.size * mesh.pp.size)  # which all see the same
+        collectives.all_reduce(sums, self.mesh.world, "validation.loss")
         return float(sums[0] / sums[1])
 
     def state(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -103,21 +104,25 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
 
 def holders(layout: Layout) -> list[tuple[int, ...]]:
     """Groups of ranks that hold one whole copy of gradients and masters together: those that share ZeRO's shards, each
-    with its ranks of tp."""
-    tensor_group = {rank: group for group in layout.groups("tp") for rank in group}
+    with its ranks of tp, on all stages."""
+    along = {axis: {rank: group for group in layout.groups(axis) for rank in group} for axis in ("tp", "pp")}
     sharing = layout.groups("shard") if layout.zero else [(rank,) for rank in range(layout.world_size)]
-    first = [ranks for ranks in sharing if tensor_group[ranks[0]][0] == ranks[0]]
-    return [tuple(member for rank in ranks for member in tensor_group[rank]) for ranks in first]
+    first = [ranks for ranks in sharing if along["tp"][ranks[0]][0] == along["pp"][ranks[0]][0] == ranks[0]]
+    return [
+        tuple(member for rank in ranks for neighbour in along["tp"][rank] for member in along["pp"][neighbour])
+        for ranks in first
+    ]
 
 
 def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
     """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
-    of tp hold is once that of each of them."""
+    of tp or pp hold is once that of each of them."""
     copies = []
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     for ranks in holders(layout):
-        for position in range(layout.tp):
+        for tp, pp in itertools.product(range(layout.tp), range(layout.pp)):
             rows = {name: torch.full_like(values, math.nan) for name, values in reference.weights[0].items()}
-            for rank in sorted(ranks, key=lambda rank: layout.coordinates(rank)["tp"] == position):
+            for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
                 for piece in pieces[rank]:
                     piece.put(rows[piece.name])
             copies.append(rows)
@@ -149,6 +154,8 @@ def _pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: La
     mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
     if _apart_on_tp(reference, mine, layout, truth, name):
         return "each rank of tp has its own part alone, not summed"
+    if _apart_on_pp(mine, layout, truth):
+        return "each stage that has it has its own part alone, not summed"
     # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
     parts = reference.parts(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
@@ -193,6 +200,21 @@ def _apart_on_tp(
                 total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
                 if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
                     return False
+    return True
+
+
+def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor) -> bool:
+    """Whether the ranks of pp that hold a row have the right gradient together but not each."""
+    size = float(truth.norm())
+    for group in layout.groups("pp"):
+        holding = [pieces[rank] for rank in group if pieces[rank]]
+        if len(holding) == 1:
+            return False
+        for same in zip(*holding, strict=True):
+            right = same[0].of(truth)
+            total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+            if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
+                return False
     return True
 
 

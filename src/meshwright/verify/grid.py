@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from meshwright.layout import Layout
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 
 
 def grid() -> list[Layout]:
     """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, tensor
-    parallelism with each of them, and context parallelism with each of those."""
+    parallelism with each of them, context parallelism with each of those, and pipelines with all."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):
@@ -21,7 +22,7 @@ def grid() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    return list(dict.fromkeys(layouts + _tensor() + _context()))
+    return list(dict.fromkeys(layouts + _tensor() + _context() + _pipeline()))
 
 
 def _tensor() -> list[Layout]:
@@ -52,3 +53,31 @@ def _context() -> list[Layout]:
         layouts.append(Layout(dp=2, zero=3, hybrid=2, tp=2, cp=2, cp_method=method, recompute="selective"))
     layouts.append(Layout(tp=2, tensor_sequence_parallel=False, cp=4))
     return [*layouts, Layout(cp=8)]
+
+
+def _pipeline() -> list[Layout]:
+    """Every schedule that runs in steps; stages with each other axis."""
+    layouts = []
+    for index, (name, (chunks, _, _)) in enumerate(SCHEDULE_CHUNKS.items()):
+        if name not in ASYNCHRONOUS_SCHEDULES:
+            pp = 4 if chunks == 1 and name != "auto" else 2
+            layouts.append(Layout(pp=pp, schedule=name, chunks=chunks, micro_batches=2 * pp))
+            zero, recompute = index % 4, ("none", "selective", "full")[index % 3]
+            layouts.append(
+                Layout(dp=2, zero=zero, pp=2, schedule=name, chunks=chunks, micro_batches=4, recompute=recompute)
+            )
+    layouts += [
+        Layout(pp=3, schedule="zb-v", chunks=2, micro_batches=5),
+        Layout(pp=2, schedule="interleaved", chunks=3, micro_batches=4),
+        Layout(dp=4, zero=3, hybrid=2, pp=2, micro_batches=2),
+        Layout(tp=2, pp=2, micro_batches=2),
+        Layout(tp=2, tensor_sequence_parallel=False, pp=2, schedule="zb-v", micro_batches=2, recompute="full"),
+        Layout(tp=2, pp=4, schedule="chimera", micro_batches=4),
+        Layout(dp=2, zero=3, tp=2, pp=2, schedule="zb-v", micro_batches=2, recompute="selective"),
+        Layout(cp=2, pp=2, micro_batches=2),
+        Layout(cp=2, cp_method="ulysses", pp=2, schedule="dualpipe", micro_batches=4),
+        Layout(zero=2, cp=2, pp=2, schedule="zb-h1", micro_batches=2),
+        Layout(tp=2, cp=2, pp=2, schedule="interleaved", micro_batches=2),
+        Layout(dp=2, zero=1, cp=2, pp=2, schedule="v-half", micro_batches=4),
+    ]
+    return [*layouts, Layout(pp=8, micro_batches=4)]

@@ -54,7 +54,7 @@ def plant_all(
 
     (healthy,) = run(problem, [None])
     short = dataclasses.replace(problem, steps=1)
-    for batch in _batches(faults_of(healthy[0].calls_first_step, healthy[0].calls)):
+    for batch in _batches(faults_of(*_calls_of_all(healthy))):
         found: dict[Fault, str | None] = {
             fault: failure for fault, _, failure in try_out(short, batch) if failure is not None
         }
@@ -71,6 +71,20 @@ def plant_all(
     noticed_by = "all ranks skip the step" if together.passed else None
     _note(report, layout, "a loss that is not a number on one rank", noticed_by, None, log)
     return report
+
+
+def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls of the first step and of all steps: of each kind those of the rank that makes the most (ranks of other
+    stages may make none)."""
+    found: list[list[dict[str, Any]]] = []
+    for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
+        most: dict[tuple[str, str], dict[str, Any]] = {}
+        for call in (call for table in tables for call in table):
+            key = call["site"], call["operation"]
+            if key not in most or call["calls"] > most[key]["calls"]:
+                most[key] = call
+        found.append(list(most.values()))
+    return found[0], found[1]
 
 
 def _batches(faults: list[Fault]) -> Iterator[list[Fault]]:

@@ -118,17 +118,26 @@ def _few_experts(config: ModelConfig, intermediate: int, tp: int) -> dict[str, A
 
 
 def scaled_layout(layout: Layout) -> Layout:
-    """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several replicas, several sharding
-    groups, ranks of tp and cp. Its precision is left out: the problem says in which the sums are formed."""
-    layout = layout.with_(precision=None, micro_batches=min(layout.micro_batches, MOST_MICRO_BATCHES))
+    """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several stages, several replicas,
+    several sharding groups, ranks of tp and cp. A schedule from a file stays as it is. Its precision is left out: the
+    problem says in which the sums are formed."""
+    layout = layout.with_(precision=None)
+    if layout.schedule.startswith("@"):
+        return layout
+    pp, ranks = layout.pp, MOST_RANKS
+    if layout.world_size > MOST_RANKS and pp > 1:
+        pp = min(pp, MOST_RANKS if layout.world_size == pp else 2)
+        ranks = MOST_RANKS // pp
+    most = max(MOST_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # schedules fill and drain with as many
+    layout = layout.with_(pp=pp, micro_batches=min(layout.micro_batches, most))
     if layout.world_size <= MOST_RANKS:
         return layout
     groups = layout.hybrid is not None and layout.hybrid < layout.dp * layout.cp
-    cp = min(layout.cp, MOST_RANKS if layout.dp == layout.tp == 1 else 2)
-    ranks = MOST_RANKS // cp
-    tp = min(layout.tp, ranks if layout.dp == 1 else ranks // 4 if groups and cp == 1 else ranks // 2)
+    cp = min(layout.cp, ranks if layout.dp == layout.tp == 1 else 2)
+    ranks //= cp
+    tp = min(layout.tp, ranks if layout.dp == 1 else ranks // 4 if groups and cp == pp == 1 else max(1, ranks // 2))
     dp = min(layout.dp, ranks // tp)
-    return layout.with_(tp=tp, cp=cp, dp=dp, hybrid=dp * cp // 2 if groups else None)
+    return layout.with_(tp=tp, cp=cp, dp=dp, hybrid=dp * cp // 2 if groups and dp * cp > 3 else None)
 
 
 def make_batch(problem: Problem, step: int) -> Batch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +18,14 @@ from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
+from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import CollectivesRecipe
+from meshwright.schedules.library import program_of
 from meshwright.verify.problem import Problem, make_batch, share_of
-from meshwright.verify.reference import loss_sum, tensors_of
+from meshwright.verify.reference import tensors_of
 
 VERDICT_SITE = "step.verdict"
 
@@ -48,7 +53,7 @@ def run_rank(
     poison: int | None = None,
 ) -> list[RankResult]:
     """Run the problem on this rank once for each of `faults` (None: nothing is spoilt), all over one mesh. `poison`: in
-    this step the last rank's loss is not a number. `collectives`: the programs that a recipe names."""
+    this step the last rank makes a value that is not a number. `collectives`: the programs that a recipe names."""
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
     mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
@@ -65,22 +70,20 @@ def run_rank(
 
 def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> RankResult:
     dtype = getattr(torch, problem.dtype)
-    model = Transformer(problem.config, axes=mesh, dtype=dtype, recompute=layout.recompute)
-    table = parameter_table(problem.config)
-    parallel = DataParallel(model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype)
+    table, program = parameter_table(problem.config), program_of(layout)
+    partition = Partition.of(program, problem.config, table, problem.sequence)
+    stages = partition.held(mesh.pp.rank)
+    model = Transformer(problem.config, axes=mesh, dtype=dtype, recompute=layout.recompute, stages=stages)
+    parallel = DataParallel(
+        model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype, partition=partition
+    )
+    passes = ForwardBackward(model, parallel, program)
     result = RankResult()
     for step in range(problem.steps):
-        batches = share_of(make_batch(problem, step), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
-        targets = count_targets((tensors_of(batch, mesh)[1] for batch in batches), mesh)
-        parallel.begin_step(len(batches))
-        total = torch.zeros((), dtype=torch.float64)
-        for batch in batches:
-            loss = loss_sum(model, batch, parallel) / targets
-            if step == poison and mesh.rank == mesh.world_size - 1:
-                loss = loss * math.nan
-            parallel.backward(loss)
-            total += loss.detach()
-        parallel.finish()
+        batches = _micro_batches(problem, step, layout, mesh)
+        targets = count_targets((targets for _, targets, _ in batches), mesh)
+        with _poisoned(model) if step == poison and mesh.rank == mesh.world_size - 1 else nullcontext():
+            total = passes.train(batches, targets)
         verdict = torch.stack([loss_share(total, mesh), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, VERDICT_SITE)
         result.losses.append(float(verdict[0]))
@@ -94,23 +97,31 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
         if step == 0:
             result.calls_first_step = mesh.record.table()
     result.masters = _copied(parallel.master_pieces(owned=False))
-    result.final_loss = _final_loss(problem, layout, mesh, model, parallel)
+    # The loss of one more batch shows the last update as the model sees it.
+    batches = _micro_batches(problem, problem.steps, layout, mesh)
+    total = loss_share(passes.evaluate(batches, count_targets((targets for _, targets, _ in batches), mesh)), mesh)
+    all_reduce(total, mesh.world, VERDICT_SITE)
+    result.final_loss = float(total)
     result.calls = mesh.record.table()
     result.struck = mesh.faults.struck
     return result
 
 
-def _final_loss(problem: Problem, layout: Layout, mesh: Mesh, model: Transformer, parallel: DataParallel) -> float:
-    """The loss of the batch after the last step, without gradients: it shows the last update as the model sees it."""
-    batches = share_of(make_batch(problem, problem.steps), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
-    targets = count_targets((tensors_of(batch, mesh)[1] for batch in batches), mesh)
-    total = torch.zeros((), dtype=torch.float64)
-    with torch.no_grad():
-        for batch in batches:
-            total += loss_sum(model, batch, parallel) / targets
-    total = loss_share(total, mesh)
-    all_reduce(total, mesh.world, VERDICT_SITE)
-    return float(total)
+def _micro_batches(problem: Problem, step: int, layout: Layout, mesh: Mesh) -> list[MicroBatch]:
+    """What this rank trains on in a step."""
+    batches = share_of(make_batch(problem, step), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
+    return [tensors_of(batch, mesh) for batch in batches]
+
+
+@contextmanager
+def _poisoned(model: Transformer) -> Iterator[None]:
+    """Inside, what the first layer here gives is not a number."""
+    block = next(block for block in model.layers if block is not None)
+    hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _copied(pieces: list[Piece]) -> list[Piece]:

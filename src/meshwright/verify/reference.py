@@ -93,10 +93,9 @@ class Reference:
                 parameter.copy_(torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape))
 
 
-def loss_sum(model: Transformer, batch: Batch, units: object = None) -> torch.Tensor:
-    """The summed loss of a batch of whole rows, or of what this rank has of them."""
-    extra = {} if units is None else {"units": units}
-    return model(*tensors_of(batch, model.axes), **extra)
+def loss_sum(model: Transformer, batch: Batch) -> torch.Tensor:
+    """The summed loss of a batch."""
+    return model(*tensors_of(batch, model.axes))
 
 
 def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:

@@ -19,6 +19,7 @@ from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
+from meshwright.schedules.library import program_of
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
 from meshwright.verify.grid import grid
 from meshwright.verify.mutations import plant_all
@@ -145,6 +146,7 @@ class _Bench:
 
     def _problem(self, wanted: Layout, config: ModelConfig, layers: int = 5) -> tuple[Layout, Problem]:
         layout = scaled_layout(wanted)
+        layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         config, sequence = scaled_down(config, layout.tp, ulysses, layers), sequence_of(layout)
         share = layout.dp * layout.micro_batches

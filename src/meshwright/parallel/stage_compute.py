@@ -1,0 +1,146 @@
+"""What the steps of a pipeline program are for a model: forward and backward of one micro-batch through one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
+from meshwright.model.weight_gradients import WeightGradients
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.gradients import Pass
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
+"""Tokens [B, S], targets [B, S] (-100: none), documents."""
+
+Key = tuple[int, int, int]  # stage, replica, micro-batch
+
+
+class StageCompute:
+    """The `Compute` (parallel/pipeline.py) of one step or one evaluation.
+
+    targets: what the sum of token losses is divided by. at_once: the forwards that their own backward follows at once.
+    `loss` becomes the sum over the micro-batches whose last stage is here (float64).
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        parallel: DataParallel,
+        micro_batches: Sequence[MicroBatch],
+        targets: int,
+        at_once: Collection[Key] = (),
+        queue: WeightGradients | None = None,
+        mark: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        self.model, self.parallel, self.mark = model, parallel, mark
+        self.loss = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
+        self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
+        self._stages = parallel.partition.stages
+        self._kept: dict[Key, _Kept] = {}
+        self._paused: dict[Key, Pass] = {}
+
+    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """The stage's output; of the last stage None, its loss is added up here."""
+        self.mark("pipeline")
+        key, part = (stage, replica, micro_batch), self._stages[stage]
+        units = self.parallel.stage_units(part)
+        units.keep_last = key in self._at_once
+        if x is not None:
+            x = x.detach()
+            if torch.is_grad_enabled():
+                x.requires_grad_()
+        out, balance = self.model.run_stage(part, x, *self._micro_batches[micro_batch], units)
+        if part.last:
+            out = out / self._targets
+            self.loss += out.detach()
+        if torch.is_grad_enabled():
+            root = out if part.last else _Exit.apply(out)
+            self._kept[key] = _Kept(x, root, balance)
+        self.mark("forward")
+        return None if part.last else out.detach()
+
+    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the stage's input; those of its parameters go to where they are summed."""
+        self.mark("pipeline")
+        part = self._stages[stage]
+        self.parallel.start_pass(part)
+        d_x = self._differentiate((stage, replica, micro_batch), d_out)
+        self.parallel.end_pass(part)
+        self.mark("backward")
+        return d_x
+
+    def input_gradient(
+        self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The same, but what the weights of products get is left for later."""
+        self.mark("pipeline")
+        assert self._queue is not None
+        key, part = (stage, replica, micro_batch), self._stages[stage]
+        self._paused[key] = self.parallel.start_pass(part, split=True)
+        with self._queue.collecting(key):
+            d_x = self._differentiate(key, d_out)
+        self.parallel.pause_pass(part, self._queue.parameters(key))
+        self.mark("backward")
+        return d_x
+
+    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
+        """What was left."""
+        self.mark("pipeline")
+        assert self._queue is not None
+        key, part = (stage, replica, micro_batch), self._stages[stage]
+        self.parallel.gradients.resume(self._paused.pop(key))
+        self._queue.run(key, self.parallel.gradients.collect)
+        self.parallel.end_pass(part)
+        self.mark("backward")
+
+    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
+        """Memory for what enters a stage: [B, S, H], with sequence parallelism this rank's slice of S."""
+        tokens_BS, mesh = self._micro_batches[micro_batch][0], self.parallel.mesh
+        rows, sequence = tokens_BS.shape
+        if mesh.layout.tensor_sequence_parallel:
+            sequence //= mesh.tp.size
+        shape = rows, sequence, self.model.config.hidden
+        return torch.empty(shape, dtype=self.parallel.parameter_dtype, device=mesh.device)
+
+    def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        x, root, balance = self._kept.pop(key)
+        roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
+        if balance is not None:  # of this stage's mixtures, in the sum of token losses
+            roots.append(balance)
+            gradients.append(torch.full_like(balance, 1 / self._targets))
+        torch.autograd.backward(roots, gradients)
+        return None if x is None else x.grad
+
+
+class _Kept(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    x: torch.Tensor | None
+    root: torch.Tensor
+    balance: torch.Tensor | None
+
+
+class _Exit(torch.autograd.Function):
+    """Where the backward pass of a stage begins. It stands for the stage's output without keeping its memory, which
+    goes when it has been sent: its own value is empty, and `_leave` tells it the gradient."""
+
+    @staticmethod
+    def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
+        context.gradient = None
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(context: Any, *empty: torch.Tensor) -> Any:
+        gradient, context.gradient = context.gradient, None
+        return gradient
+
+
+def _leave(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
+    """Tell an exit the gradient of what it stands for; what autograd is to begin with there."""
+    exit_: Any = root.grad_fn
+    exit_.gradient = d_out
+    return torch.empty_like(root)
