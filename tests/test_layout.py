@@ -22,6 +22,9 @@ def refusal(text: str) -> str:
     return message
 
 
+FILLED = ("dualpipe", "dualpipe-v", "pipedream-2bw")  # that want a number of micro-batches for each rank
+
+
 @st.composite
 def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
     """Any layout that can exist, with axes of up to `most` ranks."""
@@ -51,7 +54,9 @@ def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
         pp=pp,
         schedule=schedule,
         chunks=chunks,
-        micro_batches=2 * draw(size) if schedule in BIDIRECTIONAL_SCHEDULES else draw(size),
+        micro_batches=2 * (draw(size) + (pp if schedule in FILLED else 0))
+        if schedule in (*BIDIRECTIONAL_SCHEDULES, *FILLED)
+        else draw(size),
         ep=experts // etp,
         etp=etp,
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
@@ -146,8 +151,11 @@ def test_an_unknown_part_is_answered_with_the_nearest(text: str, nearest: str):
         ("pp4:zb-v:3", "exactly 2 chunks a rank"),
         ("pp4:interleaved:1", "at least 2 chunks a rank"),
         ("pp4:interleaved:0", "chunks count from 1"),
-        ("pp4:dualpipe mb3", "mb must be even"),
-        ("pp3:chimera mb4", "pp must be even"),
+        ("pp4:dualpipe mb9", "mb must be even: mb8 or mb10 would do"),
+        ("pp4:dualpipe mb7", "take an even mb from mb8 (2 x pp) on"),
+        ("pp3:dualpipe-v mb5", "take mb from mb6 (2 x pp) on"),
+        ("pp4:gems", "mb must be even: mb2 would do"),
+        ("pp3:chimera mb4", "pp must be even: pp2 or pp4 would do"),
     ],
 )
 def test_an_impossible_part_is_refused_with_the_reason(text: str, reason: str):

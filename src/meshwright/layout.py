@@ -48,6 +48,8 @@ _EXAMPLES = {
     "ep": "ep8, ep8:etp2",
 }
 
+_LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}  # for each rank of the pipeline
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -157,11 +159,19 @@ class Layout:
         if self.chunks < least or (most is not None and self.chunks > most):
             holds = f"exactly {least}" if least == most else f"at least {least}"
             return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} a rank"
-        if name in BIDIRECTIONAL_SCHEDULES and self.micro_batches % 2:
-            half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
-            return f"pp{self.pp}:{name}: {half}; mb must be even"
+        two_ways = name in BIDIRECTIONAL_SCHEDULES
         if name in ("dualpipe", "chimera") and self.pp % 2:
-            return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even"
+            near = f"pp{self.pp - 1} or pp{self.pp + 1} would do" if self.pp > 1 else "pp2 would do"
+            return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
+        a_rank = _LEAST_MICRO_BATCHES.get(name, 0)
+        if self.micro_batches < a_rank * self.pp:
+            least = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
+            return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {least}"
+        if two_ways and self.micro_batches % 2:
+            half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
+            below, above = self.micro_batches - 1, self.micro_batches + 1
+            near = f"mb{below} or mb{above} would do" if below else f"mb{above} would do"
+            return f"pp{self.pp}:{name}: {half}; mb must be even: {near}"
         return None
 
     @classmethod

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.names import SCHEDULE_CHUNKS
+from meshwright.layout import Layout
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
@@ -79,3 +80,22 @@ def test_a_file_serves_as_a_name(suffix: str, write, tmp_path: Path):
 def test_a_missing_file_is_said(name: str):
     with pytest.raises(UserError, match=r"missing|name"):
         generate(name)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_layout_refuses_exactly_what_its_schedule_refuses(name: str) -> None:
+    refused = 0
+    for ranks in range(2, 7):
+        for micro_batches in range(1, 14):
+            try:
+                generate(name, ranks, micro_batches)
+                fits = True
+            except UserError:
+                fits = False
+                refused += 1
+            try:
+                Layout(pp=ranks, schedule=name, micro_batches=micro_batches)
+                assert fits, (ranks, micro_batches)
+            except UserError:
+                assert not fits, (ranks, micro_batches)
+    assert (refused > 0) == (name in (*BIDIRECTIONAL_SCHEDULES, "dualpipe-v", "pipedream-2bw"))
