@@ -142,6 +142,13 @@ def test_on_two_ranks_too_in_every_type_and_without_gradients(two, method):
     assert two.run(cases.without_gradients, method) == [True, True]
 
 
+def test_results_of_fused_kernels_are_merged_to_those_of_one_device(two):
+    shape, _, _, size = CASES[0]
+    for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 0.1)):
+        for worst in two.run(cases.fused_errors, [(shape, False, None, size), CASES[1]], dtype):
+            assert max(worst) < most, (dtype, worst)
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_the_operators_hold_what_they_declare(two, method):
     two.run(cases.operators, method)

@@ -11,8 +11,8 @@ pairs of a row and a key-value head, X = G x queries of the tile, L keys that th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from meshwright.model.precision import at_least_float32
 from meshwright.model.tiled_attention import Span, by_kv_head, groups, like_queries, pairs, scores
 
 SITE = "attention.ring"
+aten = torch.ops.aten
 
 
 def ring_attention(
@@ -60,8 +61,11 @@ def _attend(
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in _round(k_BKCD, v_BKCD, axis, SITE):
-        for span in spans(axis.rank, source, axis.size, q.shape[3]):
-            _add_span(out, log_sum, q, k, v, first_BC, span)
+        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+            if _fused(q, first_BC):
+                _add_span_fused(out, log_sum, q, k, v, span)
+            else:
+                _add_span(out, log_sum, q, k, v, first_BC, span)
     return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
@@ -80,17 +84,19 @@ def _backward(
     key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     axis, wide = axis_of(key), log_sum_BNC.dtype
-    q, d_out = by_kv_head(q_BNCD, k_BKCD), by_kv_head(d_out_BNCD, k_BKCD)
-    log_sum = by_kv_head(log_sum_BNC, k_BKCD)
-    inner = by_kv_head((d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1), k_BKCD)
-    dq = q.new_zeros(q.shape, dtype=wide)
+    inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
+    of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
+    q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
+    known = _Known(q, out, d_out, log_sum, inner, first_BC)
+    add = _add_span_gradients_fused if _fused(q_BNCD, first_BC) else _add_span_gradients
+    dq = torch.zeros_like(q, dtype=wide)
     # The gradients follow their keys and values: what a rank adds goes on while it works on the next ones.
-    arriving, leaving = (q.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
+    arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = collectives.DONE
     for source, (k, v) in _round(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
-        for span in spans(axis.rank, source, axis.size, q.shape[3]):
-            _add_span_gradients(dq, mine, q, k, v, d_out, log_sum, inner, first_BC, span)
+        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+            add(dq, mine, known, k, v, span)
         handle.wait()
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
@@ -135,38 +141,66 @@ def _add_span(
             # The greatest probability is exp(greatest score - log sum).
             here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
             o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
-            before = log_sum_BKGC[at]
-            both = torch.logaddexp(before, here)
-            out_BKGCD[at].mul_((before - both).exp_()[..., None])
-            out_BKGCD[at].addcmul_(o_PXD.view(part.shape).to(both.dtype), (here - both).exp_()[..., None])
-            log_sum_BKGC[at] = both
+            _merge(out_BKGCD[at], log_sum_BKGC[at], o_PXD.view(part.shape), here)
+
+
+def _add_span_fused(
+    out_BKGCD: torch.Tensor,
+    log_sum_BKGC: torch.Tensor,
+    q_BKGCD: torch.Tensor,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    span: Span,
+) -> None:
+    """The same by PyTorch's flash attention."""
+    part = q_BKGCD[..., span.queries, :]
+    q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
+    o, here = _flash(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
+    into = out_BKGCD[..., span.queries, :], log_sum_BKGC[..., span.queries]
+    _merge(*into, o.view(part.shape), here.view(part.shape[:-1]))
+
+
+def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+    """Results over some keys, in place into those over others; each comes with the log of its sum of exponentials."""
+    both = torch.logaddexp(log_sum, log_sum_more)
+    out.mul_((log_sum - both).exp_()[..., None])
+    out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
+    log_sum.copy_(both)
+
+
+class _Known(NamedTuple):
+    """What the backward pass knows of this rank's queries. `inner_BKGC`: the result times its gradient, summed over D;
+    `first_BC`: the first place that each sees."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    d_out: torch.Tensor
+    log_sum_BKGC: torch.Tensor
+    inner_BKGC: torch.Tensor
+    first_BC: torch.Tensor | None
 
 
 def _add_span_gradients(
     dq_BKGCD: torch.Tensor,
     d_keys_values: torch.Tensor,
-    q_BKGCD: torch.Tensor,
+    known: _Known,
     k_BKCD: torch.Tensor,
     v_BKCD: torch.Tensor,
-    d_out_BKGCD: torch.Tensor,
-    log_sum_BKGC: torch.Tensor,
-    inner_BKGC: torch.Tensor,
-    first_BC: torch.Tensor | None,
     span: Span,
 ) -> None:
-    """Add a span's part of the gradients, in place. `inner_BKGC`: of each query, result x its gradient."""
-    dtype, scale = q_BKGCD.dtype, 1.0 / math.sqrt(q_BKGCD.shape[-1])
-    for rows, heads, tiles in groups(q_BKGCD, span, first_BC):
+    """Add a span's part of the gradients, in place."""
+    dtype, scale = known.q.dtype, 1.0 / math.sqrt(known.q.shape[-1])
+    for rows, heads, tiles in groups(known.q, span, known.first_BC):
         k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
         dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
         wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
-            part = q_BKGCD[at]
-            q_PXD, d_out_PXD = pairs(part), pairs(d_out_BKGCD[at])
-            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(log_sum_BKGC[at])).exp_()
+            part = known.q[at]
+            q_PXD, d_out_PXD = pairs(part), pairs(known.d_out[at])
+            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(known.log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            less_PX1, v_PDL = _column(inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            less_PX1, v_PDL = _column(known.inner_BKGC[at]), v_PCD[:, tile.keys].mT
             if dtype == less_PX1.dtype:
                 dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
             else:
@@ -175,6 +209,42 @@ def _add_span_gradients(
             dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
             dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
             dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
+
+
+def _add_span_gradients_fused(
+    dq_BKGCD: torch.Tensor,
+    d_keys_values: torch.Tensor,
+    known: _Known,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    span: Span,
+) -> None:
+    """The same by PyTorch's flash attention: given the whole row's result and log of sums, its gradients are the
+    span's part."""
+    q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (known.q, known.out, known.d_out))
+    log_sum = known.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
+    k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
+    tokens, causal = q.shape[2], span.query_place == span.key_place
+    if q.is_cuda:
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+        between = None, None, tokens, tokens, 0.0, causal, seed, seed
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(d_out, q, k, v, out, log_sum, *between)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(d_out, q, k, v, out, log_sum, 0.0, causal)
+    dq_BKGCD[..., span.queries, :] += by_kv_head(dq, k_BKCD)
+    d_keys_values[0, :, :, span.keys] += dk
+    d_keys_values[1, :, :, span.keys] += dv
+
+
+def _fused(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
+    """Whether PyTorch's flash attention serves: it takes no mask, and on a CPU tiles are quicker."""
+    return q.is_cuda and first_BC is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+
+
+def _flash(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    on_cuda = device.type == "cuda"
+    return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _column(x: torch.Tensor) -> torch.Tensor:

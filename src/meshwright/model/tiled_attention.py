@@ -21,6 +21,7 @@ from meshwright.model.precision import at_least_float32
 
 TILE_QUERIES = 128
 TILE_SCORES = 1 << 20  # 4 MiB in float32: what stays in the caches near a core
+ACCELERATOR_TILE = 1024, 1 << 27  # queries and scores of a tile there: few large products
 
 
 HIDDEN = -1e30
@@ -132,11 +133,13 @@ def groups(
     the first place that each query may see."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
-    per_head = group * min(TILE_QUERIES, length) * length
-    heads_at_once = max(1, min(kv_heads, TILE_SCORES // per_head))
-    rows_at_once = max(1, TILE_SCORES // (per_head * kv_heads))
+    queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
+    queries = min(queries, length)
+    per_head = group * queries * length
+    heads_at_once = max(1, min(kv_heads, most // per_head))
+    rows_at_once = max(1, most // (per_head * kv_heads))
     wide = at_least_float32(q_BKGSD.dtype)
-    triangle = torch.full((TILE_QUERIES, TILE_QUERIES), HIDDEN, dtype=wide, device=q_BKGSD.device).triu_(1)
+    triangle = torch.full((queries, queries), HIDDEN, dtype=wide, device=q_BKGSD.device).triu_(1)
     if first_BS is not None:
         first_BS = first_BS.expand(rows, -1)
     for row in range(0, rows, rows_at_once):
@@ -147,11 +150,13 @@ def groups(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a span's queries into tiles, each with the keys that any of them sees; those that see none are left out."""
+    """Cut a span's queries into tiles, as many in each as `triangle` has rows, each with the keys that any of them
+    sees; those that see none are left out."""
     found = []
+    at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
-    for start in range(0, length, TILE_QUERIES):
-        stop = min(length, start + TILE_QUERIES)
+    for start in range(0, length, at_once):
+        stop = min(length, start + at_once)
         queries = slice(span.queries.start + start, span.queries.start + stop)
         oldest, end = 0, stop if diagonal else length
         mask = triangle[: stop - start, : stop - start] if diagonal else None
