@@ -168,7 +168,8 @@ def run(model: str, layout: Layout, ranks: LocalRanks, reference: Reference) -> 
     except UserError as error:
         return line | {"refused": str(error).removeprefix(f'layout "{layout}": ')}
     begun = time.monotonic()
-    found = compare(reference, ranks.run(run_rank, reference.problem, str(layout)), layout)
+    answers = ranks.run(run_rank, reference.problem, str(layout))
+    found = compare(reference, [each[0] for each in answers], layout)
     figures = ranks.run("layouts:measure", model, str(layout))
     line |= {
         "passed": found.passed,

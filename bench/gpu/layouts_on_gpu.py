@@ -1,0 +1,244 @@
+"""Layouts whose ranks share one GPU over gloo, and one NCCL rank: the trainer's updates against those of one CPU.
+
+    python bench/gpu/layouts_on_gpu.py [--device cuda] [--only tp2]
+
+Every axis and pairs of them, eager and compiled: three steps of plain SGD in float32 on rows of several documents; the
+losses, the gradient norms and every row's update must be those of one CPU process in float32 up to 1e-4. Then seconds
+of a step and peak memory of a larger model in bf16 with AdamW, for layouts of two ranks. `--device cpu` runs the checks
+on the CPU and measures nothing. Writes `bench/results/gpu_layouts.json` on CUDA; exit code 1 when one does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import TokenBatch
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import config_from_recipe
+from meshwright.recipe import Recipe
+from meshwright.train.trainer import Trainer
+
+SEQUENCE, BATCH, STEPS = 64, 8, 3
+TOLERANCE = 1e-4
+DENSE = {"preset": "llama-tiny", "layers": 4}
+MIXTURE = {"preset": "qwen3-moe-tiny", "layers": 2, "experts": 4, "experts_per_token": 2}
+LARGE = {"preset": "llama-3-8b", "layers": 8, "hidden": 2048, "heads": 16, "kv_heads": 16, "intermediate": 5632}
+LARGE |= {"vocabulary": 32000}
+LARGE_SEQUENCE, LARGE_BATCH = 2048, 4
+
+CHECKED = {
+    "dense": (
+        *("dp2", "dp2 zero1 mb2", "dp2 zero2 mb2", "dp2 zero3", "tp2", "tp2:nosp", "tp2 ac:selective", "cp2"),
+        *("cp2:ulysses", "cp2 ac:full", "pp2 mb4", "pp2:gpipe mb4", "pp2:interleaved mb4", "pp2:zb-v mb4"),
+        *("pp2:dualpipe mb4", "dp2 zero3 tp2", "tp2 cp2", "dp2 zero1 pp2 mb2", "tp2 pp2:zb-h1 mb4", "cp2 pp2 mb4"),
+        "dp4 zero3 hs2",
+    ),
+    "mixture": ("dp2 ep2", "tp2 ep2", "cp2 ep2", "dp2 zero3 ep2", "dp2 tp2 ep2:etp2", "dp2 pp2 mb2 ep2"),
+}
+COMPILED = ("tp2", "dp2 zero3", "cp2", "pp2 mb4")
+MEASURED = ("dp2", "dp2 zero3", "tp2", "cp2", "pp2 mb4", "pp2:zb-v mb4")
+
+
+class NumberedData:
+    """Tokens, targets and documents of each sample, made from its number: the same for every layout."""
+
+    vocabulary, sha256, sequences, rows = 256, "numbered", 1 << 20, 1 << 20
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence, self.tokens = sequence, self.sequences * sequence
+
+    def split(self, name: str) -> NumberedData:
+        return self
+
+    def batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
+        tokens, ids = [], []
+        for sample in samples:
+            random = np.random.default_rng([7, int(sample)])
+            tokens.append(random.integers(0, self.vocabulary, self.sequence + 1))
+            ids.append((random.random(self.sequence) < 3 / self.sequence).cumsum())
+        rows = np.stack(tokens)
+        targets = np.where(np.diff(np.stack(ids), axis=1, append=-1) == 0, rows[:, 1:], -100)
+        return TokenBatch(tokens=rows[:, :-1].copy(), targets=targets, document_ids=np.stack(ids).astype(np.int32))
+
+
+def trainer(model: dict[str, Any], layout: Layout, device: str, sequence: int, batch: int, **train: Any) -> Trainer:
+    recipe = Recipe.from_tables(
+        {
+            "layout": str(layout),
+            "model": model,
+            "data": {"source": "stdlib", "tokenizer": "bytes", "sequence": sequence},
+            "train": {"steps": 1000, "batch": batch, "compile": False, **train},
+        }
+    )
+    data: Any = NumberedData(sequence)
+    config = config_from_recipe(recipe.model, sequence, model.get("vocabulary", data.vocabulary))
+    precise = layout if layout.precision else layout.with_(precision="fp32")
+    return Trainer(recipe, precise, config, data, Mesh.create(layout, device))
+
+
+Answer = dict[str, Any]
+# A rate at which updates are far above the rounding of weights near 1.
+SGD: dict[str, Any] = {
+    "optimizer": "sgd",
+    "learning_rate": 2.0,
+    "warmup": 0,
+    "schedule": "constant",
+    "weight_decay": 0.0,
+    "clip": 0.0,
+}
+
+
+def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool) -> Answer:
+    """On one rank: losses and norms of three steps, and the pieces of all rows' updates that it holds."""
+    device = place(device)
+    found = trainer(model, Layout.parse(layout_text), device, SEQUENCE, BATCH, **{**SGD, "compile": compiled})
+    before = [piece.tensor.clone() for piece in found.parallel.master_pieces(owned=True)]
+    verdicts = [found.step() for _ in range(STEPS)]
+    pieces = found.parallel.master_pieces(owned=True)
+    updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for piece, old in zip(pieces, before, strict=True):
+        # Where in the row the piece lies: the row's own element numbers, cut like the row.
+        numbers = piece.of(torch.arange(found.table.row(piece.name).numel))
+        updates.setdefault(piece.name, []).append((numbers, (piece.tensor - old).double().cpu()))
+    found.mesh.close()
+    return {
+        "losses": [verdict.loss for verdict in verdicts],
+        "norms": [verdict.gradient_norm for verdict in verdicts],
+        "updates": updates,
+    }
+
+
+def whole(answers: list[Answer]) -> dict[str, torch.Tensor]:
+    """The updates of all rows, put together from what the ranks own; what nobody owns is not a number."""
+    rows: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for answer in answers:
+        for name, parts in answer["updates"].items():
+            rows.setdefault(name, []).extend(parts)
+    together = {}
+    for name, parts in rows.items():
+        values = torch.full((1 + max(int(at.max()) for at, _ in parts),), torch.nan, dtype=torch.float64)
+        for at, part in parts:
+            values[at] = part
+        together[name] = values
+    return together
+
+
+def error(answers: list[Answer], alone: Answer) -> float:
+    """The largest relative difference of a loss, a norm or a row's update; tiny updates are held to the mean one."""
+    truth, found = whole([alone]), whole(answers)
+    if truth.keys() != found.keys():
+        return float("inf")
+    count = sum(row.numel() for row in truth.values())
+    mean = (sum(float(row.square().sum()) for row in truth.values()) / count) ** 0.5
+    errors = [abs(a / b - 1) for key in ("losses", "norms") for a, b in zip(answers[0][key], alone[key], strict=True)]
+    for name, row in truth.items():
+        if found[name].shape != row.shape:
+            return float("inf")
+        scale = max(float(row.norm()), 1e-3 * mean * row.numel() ** 0.5)
+        errors.append(float((found[name] - row).norm()) / scale)
+    return float("inf") if any(e != e for e in errors) else max(errors)
+
+
+def measure(layout_text: str, device: str) -> dict[str, float]:
+    """On one rank: the median seconds of a step of the large model, and the rank's peak memory."""
+    device = place(device)
+    found = trainer(LARGE, Layout.parse(f"{layout_text} bf16"), device, LARGE_SEQUENCE, LARGE_BATCH)
+    for _ in range(2):
+        found.step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        found.step()
+        seconds.append(time.perf_counter() - begun)
+    found.mesh.close()
+    figures = {"step_seconds": statistics.median(seconds), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    torch.cuda.empty_cache()
+    return figures
+
+
+def place(device: str) -> str:
+    """The device of this rank: gloo's ranks share the first GPU."""
+    if device == "cpu":
+        return device
+    torch.cuda.set_device(0)
+    return "cuda:0"
+
+
+def nccl_rank(rank: int, directory: str, model: dict[str, Any]) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    torch.save(check(model, "dp1 mb2", "cuda", False), f"{directory}/answer.pt")
+    dist.destroy_process_group()
+
+
+def under_nccl(model: dict[str, Any]) -> Answer:
+    """The same by one rank whose process group is NCCL's."""
+    with tempfile.TemporaryDirectory() as directory:
+        multiprocessing.spawn(nccl_rank, (directory, model), nprocs=1)
+        return torch.load(f"{directory}/answer.pt")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
+    options = parser.parse_args()
+    models = {"dense": DENSE, "mixture": MIXTURE}
+    errors: dict[str, float | str] = {}
+    refused: dict[str, str] = {}
+    measured: dict[str, Any] = {}
+    with LocalRanks(1, timeout=300) as ranks:
+        alone = {
+            name: ranks.run("layouts_on_gpu:check", model, "dp1", "cpu", False)[0] for name, model in models.items()
+        }
+    if options.device == "cuda":
+        errors["one NCCL rank"] = error([under_nccl(DENSE)], alone["dense"])
+    cases = [(name, layout, False) for name, layouts in CHECKED.items() for layout in layouts]
+    cases += [("dense", layout, True) for layout in COMPILED]
+    chosen = [case for case in cases if options.only in case[1]]
+    for size in sorted({Layout.parse(layout).world_size for _, layout, _ in chosen}):
+        with LocalRanks(size, timeout=300) as ranks:
+            for name, layout, compiled in chosen:
+                if Layout.parse(layout).world_size != size:
+                    continue
+                title = f"{name} {layout}{' compiled' * compiled}"
+                try:
+                    Layout.parse(layout).refuse_unbuilt()
+                except UserError as reason:
+                    refused[title] = str(reason)
+                    continue
+                answers = ranks.run("layouts_on_gpu:check", models[name], layout, options.device, compiled)
+                errors[title] = error(answers, alone[name])
+                print(f"{title:<40} {errors[title]:.1e}", file=sys.stderr)
+            if size == 2 and options.device == "cuda":
+                for layout in MEASURED:
+                    measured[layout] = ranks.run("layouts_on_gpu:measure", layout, "cuda")[0]
+    held = {title: found < TOLERANCE for title, found in errors.items()}
+    result = {"tolerance": TOLERANCE, "errors": errors, "refused": refused, "measured": measured}
+    if options.device == "cuda" and not options.only:
+        write_result("gpu_layouts", {"gpu": torch.cuda.get_device_name(), **result})
+    else:
+        print(result)
+    return 0 if errors and all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
