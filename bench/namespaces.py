@@ -38,9 +38,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
+from meshwright.collectives import cutting
 from meshwright.collectives.library import generate
 from meshwright.collectives.topologies import topology
-from meshwright.comm import programs
 from meshwright.comm.programs import Executable
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.collective import Builder, Kind
@@ -116,7 +116,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, host: int) -> 
         "gloo", init_method=address, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
     connection.send("ready")
-    programs.SEGMENT_BYTES = 2**40  # the program as it is written, the vector in one piece
+    cutting.SEGMENT_BYTES = 2**40  # the program as it is written, the vector in one piece
     together = Executable(check_collective(generate("barrier", "dissemination", world_size)), timeout_seconds=120)
     kept: dict[str, Executable] = {}
     while True:

@@ -146,6 +146,8 @@ def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, co
     assert {"step", "loss", "tokens_per_second", "mfu", "predicted", "measured", "checkpoint"} <= answer.keys()
     assert (answer["step"], answer["checkpoint"]) == (4, "new/parent/run/checkpoints/step-000004")
     assert answer["tokens_per_second"] > 0 and 0 < answer["mfu"] < 1 and 4 < answer["loss"] < 7
+    assert {"data.gradients", "data.parameters"} <= answer["measured"]["sent_bytes_per_step"].keys()
+    assert answer["measured"]["sent_bytes_per_step"] == answer["predicted"]["sent_bytes_per_step"]
     directory = tmp_path / "new/parent/run"
     for said in ("layout: dp2 zero1 fp32 on 2 cpu processes x 1 threads\n", "step 4/4  loss "):
         assert ended.stderr.count(said) == 1

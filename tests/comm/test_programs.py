@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
+from meshwright.collectives import cutting
 from meshwright.collectives.library import ALGORITHMS, generate
-from meshwright.comm import programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.measure_program import combined, measure
 from meshwright.comm.programs import Executable
@@ -97,19 +97,19 @@ def program_of(operation: str, algorithm: str, ranks: int, root: int = 0) -> Che
 
 
 def run_in_small_segments(cases: list[tuple[str, str, int, int, str]]) -> int:
-    usual = programs.SEGMENT_BYTES, programs.CHUNK_BYTES
-    programs.SEGMENT_BYTES, programs.CHUNK_BYTES = 2**12, 2**9
+    usual = cutting.SEGMENT_BYTES, cutting.CHUNK_BYTES
+    cutting.SEGMENT_BYTES, cutting.CHUNK_BYTES = 2**12, 2**9
     try:
         return run_all(cases)
     finally:
-        programs.SEGMENT_BYTES, programs.CHUNK_BYTES = usual
+        cutting.SEGMENT_BYTES, cutting.CHUNK_BYTES = usual
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_every_algorithm_of_the_library_is_exact(ranks: int):
     cases = [(*which, 0, 840 * ranks, "int64") for which in EVERY]
     uneven = [(*which, ranks - 1, 13 * ranks, "bfloat16") for which in EVERY]
-    uneven += [(*which, 0, 7 * ranks + 1, "int64") for which in EVERY if which[0] not in programs.OWNED]
+    uneven += [(*which, 0, 7 * ranks + 1, "int64") for which in EVERY if which[0] not in cutting.OWNED]
     with LocalRanks(ranks) as started:
         assert started.run(run_all, uneven)[0] > len(EVERY) / 2
         assert started.run(run_in_small_segments, cases)[0] > len(EVERY) / 2

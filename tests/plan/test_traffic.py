@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
-from meshwright.plan.traffic import Work, predicted_traffic
 from meshwright.recipe import load_recipe_text
 from meshwright.train.loop import model_config
-from meshwright.train.trainer import PARAMETER_DTYPES, Trainer
+from meshwright.train.trainer import Trainer
 from tests.train.training_cases import recipe
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -22,6 +22,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "one key-value head": {"model_kv_heads": 1, "model_layers": 2},
     "qwen3": {"model_family": "qwen3", "model_layers": 2, "model_tied": False},
     "gpt2": {"model_family": "gpt2", "model_kv_heads": None, "model_tied": None},
+    "programs": {
+        "collectives_all_reduce": "auto",
+        "collectives_reduce_scatter": "ring",
+        "collectives_all_gather": "bruck",
+    },
     "mixtral": {"model_family": "mixtral", "model_experts": 4, "model_experts_per_token": 2, "model_tied": None},
 }
 
@@ -50,7 +55,8 @@ def two_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
     """On one rank: what a step sends as recorded, and as predicted."""
     wanted = load_recipe_text(text, "recipe")
     layout = wanted.parsed_layout
-    mesh = Mesh.create(layout)
+    programs = named_programs(wanted.collectives, layout)
+    mesh = Mesh.create(layout, programs=programs)
     data = prepare(wanted.data, wanted.run.seed)
     config = model_config(wanted, data)
     trainer = Trainer(wanted, layout, config, data, mesh)
@@ -59,9 +65,7 @@ def two_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
     trainer.step()
     recorded = mesh.record.sent_by_site()
     mesh.close()
-    size = PARAMETER_DTYPES[layout.precision or "fp32"].itemsize
-    work = Work(wanted.train.batch, wanted.data.sequence, parameter_bytes=size)
-    return recorded, predicted_traffic(config, layout, work, mesh.rank)
+    return recorded, trainer.predicted_traffic()
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])

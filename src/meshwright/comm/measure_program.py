@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives.cutting import OWNED
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.programs import OWNED, Executable
+from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, UserError
 from meshwright.names import unknown
 from meshwright.program.check_collective import CheckedCollective

@@ -57,7 +57,7 @@ class NamedPrograms:
     """What serves the axes of one process. Made of nothing, it leaves every call to the backend."""
 
     def __init__(self, named: Mapping[tuple[str, str], Named] | None = None, timeout_seconds: float = 600.0) -> None:
-        self._named = dict(named or {})
+        self.named = dict(named or {})
         self._timeout_seconds = timeout_seconds
         self._buffers = Buffers()  # one run at a time
         self._executables: dict[tuple[tuple[int, ...], int], tuple[CheckedCollective, Executable]] = {}
@@ -69,7 +69,7 @@ class NamedPrograms:
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
         """What serves `operation` (all_reduce ...) on the named axis for a vector of `size` bytes, if anything does."""
-        named = self._named.get((axis, operation))
+        named = self.named.get((axis, operation))
         if named is None:
             return None
         checked = named.for_bytes(size)

@@ -10,24 +10,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives import cutting
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective
 
-SEGMENT_BYTES = 2**23  # of the vector, about; on CPU tensors
-CHUNK_BYTES = 2**19  # of a chunk within a segment, at least
 UNDER_WAY = 2  # segments
 TAG = 77  # of the first segment under way; calls that are no programs use lower tags
-
-OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
-"""Operations in which every rank has its share of the vector."""
 
 _COMBINE: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
@@ -93,9 +87,7 @@ class Executable:
         self._combine = _COMBINE[program.reduction]
         self._buffers = Buffers() if buffers is None else buffers
         self.batched = dist.get_backend(self.group) == "nccl"
-        # The chunks of rank r are first[r] .. first[r + 1].
-        owner = program.owner(np.arange(program.chunks))
-        self._first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
+        self._first = cutting.first_chunks(program)
 
     @property
     def name(self) -> str:
@@ -104,9 +96,7 @@ class Executable:
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes that this rank puts on the wire for a vector of `numel` elements, padding included."""
-        if self.program.operation in OWNED:
-            return self._adjacent.sent * self._chunk_of_share(numel) * itemsize
-        return self._adjacent.sent * sum(n for _, n in self._cut(numel, itemsize)) * itemsize
+        return cutting.sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
 
@@ -135,8 +125,9 @@ class Executable:
     def _run(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
-        if self.program.operation not in OWNED:
-            self._advance([self._part(vector, *cut) for cut in self._cut(vector.numel(), vector.element_size())])
+        if self.program.operation not in cutting.OWNED:
+            cuts = cutting.segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
+            self._advance([self._part(vector, *cut) for cut in cuts])
         elif self._in_place(vector.numel()):
             self._advance(self._pieces(vector, output))
         else:
@@ -249,15 +240,6 @@ class Executable:
 
     # --- memory
 
-    def _cut(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
-        """First element and chunk length of each segment of a vector that belongs to nobody."""
-        chunks = self.program.chunks
-        wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
-        count = 1 if self.batched else max(1, round(numel / wanted))
-        n = -(-numel // (count * chunks))
-        starts = range(0, numel, n * chunks)
-        return [(start, min(n, -(-(numel - start) // chunks))) for start in starts]
-
     def _part(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
         """A segment of a vector that belongs to nobody. A last one that chunks do not divide runs in a padded copy."""
         length = n * self.program.chunks
@@ -269,29 +251,18 @@ class Executable:
         padded[part.numel() :] = 0
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
-    def _chunk_of_share(self, numel: int) -> int:
-        """Chunk length when every rank has an equal share of the vector."""
-        ranks = self.program.ranks
-        if numel % ranks:
-            raise UserError(f"{self.name}: {numel} elements are no equal shares for {ranks} ranks")
-        fewest = min(stop - start for start, stop in pairwise(self._first))
-        if fewest == 0:
-            raise UserError(
-                f"{self.name}: {self.program.chunks} chunks are fewer than {ranks} ranks; not each has a share"
-            )
-        return -(-numel // (ranks * fewest))
-
     def _in_place(self, numel: int) -> bool:
         """Whether chunks are exact parts of the shares."""
         return (
-            self._chunk_of_share(numel) * self.program.chunks == numel and self.program.chunks % self.program.ranks == 0
+            cutting.chunk_of_share(self.program, numel) * self.program.chunks == numel
+            and self.program.chunks % self.program.ranks == 0
         )
 
     def _pieces(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
         """Segments of a vector in shares: a piece of every chunk each."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
-        wanted = max(SEGMENT_BYTES // chunks, CHUNK_BYTES) // vector.element_size()
+        wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
         count = 1 if self.batched else max(1, round(n / wanted))
         if count == 1:
             return [_Segment(self._adjacent, n, _adjacent(vector, n), None if output is None else _adjacent(output, n))]
@@ -310,7 +281,7 @@ class Executable:
 
     def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         """Run on a copy in which every share is filled up to whole chunks."""
-        n, ranks = self._chunk_of_share(vector.numel()), self.program.ranks
+        n, ranks = cutting.chunk_of_share(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
         target = vector if output is None else output

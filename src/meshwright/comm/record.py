@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -52,6 +53,11 @@ class Record:
             if entry.sent_bytes:
                 sent[entry.site] = sent.get(entry.site, 0) + entry.sent_bytes
         return sent
+
+    def sent_since(self, before: Mapping[str, int]) -> dict[str, int]:
+        """What has been added to an earlier `sent_by_site`."""
+        sent = {site: size - before.get(site, 0) for site, size in self.sent_by_site().items()}
+        return {site: size for site, size in sent.items() if size}
 
     def table(self) -> list[dict[str, str | int]]:
         """One JSON-able line per call site and operation, in the order of their first call."""

@@ -8,15 +8,20 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from meshwright.collectives.cutting import sent_bytes
+from meshwright.collectives.named import Named
 from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.rows import padded_numel
 from meshwright.model.stages import Stage, stages_of, units_of
-from meshwright.program.pipeline import Kind, PipelineProgram
+from meshwright.program.pipeline import COMPUTING, Kind
+from meshwright.schedules.library import program_of
+from meshwright.schedules.transfers import with_transfers
 
 TABLES = ("embedding", "positions")
 """Units that are looked up: on the way back nobody reads them."""
@@ -24,22 +29,21 @@ TABLES = ("embedding", "positions")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes. batch: sequences over all ranks; sequence: tokens of each; program: that of a pipeline.
-    Bytes of an element of parameters and activations, and of masters and gradients. device: "cpu" or "cuda"."""
+    """What a step computes, and how. batch: sequences over all ranks; sequence: tokens of each. Bytes of an element of
+    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: the programs that
+    serve in place of the backend's own calls (`collectives.named`)."""
 
     batch: int
     sequence: int
-    program: PipelineProgram | None = None
     parameter_bytes: int = 4
     master_bytes: int = 4
     device: str = "cpu"
+    collectives: Mapping[tuple[str, str], Named] = field(default_factory=dict)
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left out.
-
-    For the backend's own calls (programs of `[collectives]` send what their steps say).
-    """
+    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
+    out."""
     return {site: sent for site, sent in _Step(config, layout, work, rank).sites().items() if sent}
 
 
@@ -50,10 +54,8 @@ class _Step:
         self.config, self.layout, self.work, self.rank = config, layout, work, rank
         self.table: ParameterTable = parameter_table(config)
         self.place = layout.coordinates(rank)
-        program = work.program
-        count = 1 if program is None else program.stages
-        self.stages = stages_of(config, count, work.sequence)
-        self.homes = ((0,),) if program is None else program.placement
+        self.program = with_transfers(program_of(layout))
+        self.stages = stages_of(config, self.program.stages, work.sequence)
         self.sent: Counter[str] = Counter()
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
@@ -62,8 +64,8 @@ class _Step:
 
     def sites(self) -> Counter[str]:
         """All calls of the step, added up by site."""
-        layout, data = self.layout, self.layout.dp * self.layout.cp
-        self.all_reduce("data.targets", data, 8)
+        layout = self.layout
+        self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
         for stage, count in passes.items():
             self.tensor(self.stages[stage], count)
@@ -75,29 +77,57 @@ class _Step:
                 units[unit] += count
         for unit, count in units.items():
             self.gradients(unit, count)
-        for stage, count in passes.items():
-            self.gathers(self.stages[stage], count)
+        self.gathers()
         self.partial_gradients(units)
         self.all_reduce("step.verdict", layout.world_size, 8 * (4 + layout.world_size))
         return self.sent
 
+    def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
+        """This rank's steps of the pipeline's program: kind, stage, and of which replica and micro-batch."""
+        steps = self.program.steps
+        for at in steps.of_rank(self.place["pp"]):
+            yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
+
     def passes(self) -> Counter[int]:
         """How many micro-batches this rank takes through each of its stages."""
-        program = self.work.program
-        if program is None:
-            return Counter({0: self.layout.micro_batches})
-        steps = program.steps
-        mine = steps.of_rank(self.place["pp"])
-        return Counter(int(steps.stage[at]) for at in mine if steps.kind[at] == Kind.FORWARD)
+        return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
 
     # --- bytes of an operation
 
     def all_reduce(self, site: str, ranks: int, size: int, times: int = 1) -> None:
+        """On a vector of `size` bytes."""
         self.sent[site] += times * (2 * size * (ranks - 1) // ranks)
 
     def half(self, site: str, ranks: int, size: int, times: int = 1) -> None:
         """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
         self.sent[site] += times * (size * (ranks - 1) // ranks)
+
+    def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
+        """An all-reduce on an axis of data parallelism, by its program if it has one."""
+        ranks, place = self.on(axis)
+        if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
+            self.all_reduce(site, ranks, numel * itemsize)
+
+    def scatter_or_gather(self, site: str, operation: str, numel: int, itemsize: int, times: int = 1) -> None:
+        """A reduce-scatter or an all-gather on axis shard, likewise."""
+        ranks, place = self.on("shard")
+        if not self.by_program(site, "shard", operation, numel, itemsize, place, times):
+            self.half(site, ranks, numel * itemsize, times)
+
+    def by_program(
+        self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
+    ) -> bool:
+        named = self.work.collectives.get((axis, operation))
+        if named is None:
+            return False
+        checked, whole = named.for_bytes(numel * itemsize), self.work.device == "cuda"
+        self.sent[site] += times * sent_bytes(checked, place, numel, itemsize, whole)
+        return True
+
+    def on(self, axis: str) -> tuple[int, int]:
+        """How many ranks an axis has, and the place of this one among them."""
+        group = next(group for group in self.layout.groups(axis) if self.rank in group)
+        return len(group), group.index(self.rank)
 
     # --- activations: tensor parallelism, the loss, the pipeline
 
@@ -167,15 +197,10 @@ class _Step:
 
     def pipeline(self) -> None:
         """What goes to other stages."""
-        if self.work.program is None:
-            return
         size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
-        steps = self.work.program.steps
-        for at in steps.of_rank(self.place["pp"]):
-            if steps.kind[at] == Kind.SEND_FORWARD:
-                self.sent["pipeline.activations"] += size
-            elif steps.kind[at] == Kind.SEND_BACKWARD:
-                self.sent["pipeline.gradients"] += size
+        kinds = Counter(kind for kind, *_ in self.steps())
+        self.sent["pipeline.activations"] += kinds[Kind.SEND_FORWARD] * size
+        self.sent["pipeline.gradients"] += kinds[Kind.SEND_BACKWARD] * size
 
     # --- parameters and their gradients
 
@@ -194,39 +219,45 @@ class _Step:
 
     def gradients(self, unit: str, passes: int) -> None:
         """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
-        layout, shards = self.layout, self.layout.sharding
-        size = self.padded(unit) * self.work.master_bytes
+        layout, numel, size = self.layout, self.padded(unit), self.work.master_bytes
         if self.zero == 0:
-            self.all_reduce("data.gradients", layout.dp * layout.cp, size)
-            held = self.table.unit_numel(unit, layout) * self.work.master_bytes
+            self.reduce("data.gradients", "data", numel, size)
+            held = self.table.unit_numel(unit, layout)
         else:
-            self.half("data.gradients", shards, size, passes if self.zero >= 2 else 1)
-            held = size // shards
-            self.all_reduce("data.gradients.replicas", layout.dp * layout.cp // shards, held)
-        holders = {home[stage.index] for home in self.homes for stage in self.stages if unit in self.needed(stage)}
-        self.all_reduce("pipeline.gradients.shared", len(holders), held)
+            times = passes if self.zero >= 2 else 1
+            self.scatter_or_gather("data.gradients", "reduce_scatter", numel, size, times)
+            held = numel // layout.sharding
+            self.reduce("data.gradients.replicas", "replica", held, size)
+        holders = {
+            home[stage.index] for home in self.program.placement for stage in self.stages if unit in self.needed(stage)
+        }
+        self.all_reduce("pipeline.gradients.shared", len(holders), held * size)
         if self.zero in (1, 2):
-            self.half("data.parameters", shards, self.padded(unit) * self.work.parameter_bytes)
+            self.scatter_or_gather("data.parameters", "all_gather", numel, self.work.parameter_bytes)
 
-    def gathers(self, stage: Stage, count: int) -> None:
-        """Under ZeRO-3: parameters around each use of `count` micro-batches."""
+    def gathers(self) -> None:
+        """Under ZeRO-3: parameters around each use."""
         if self.zero < 3:
             return
-        units = units_of(self.table, stage)
-        forward = self.needed(stage)
-        read = {need for unit in units if unit not in TABLES for need in self.table.needed_by(unit)}
-        kept = set(self.table.needed_by(units[-1])) if self.stays(stage) else set()
-        for unit in (*forward, *(read - kept)):
-            self.half("data.parameters", self.layout.sharding, self.padded(unit) * self.work.parameter_bytes, count)
-
-    def stays(self, stage: Stage) -> bool:
-        """Whether a stage's last unit stays there for the backward pass, which follows at once."""
-        return self.work.program is None
+        gathered: Counter[str] = Counter()
+        before = None
+        for kind, stage, of in self.steps():
+            units = units_of(self.table, self.stages[stage])
+            if kind == Kind.FORWARD:
+                gathered.update(self.needed(self.stages[stage]))
+            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+                gathered.update({need for unit in units if unit not in TABLES for need in self.table.needed_by(unit)})
+                if before == (stage, of):  # it follows its forward at once, which keeps the last unit for it
+                    gathered.subtract(self.table.needed_by(units[-1]))
+            if kind in COMPUTING:
+                before = (stage, of) if kind == Kind.FORWARD else None
+        for unit, times in gathered.items():
+            self.scatter_or_gather("data.parameters", "all_gather", self.padded(unit), self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
         """Gradients of which each rank of tp has a part: of this rank's shard of each unit, together in one call."""
         layout, found = self.layout, Counter[int]()
-        shard = next(group.index(self.rank) for group in layout.groups("shard") if self.rank in group)
+        _, shard = self.on("shard")
         for row in self.table.rows:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):
                 continue

@@ -34,6 +34,7 @@ class Journal:
         self.progress = Progress(recipe.train.steps, show=show_progress and self.leader)
         self.metrics: MetricsFile | None = None
         self._metrics_trouble = ""
+        self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # named at the end of the last window
         self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
@@ -174,8 +175,16 @@ class Journal:
             "peak_flops_per_device": self.peak,
             "layout": str(trainer.layout),
             "parameters": trainer.table.numel,
-            "predicted": {"state_bytes": trainer.predicted_bytes(), "flops_per_token": self.flops_per_token},
-            "measured": {"state_bytes": trainer.memory(), "peak_memory_bytes": peak_memory_bytes(self.device)},
+            "predicted": {
+                "state_bytes": trainer.predicted_bytes(),
+                "sent_bytes_per_step": trainer.predicted_traffic(),
+                "flops_per_token": self.flops_per_token,
+            },
+            "measured": {
+                "state_bytes": trainer.memory(),
+                "sent_bytes_per_step": self.sent_bytes,
+                "peak_memory_bytes": peak_memory_bytes(self.device),
+            },
         } | _paths(checkpointer)
 
     def keep_result(self, result: dict[str, Any]) -> None:

@@ -82,9 +82,11 @@ class Run:
     def _step(self) -> None:
         """One training step and what is due after it."""
         train, trainer = self.recipe.train, self.trainer
-        begun = time.perf_counter()
+        sent_before, begun = self.mesh.record.sent_by_site(), time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
         seconds = time.perf_counter() - begun
+        if verdict.finite:
+            self.journal.sent_bytes = self.mesh.record.sent_since(sent_before)
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)

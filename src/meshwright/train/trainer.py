@@ -25,6 +25,7 @@ from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
+from meshwright.plan.traffic import Work, predicted_traffic
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of
 from meshwright.train.clock import StepClock
@@ -161,6 +162,18 @@ class Trainer:
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         kinds = len(self.optimizer.state_tensors())
         return self.parallel.predicted_bytes() | {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
+
+    def predicted_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by call site."""
+        work = Work(
+            self.recipe.train.batch,
+            self.recipe.data.sequence,
+            parameter_bytes=self.parallel.parameter_dtype.itemsize,
+            master_bytes=self.parallel.master_dtype.itemsize,
+            device=self.device.type,
+            collectives=self.mesh.communicator.programs.named,
+        )
+        return predicted_traffic(self.config, self.layout, work, self.mesh.rank)
 
     def load_weights(self, directory: Path) -> None:
         """Start from the weights of a Hugging Face directory instead of initial values."""
