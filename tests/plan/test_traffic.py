@@ -17,17 +17,23 @@ from meshwright.train.trainer import Trainer
 from tests.train.training_cases import recipe
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama, tied": {},
-    "llama": {"model_tied": False},
-    "one key-value head": {"model_kv_heads": 1, "model_layers": 2},
-    "qwen3": {"model_family": "qwen3", "model_layers": 2, "model_tied": False},
-    "gpt2": {"model_family": "gpt2", "model_kv_heads": None, "model_tied": None},
+    "llama, tied": {"model_layers": 4},
+    "llama": {"model_layers": 4, "model_tied": False},
+    "one key-value head": {"model_kv_heads": 1, "model_layers": 4},
+    "qwen3": {"model_family": "qwen3", "model_layers": 4, "model_tied": False},
+    "gpt2": {"model_family": "gpt2", "model_layers": 4, "model_kv_heads": None, "model_tied": None},
     "programs": {
         "collectives_all_reduce": "auto",
         "collectives_reduce_scatter": "ring",
         "collectives_all_gather": "bruck",
     },
-    "mixtral": {"model_family": "mixtral", "model_experts": 4, "model_experts_per_token": 2, "model_tied": None},
+    "mixtral": {
+        "model_family": "mixtral",
+        "model_layers": 4,
+        "model_experts": 4,
+        "model_experts_per_token": 2,
+        "model_tied": None,
+    },
 }
 
 LAYOUTS = (
@@ -35,12 +41,12 @@ LAYOUTS = (
     *("tp4", "tp4:nosp", "tp4 ac:selective", "tp4:nosp ac:selective", "tp4 ac:full", "tp4:nosp ac:full mb2"),
     *("dp2 tp2 zero1", "dp2 tp2 zero2 mb2", "dp2 tp2 zero3 mb2 bf16 ac:full", "dp2 tp2:nosp zero3"),
     *("cp4", "cp2 tp2 bf16 mb2", "dp2 cp2 zero3 ac:full", "cp2:ulysses tp2 mb2", "dp2 cp2:ulysses ac:selective bf16"),
+    *("pp4 bf16", "dp2 pp2:zb-v mb4", "tp2 pp2:interleaved:2 mb4", "tp2:nosp pp2 mb2 ac:full", "cp2 pp2 mb2"),
+    *("dp2 zero1 pp2 mb4", "dp2 zero3 pp2 mb4", "dp2 zero3 pp2:zb-v mb4", "dp2 zero2 pp2:chimera mb4"),
+    *("pp4:dualpipe mb8", "tp2 pp2:gpipe mb2 ac:selective"),
 )
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
-# Every layout with a tied model and with another one, in turns.
-SOME = [
-    (name, LAYOUTS[at]) for at in range(len(LAYOUTS)) for name in ("llama, tied", [*MODELS][1 + at % (len(MODELS) - 1)])
-]
+SOME = [(name, layout) for (at, layout) in enumerate(LAYOUTS) for name in [[*MODELS][at % len(MODELS)]]]
 
 
 def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:

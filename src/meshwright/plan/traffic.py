@@ -189,7 +189,7 @@ class _Step:
                 self.half(site, ranks, number * one, forward)
                 self.half(f"{site}.backward", ranks, number * one, layers)
         mixtures = sum(config.has_experts(layer) for layer in stage.layers)
-        if mixtures:
+        if config.experts:
             self.all_reduce("router.targets", ranks, 8 * self.rows, count)
         if config.router_loss:
             again = 2 if layout.recompute == "full" else 1
