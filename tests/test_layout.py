@@ -268,8 +268,6 @@ def test_sharding_counts_the_ranks_that_share_one_copy():
         ("pp2:pipedream-2bw mb2", "pp2:pipedream-2bw"),
         ("dp4 ep2", "ep2"),
         ("dp2 offload:cpu", "offload:cpu"),
-        ("fp16", "fp16"),
-        ("tf32", "tf32"),
         ("fp8", "fp8"),
     ],
 )
@@ -280,7 +278,15 @@ def test_what_this_version_cannot_run_is_refused_by_name(text: str, part: str):
 
 @pytest.mark.parametrize(
     "text",
-    ["dp1", "dp4 zero3 hs2 mb4 ac:full bf16", "dp2 zero2 fp32 ac:selective", "dp2 zero3 tp2:nosp", "cp2:ulysses"],
+    [
+        "dp1",
+        "dp4 zero3 hs2 mb4 ac:full bf16",
+        "dp2 zero2 fp32 ac:selective",
+        "dp2 zero3 tp2:nosp",
+        "cp2:ulysses",
+        "dp2 fp16",
+        "tf32",
+    ],
 )
 def test_what_this_version_runs_is_not_refused(text: str):
     Layout.parse(text).refuse_unbuilt()

@@ -257,7 +257,7 @@ MAY_CHANGE = {
         f"train.{key}"
         for key in ("steps", "decay", "compile", "deterministic", "validate_every", "validation_sequences")
     ),
-    *(f"train.{key}" for key in ("maximum_skipped", "log_every", "slow_rank_factor")),
+    *(f"train.{key}" for key in ("maximum_skipped", "loss_scale", "loss_scale_every", "log_every", "slow_rank_factor")),
     *(f"collectives.{key}" for key in ("all_reduce", "reduce_scatter", "all_gather")),
     *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
 }

@@ -314,12 +314,14 @@ class Layout:
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
             (self.ep > 1 or self.etp > 1, f"ep{self.ep}", "expert parallelism"),
             (self.offload is not None, f"offload:{self.offload}", "offloading"),
-            (self.precision in ("tf32", "fp16", "fp8"), f"{self.precision}", "this precision"),
+            (self.precision == "fp8", f"{self.precision}", "this precision"),
         ]
         for present, part, what in unbuilt:
             if present:
                 runs = (
-                    "fp32 and bf16" if what == "this precision" else "dp, zero, hs, tp, cp, pp, mb, ac, fp32 and bf16"
+                    "fp32, tf32, bf16 and fp16"
+                    if what == "this precision"
+                    else "dp, zero, hs, tp, cp, pp, mb, ac, fp32, tf32, bf16 and fp16"
                 )
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ def _layout(text: str) -> str:
     except UserError as error:
         raise ValueError(str(error)) from None
     return text
+
+
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5 or value < 1:
+        raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
+    return value
 
 
 def _program_for(operation: str) -> AfterValidator:
@@ -169,6 +176,8 @@ class TrainRecipe(Table):
     validate_every: CountOrZero = 0  # steps; 0 = never
     validation_sequences: Count = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
+    loss_scale: Annotated[Positive, AfterValidator(_power_of_two)] = 65536.0  # fp16: at the start
+    loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
 
@@ -355,6 +364,8 @@ RESUMABLE = (
     "train.validate_every",
     "train.validation_sequences",
     "train.maximum_skipped",
+    "train.loss_scale",
+    "train.loss_scale_every",
     "train.log_every",
     "train.slow_rank_factor",
     "collectives",

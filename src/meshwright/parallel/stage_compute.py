@@ -31,7 +31,7 @@ class StageCompute:
         model: Transformer,
         parallel: DataParallel,
         micro_batches: Sequence[MicroBatch],
-        targets: int,
+        targets: float,
         at_once: Collection[Key] = (),
         queue: WeightGradients | None = None,
         mark: Callable[[str], None] = lambda part: None,

@@ -34,10 +34,11 @@ class ForwardBackward:
         if split:
             defer_weight_gradients(model, self._queue)
 
-    def train(self, micro_batches: Sequence[MicroBatch], targets: int) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.
 
-        targets: target tokens of the whole step (`count_targets`). Returns the loss of the micro-batches whose last
+        targets: what the sum of token losses is divided by: the target tokens of the whole step (`count_targets`), over
+        what the loss is scaled by, if it is. Returns the loss of the micro-batches whose last
         stage is here, 0 where none is (float64; `loss_share` of it is this rank's share of the step's loss).
         """
         self.parallel.begin_step(self._passes)

@@ -92,6 +92,7 @@ class Journal:
         """A step is done, skipped or not; `seconds` is what it took, without validation."""
         if not self.leader:
             return
+        scale = trainer.loss_scale
         done, rate = trainer.steps_done, self._tokens_per_step() / seconds
         line: dict[str, Any] = {
             "step": done,
@@ -104,9 +105,13 @@ class Journal:
             "seconds": seconds,
             "seconds_by_part": trainer.clock.seconds(),
         }
+        if scale.dynamic:
+            line["loss_scale"] = verdict.loss_scale
         if not verdict.finite:
             line |= {"skipped": True, "skipped_steps": trainer.skipped}
-            self.say(f"step {done} skipped on all ranks: loss {verdict.loss}, gradient norm {verdict.gradient_norm}")
+            lower = f"; the loss is scaled by {scale.value:g} from now on" if scale.value != verdict.loss_scale else ""
+            said = f"loss {verdict.loss}, gradient norm {verdict.gradient_norm}{lower}"
+            self.say(f"step {done} skipped on all ranks: {said}")
         if validation_loss is not None:
             line["validation_loss"] = validation_loss
             self.say(f"step {done}: validation loss {validation_loss:.4f}")

@@ -13,6 +13,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedTokens, PreparedData, SampleOrder, TokenBatch
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
@@ -30,15 +31,21 @@ from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
+from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import Optimizer
 
-PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PARAMETER_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Verdict:
     """What all ranks agree on at the end of a step's backward, from one small all-reduce (sum, float64)."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, loss_scale: float = 1.0) -> None:
         loss, squared_norm, stop, failed, *seconds = values.tolist()
         self.loss = loss
         self.gradient_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
@@ -46,6 +53,18 @@ class Verdict:
         self.save_failed = failed > 0
         self.rank_seconds = seconds
         self.finite = math.isfinite(loss) and math.isfinite(squared_norm)
+        self.loss_scale = loss_scale
+        """What loss and gradients were multiplied by while they were computed; those given here are divided by it."""
+
+
+def choose_products(precision: str | None, device: torch.device) -> None:
+    """Have matrix products of float32 on CUDA done in TF32 or not, from now on. `UserError` where there is no TF32."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    elif precision == "tf32":
+        raise UserError(
+            f"tf32 is how CUDA devices multiply float32, and the ranks compute on {device.type}; write fp32"
+        )
 
 
 class Trainer:
@@ -56,6 +75,7 @@ class Trainer:
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+        choose_products(layout.precision, self.device)
         program = program_of(layout)
         partition = Partition.of(program, config, self.table, recipe.data.sequence)
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
@@ -71,6 +91,8 @@ class Trainer:
             self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype, partition=partition
         )
         self.optimizer = Optimizer(self.parallel.shards, recipe.train)
+        train = recipe.train
+        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if dtype == torch.float16 else LossScale()
         if recipe.train.compile:
             self.model.compile_blocks()
         self.tokens: PackedTokens = data.split("train")
@@ -80,7 +102,8 @@ class Trainer:
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
-        """Steps that changed nothing because a loss or gradient was not finite."""
+        """Steps that changed nothing because a loss or gradient was not finite; in a row, those that a lower scale of
+        the loss was not tried against."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> Verdict:
         """One step: forward and backward of every micro-batch, one agreement of all ranks, one update.
@@ -95,17 +118,19 @@ class Trainer:
         targets = count_targets((goals for _, goals, _ in micro_batches), self.mesh)
         clock.mark("data")
 
-        loss_sum = self.passes.train(micro_batches, targets)
+        loss_sum = self.passes.train(micro_batches, targets / self.loss_scale.value)
 
         verdict = self._agree(loss_sum, stop, save_failed)
         clock.mark("agree")
         if verdict.finite:
             clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
-            self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip))
+            self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip) / verdict.loss_scale)
             self.parallel.publish()
         else:
             self.skipped += 1
-        self.skipped_in_a_row = 0 if verdict.finite else self.skipped_in_a_row + 1
+        searching = self.loss_scale.note(verdict.loss, verdict.finite)
+        if not searching:
+            self.skipped_in_a_row = 0 if verdict.finite else self.skipped_in_a_row + 1
         self.parallel.zero_gradients()
         self.steps_done += 1
         clock.mark("update")
@@ -139,6 +164,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.step_count,
             "skipped_steps": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
             "data_sha256": self.data.sha256,
             "layout": str(self.layout),
@@ -191,6 +217,7 @@ class Trainer:
         """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.publish()
 
@@ -211,9 +238,10 @@ class Trainer:
     def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
         mesh = self.mesh
         values = torch.zeros(4 + mesh.world_size, dtype=torch.float64, device=self.device)
-        values[0] = loss_share(loss_sum, mesh)
-        values[1] = self.parallel.squared_norm_share()
+        scale = self.loss_scale.value
+        values[0] = loss_share(loss_sum, mesh) / scale
+        values[1] = self.parallel.squared_norm_share() / scale**2
         values[2], values[3] = float(stop), float(save_failed)
         values[4 + mesh.rank] = self.clock.working_seconds()
         collectives.all_reduce(values, mesh.world, "step.verdict")
-        return Verdict(values)
+        return Verdict(values, scale)
