@@ -266,7 +266,6 @@ def test_sharding_counts_the_ranks_that_share_one_copy():
     [
         ("pp2:pipedream", "pp2:pipedream"),
         ("pp2:pipedream-2bw mb2", "pp2:pipedream-2bw"),
-        ("dp4 ep2", "ep2"),
         ("dp2 offload:cpu", "offload:cpu"),
         ("fp8", "fp8"),
     ],

@@ -30,6 +30,10 @@ class RankLost(MeshwrightError):
     exit_code = 3
 
 
+class RanksDisagree(RankLost):
+    """Ranks that should be in the same call are not: what one sent is not what the other waits for."""
+
+
 class Terminated(MeshwrightError):
     """SIGTERM arrived and the state has been saved: 128 + 15, as a shell counts."""
 

@@ -312,7 +312,6 @@ class Layout:
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
-            (self.ep > 1 or self.etp > 1, f"ep{self.ep}", "expert parallelism"),
             (self.offload is not None, f"offload:{self.offload}", "offloading"),
             (self.precision == "fp8", f"{self.precision}", "this precision"),
         ]
@@ -321,7 +320,7 @@ class Layout:
                 runs = (
                     "fp32, tf32, bf16 and fp16"
                     if what == "this precision"
-                    else "dp, zero, hs, tp, cp, pp, mb, ac, fp32, tf32, bf16 and fp16"
+                    else "dp, zero, hs, tp, cp, pp, ep, mb, ac, fp32, tf32, bf16 and fp16"
                 )
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
+from meshwright.layout import Layout
 from meshwright.model.presets import preset
+from meshwright.model.refuse import refuse
 from meshwright.verify import verify
 from meshwright.verify.problem import scaled_down
 
@@ -27,6 +29,12 @@ MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
         ("qwen2-moe-tiny", "tp4 ac:selective"),
         ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"),
         ("dots-llm1", "dp2 tp2 zero1"),
+        ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
+        ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"),
+        ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
+        ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
+        ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
+        ("dots-llm1", "dp3 ep3"),
     ],
 )
 def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
@@ -40,6 +48,32 @@ def test_every_fault_of_a_mixture_is_noticed():
     document = verify("dp2 zero2", model="dots-llm1", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
     assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
+
+
+@pytest.mark.slow
+def test_every_fault_of_experts_that_are_spread_is_noticed():
+    document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
+    mutations = document["mutations"]
+    assert document["passed"], mutations["missed"]
+    assert mutations["planted"] == mutations["caught"]
+    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
+    assert {"experts.counts", "experts.dispatch", "experts.combine", "experts.dispatch.backward"} <= sites
+    for fault in mutations["faults"]:
+        if fault["fault"].startswith("experts.counts"):
+            assert "numbers of tokens that are not those of this call" in fault["said"], fault
+
+
+@pytest.mark.exhaustive
+def test_every_fault_of_experts_split_both_ways_is_noticed():
+    document = verify("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
+    assert document["passed"], document["mutations"]["missed"]
+
+
+def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
+    for name in MODELS:
+        small = scaled_down(preset(name), tp=2, ep=4, etp=2)
+        assert (small.experts, small.expert_intermediate) == (8, 38 if small.family == "mixtral" else 12)
+        refuse(Layout.parse("dp4 tp2 ep4:etp2"), small, 4, planning=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,7 +20,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axes, Axis
 from meshwright.comm.operators import exchange, gather_rows, reduce_scatter_rows
-from meshwright.errors import RankLost
+from meshwright.errors import RanksDisagree
 
 COUNTS_SITE = "experts.counts"
 
@@ -41,7 +41,6 @@ class Exchange:
     def __init__(self, experts: int, axes: Axes) -> None:
         self.ep, self.etp = axes.ep, axes.etp
         self.held = experts // self.ep.size
-        self._agreed = 0
 
     # What goes where is known only when it runs: it stays outside of compiled graphs.
     @torch.compiler.disable
@@ -70,40 +69,37 @@ class Exchange:
 
     def _agree(self, ends_E: torch.Tensor) -> Routes:
         """Tell every rank of ep how many rows it will get for which expert, and every rank of etp what came."""
-        self._agreed += 1
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, self.held)
-        arriving_PL = torch.empty_like(_signed(counts_PL, self.ep, self._agreed))
-        collectives.all_to_all(arriving_PL, _signed(counts_PL, self.ep, self._agreed), self.ep, COUNTS_SITE)
-        arriving_PL = _checked(arriving_PL, self.ep, self._agreed)
-        mine_1L = _signed(arriving_PL.reshape(1, -1), self.etp, self._agreed)
-        shared_GL = mine_1L.new_empty(self.etp.size, mine_1L.shape[1])
-        collectives.all_gather(shared_GL, mine_1L, self.etp, COUNTS_SITE)
-        counts_GPL = _checked(shared_GL, self.etp, self._agreed).reshape(self.etp.size, self.ep.size, self.held)
+        arriving_PL = self._told(counts_PL, self.ep)
+        counts_GPL = self._told(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, self.ep.size, self.held)
         sent, received, shared = torch.cat(
             [counts_PL.sum(dim=1), arriving_PL.sum(dim=1), counts_GPL.sum(dim=(1, 2))]
         ).split([self.ep.size, self.ep.size, self.etp.size])
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
+    def _told(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """What the ranks of an axis tell this one: row i of everybody's `counts` goes to rank i, a single row to all.
 
-def _signed(counts: torch.Tensor, axis: Axis, call: int) -> torch.Tensor:
-    """Counts with one more column, by which a receiver knows that they are whole, of this call and of its own group:
-    ranks that believed wrong sizes would wait for ever or read what was never sent."""
-    return torch.cat([counts, -counts.sum(dim=1, keepdim=True) - _number(axis, call)], dim=1)
-
-
-def _checked(signed: torch.Tensor, axis: Axis, call: int) -> torch.Tensor:
-    wrong = signed.sum(dim=1) != -_number(axis, call)
-    if bool(wrong.any()):
-        ranks = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
-        raise RankLost(
-            f"rank {axis.ranks[axis.rank]} got from rank {ranks} numbers of tokens that are not those of this call, in "
-            f"{COUNTS_SITE} (axis {axis.name}, call {call} of this layer): the ranks are not at the same place"
-        )
-    return signed[:, :-1]
-
-
-def _number(axis: Axis, call: int) -> int:
-    return call * 1_000_003 + axis.ranks[0] + 1
+        Each row has one more column, by which a receiver knows that it is whole, of this call and of its own group:
+        ranks that believed wrong sizes would wait for ever or read what was never sent."""
+        if axis.size == 1:
+            return counts
+        # Of all calls of these ranks: the same number on all of them.
+        number = (axis.communicator.calls.count(axis.calls_group) + 1) * 1_000_003 + axis.ranks[0]
+        signed = torch.cat([counts, -counts.sum(dim=1, keepdim=True) - number], dim=1)
+        told = signed.new_zeros(axis.size, signed.shape[1])
+        if len(signed) == 1:
+            collectives.all_gather(told, signed, axis, COUNTS_SITE)
+        else:
+            collectives.all_to_all(told, signed, axis, COUNTS_SITE)
+        wrong = told.sum(dim=1) != -number
+        if bool(wrong.any()):
+            ranks = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
+            raise RanksDisagree(
+                f"rank {axis.ranks[axis.rank]} got from rank {ranks} numbers of tokens that are not those of this "
+                f"call, in {COUNTS_SITE} (axis {axis.name}): the ranks are not at the same place"
+            )
+        return told[:, :-1]
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

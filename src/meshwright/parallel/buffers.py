@@ -12,21 +12,23 @@ REDUCTIONS_IN_FLIGHT = 2
 buffers there are."""
 
 
-def kept_buffers(sizes: Sequence[int]) -> dict[int, int]:
-    """How many buffers of which size are kept from unit to unit, given the units' sizes in order: where neighbours
-    have the same size (layers), one for the unit that the backward pass is in and one for each reduction under way."""
+def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """How many buffers of which size are kept from unit to unit, given the sizes of each unit's buffers in order: where
+    neighbours have the same (layers), those of the unit that the backward pass is in and one for each reduction under
+    way."""
     kept: dict[int, int] = {}
-    for size, run in groupby(sizes):
+    for unit, run in groupby(sizes):
         length = len(list(run))
-        if length > 1:
-            kept[size] = max(kept.get(size, 0), min(length, REDUCTIONS_IN_FLIGHT + 1))
+        for size in set(unit) if length > 1 else ():
+            several = unit.count(size) * min(length, 1 + REDUCTIONS_IN_FLIGHT // len(unit))
+            kept[size] = max(kept.get(size, 0), several)
     return kept
 
 
 class TransientBuffers:
     """A small pool of them. Layers' buffers are kept for the next layer, others (an embedding's) given back at once."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
         self._kept = kept_buffers(sizes)
         self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}

@@ -9,7 +9,8 @@
 
 With hybrid sharding all of this happens inside a sharding group, and each shard's gradient is all-reduced once across
 the groups. Reductions start while the backward pass goes on below; gathers run ahead of their use. Gradients are
-summed, never averaged, in the dtype of the master. With tensor parallelism the flat buffers hold this rank's slices.
+summed, never averaged, in the dtype of the master. With tensor parallelism the flat buffers hold this rank's slices;
+with expert parallelism the experts of a layer lie in a second one, between the ranks that hold the same of them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.model.parameters import ParameterTable
+from meshwright.model.rows import Part
 from meshwright.model.stages import Stage
 from meshwright.parallel.buffers import TransientBuffers, kept_buffers
 from meshwright.parallel.gathering import StageUnits
 from meshwright.parallel.gradients import GradientSums, Pass
 from meshwright.parallel.partition import Partition
-from meshwright.parallel.pieces import Piece, flat_unit, padded_numel, part_of, pieces_of
+from meshwright.parallel.pieces import Piece, buffer_name, flat_unit, padded_numel, part_of, pieces_of
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.units import FlatAxes, UnitBuffers
 
@@ -96,19 +98,25 @@ class DataParallel:
         self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
         self._units: dict[str, UnitBuffers] = {}
+        self._parts: dict[str, dict[str, Part]] = {
+            name: {buffer_name(name, part): part for part in table.unit_parts(name, mesh.layout)}
+            for name in partition.units_at(mesh.pp.rank)
+        }
+        """The flat buffers of each unit."""
         parameters: dict[str, list[nn.Parameter]] = {}
         axes = self._axes()
-        for name in partition.units_at(mesh.pp.rank):
-            unit = self._buffers(name, axes[name])
-            if seed is None:
-                unit.take_over(model)
-            else:
-                unit.initialise(seed)
-            self._units[name] = unit
-            parameters[name] = unit.bind(model)
-            if unit.zero == 3:
-                unit.release()  # before the next unit is made: the whole model may be too large for one device
-        needs = {unit: [self._units[name] for name in table.needed_by(unit)] for unit in self._units}
+        for name, parts in self._parts.items():
+            for buffers, part in parts.items():
+                unit = self._buffers(name, part, axes[name])
+                if seed is None:
+                    unit.take_over(model)
+                else:
+                    unit.initialise(seed)
+                self._units[buffers] = unit
+                parameters[buffers] = unit.bind(model)
+                if unit.zero == 3:
+                    unit.release()  # before the next unit is made: the whole model may be too large for one device
+        needs = {name: [self._units[each] for each in self._buffers_of(table.needed_by(name))] for name in self._parts}
         self._stages = {
             stage.index: StageUnits(names, {name: needs[name] for name in names})
             for stage in partition.held(mesh.pp.rank)
@@ -116,11 +124,15 @@ class DataParallel:
         }
         self.shards = [self._shard(unit) for unit in self._units.values()]
         self._partial = PartialGradients(self._units.values(), table, mesh)
-        self._transient = TransientBuffers(mesh.device, master_dtype, [u.flat.padded for u in self._units.values()])
+        sizes = [
+            tuple(self._units[each].flat.padded for each in parts if self._units[each].zero >= 2)
+            for parts in self._parts.values()
+        ]
+        self._transient = TransientBuffers(mesh.device, master_dtype, sizes)
         self.gradients = GradientSums(self._units, parameters, self._transient)
         self.publish()
 
-    def _axes(self) -> dict[str, FlatAxes]:
+    def _axes(self) -> dict[str, dict[Part, FlatAxes]]:
         """Between which ranks each unit of the model lies. Every rank makes the groups of all of them."""
         mesh, partition = self.mesh, self.partition
         groups = {}
@@ -128,16 +140,22 @@ class DataParallel:
             places = partition.holders(name)
             if len(places) > 1 and places not in groups:
                 groups[places] = mesh.among("pp", places)
-        return {
-            name: FlatAxes(mesh.data, mesh.shard, mesh.replica, groups.get(partition.holders(name)))
-            for name in self.table.units
-        }
+        found: dict[str, dict[Part, FlatAxes]] = {}
+        for name in self.table.units:
+            holders = groups.get(partition.holders(name))
+            experts = FlatAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, holders)
+            found[name] = {"dense": FlatAxes(mesh.data, mesh.shard, mesh.replica, holders), "experts": experts}
+        return found
 
-    def _buffers(self, name: str, axes: FlatAxes) -> UnitBuffers:
-        mesh = self.mesh
+    def _buffers_of(self, units: Iterable[str]) -> list[str]:
+        """The names of the units' flat buffers, in their order."""
+        return [buffers for name in units for buffers in self._parts[name]]
+
+    def _buffers(self, name: str, part: Part, between: Mapping[Part, FlatAxes]) -> UnitBuffers:
+        mesh, axes = self.mesh, between[part]
         zero = mesh.layout.zero if axes.shard.size > 1 else 0
         shards = axes.shard.size if zero else 1
-        flat = flat_unit(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank))
+        flat = flat_unit(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), part)
         return UnitBuffers(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: UnitBuffers) -> Shard:
@@ -157,7 +175,7 @@ class DataParallel:
         passes = dict.fromkeys(self._units, 0)
         for stage in self.partition.held(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self.partition.needed(stage):
+            for name in self._buffers_of(self.partition.needed(stage)):
                 passes[name] += count
         self.gradients.begin(passes)
 
@@ -174,7 +192,7 @@ class DataParallel:
 
     def start_pass(self, stage: Stage, split: bool = False) -> Pass:
         """A backward pass through a stage begins; `split`: `pause_pass` will end its first part."""
-        return self.gradients.start(self.partition.needed(stage), split)
+        return self.gradients.start(self._buffers_of(self.partition.needed(stage)), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
         """All gradients are there but those of some parameters, which `gradients.resume` and `collect` will bring."""
@@ -275,14 +293,18 @@ class DataParallel:
         parameter, master = self.parameter_dtype.itemsize, self.master_dtype.itemsize
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         transient = []
-        for name, unit in self._units.items():
-            zero, shards = unit.zero, unit.axes.shard.size if unit.zero else 1
-            numel = self.table.unit_numel(name, self.mesh.layout)
-            padded = padded_numel(numel, shards)
-            sizes["parameters"] += padded * parameter // (shards if zero == 3 else 1)
-            sizes["masters"] += 0 if parameter == master else (padded if zero else numel) * master // shards
-            sizes["gradients"] += padded * master // (shards if zero >= 2 else 1)
-            transient.append(padded if zero >= 2 else 0)
+        for name, parts in self._parts.items():
+            taken = []
+            for buffers, part in parts.items():
+                unit = self._units[buffers]
+                zero, shards = unit.zero, unit.axes.shard.size if unit.zero else 1
+                numel = self.table.unit_numel(name, self.mesh.layout, part)
+                padded = padded_numel(numel, shards)
+                sizes["parameters"] += padded * parameter // (shards if zero == 3 else 1)
+                sizes["masters"] += 0 if parameter == master else (padded if zero else numel) * master // shards
+                sizes["gradients"] += padded * master // (shards if zero >= 2 else 1)
+                taken += [padded] if zero >= 2 else []
+            transient.append(tuple(taken))
         sizes["gradient_buffers"] = sum(size * count * master for size, count in kept_buffers(transient).items())
         return sizes
 

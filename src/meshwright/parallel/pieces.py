@@ -1,8 +1,8 @@
 """Where the rows of the parameter table lie in a rank's flat buffers, and the pieces of them that it holds.
 
 Every unit of the table (an embedding, a layer, the head) is one flat buffer: this rank's slices of its decayed tensors
-first, then of the rest, each row-major in engine orientation, then padding. Data parallelism, optimizer and checkpoint
-speak in ranges of it.
+first, then of the rest, each row-major in engine orientation, then padding. Under expert parallelism the experts of a
+layer are a second one. Data parallelism, optimizer and checkpoint speak in ranges of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from meshwright.layout import Layout
 from meshwright.model.parameters import ParameterTable, Row, Tensor
 from meshwright.model.rows import ALIGNMENT as ALIGNMENT
+from meshwright.model.rows import Part
 from meshwright.model.rows import padded_numel as padded_numel
 
 
@@ -133,25 +134,33 @@ class FlatUnit:
         return ranges
 
 
+def buffer_name(unit: str, part: Part) -> str:
+    """What the flat buffer of a unit's part is called."""
+    return unit if part == "dense" else f"{unit}.{part}"
+
+
 def flat_unit(
     table: ParameterTable,
     name: str,
     shards: int = 1,
     layout: Layout | None = None,
     coordinates: Mapping[str, int] | None = None,
+    part: Part = "dense",
 ) -> FlatUnit:
-    """The flat layout of unit `name` on the rank at `coordinates` of `layout` (on one device, unless given) when it is
-    cut into `shards` parts."""
+    """The flat layout of unit `name` (of its `part`) on the rank at `coordinates` of `layout` (on one device, unless
+    given) when it is cut into `shards` parts."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, parts = [], []
-    for tensor in table.unit_tensors(name):
+    for tensor in table.unit_tensors(name, layout, part):
         offset, shape = table.tensor_range(tensor, layout)[0], tensor.local_shape(layout)
         tensors.append(PlacedTensor(tensor, offset, shape))
         for row in tensor.rows:
             parts += _parts_of(table, row, layout, coordinates, offset, shape)
-    numel, decay_numel = table.unit_numel(name, layout), table.unit_decay_numel(name, layout)
-    return FlatUnit(name, tuple(tensors), tuple(parts), decay_numel, numel, padded_numel(numel, shards))
+    numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
+    return FlatUnit(
+        buffer_name(name, part), tuple(tensors), tuple(parts), decay_numel, numel, padded_numel(numel, shards)
+    )
 
 
 def _parts_of(

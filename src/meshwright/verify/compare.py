@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.layout import Layout
+from meshwright.model.rows import Part
 from meshwright.parallel.pieces import Piece
 from meshwright.verify.ranks import RankResult
 from meshwright.verify.reference import Reference, Rows
@@ -38,6 +39,9 @@ class Comparison:
 
 def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
     """Hold every rank's losses, norms, gradients and updates against the reference."""
+    refused = next((result.refused for result in results if result.refused), None)
+    if refused is not None:
+        return Comparison("", math.inf, math.inf, math.inf, refused)
     tolerance = TOLERANCES[reference.problem.dtype]
     worst_name, worst, norm_error = "", 0.0, 0.0
     loss_error = max(_relative(result.final_loss, reference.final_loss) for result in results)
@@ -102,29 +106,47 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
     return errors
 
 
-def holders(layout: Layout) -> list[tuple[int, ...]]:
+def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     """Groups of ranks that hold one whole copy of gradients and masters together: those that share ZeRO's shards, each
-    with its ranks of tp, on all stages."""
-    along = {axis: {rank: group for group in layout.groups(axis) for rank in group} for axis in ("tp", "pp")}
-    sharing = layout.groups("shard") if layout.zero else [(rank,) for rank in range(layout.world_size)]
-    first = [ranks for ranks in sharing if along["tp"][ranks[0]][0] == along["pp"][ranks[0]][0] == ranks[0]]
+    with its ranks of tp, on all stages; of experts that are spread over ranks of their own, with those of its block of
+    ep x etp."""
+    everyone = range(layout.world_size)
+    block = layout.ep * layout.etp
+    stages = {rank: group for group in layout.groups("pp") for rank in group}
+    if part == "dense":
+        axis, beside = "shard", {rank: group for group in layout.groups("tp") for rank in group}
+    else:
+        axis, beside = "expert_shard", {rank: tuple(everyone[rank // block * block :][:block]) for rank in everyone}
+    sharing = layout.groups(axis) if layout.zero else [(rank,) for rank in everyone]
+    first = [ranks for ranks in sharing if beside[ranks[0]][0] == stages[ranks[0]][0] == ranks[0]]
     return [
-        tuple(member for rank in ranks for neighbour in along["tp"][rank] for member in along["pp"][neighbour])
-        for ranks in first
+        tuple(member for rank in ranks for neighbour in beside[rank] for member in stages[neighbour]) for ranks in first
     ]
 
 
 def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
     """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
-    of tp or pp hold is once that of each of them."""
+    of tp or pp hold is once that of each of them. Of experts there may be more copies, or fewer, than of all else."""
+    parts: tuple[Part, Part] = ("dense", "experts")
+    dense, experts = (_copies_of(layout, pieces, reference, part) for part in parts)
+    return [
+        dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
+    ]
+
+
+def _copies_of(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference, part: Part) -> list[Rows]:
+    names = [row.name for row in reference.table.rows if row.part(layout) == part]
+    if not names:
+        return [{}]
     copies = []
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    for ranks in holders(layout):
-        for tp, pp in itertools.product(range(layout.tp), range(layout.pp)):
-            rows = {name: torch.full_like(values, math.nan) for name, values in reference.weights[0].items()}
+    for ranks in holders(layout, part):
+        for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
+            rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
                 for piece in pieces[rank]:
-                    piece.put(rows[piece.name])
+                    if piece.name in rows:
+                        piece.put(rows[piece.name])
             copies.append(rows)
     return copies
 

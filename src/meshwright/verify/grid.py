@@ -22,7 +22,7 @@ def grid() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    return list(dict.fromkeys(layouts + _tensor() + _context() + _pipeline()))
+    return list(dict.fromkeys(layouts + _tensor() + _context() + _pipeline() + _experts()))
 
 
 def _tensor() -> list[Layout]:
@@ -39,6 +39,21 @@ def _tensor() -> list[Layout]:
     layouts += [Layout(dp=4, zero=zero, hybrid=2, tp=2, micro_batches=zero % 2 + 1) for zero in (1, 2, 3)]
     layouts += [Layout(dp=2, zero=3, tp=4, tensor_sequence_parallel=parallel) for parallel in (True, False)]
     return [*layouts, Layout(tp=8)]
+
+
+def _experts() -> list[Layout]:
+    """Experts spread over ranks of every other axis, by expert, by columns and by both."""
+    layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
+    layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
+    layouts += [Layout(dp=4, zero=zero, ep=2, micro_batches=1 + zero % 2) for zero in (1, 2, 3)]
+    layouts += [Layout(dp=4, zero=zero, hybrid=2, ep=ep) for zero, ep in ((1, 2), (2, 4), (3, 2))]
+    layouts += [Layout(dp=8, zero=3, hybrid=4, ep=2, micro_batches=2), Layout(dp=8, zero=2, ep=4, etp=2)]
+    for sequence_parallel, recompute in ((True, "full"), (False, "selective")):
+        tensor = Layout(tp=2, tensor_sequence_parallel=sequence_parallel)
+        layouts += [tensor.with_(ep=2), tensor.with_(dp=2, zero=3, ep=2, etp=2, recompute=recompute)]
+        layouts.append(tensor.with_(dp=2, zero=1, ep=4, micro_batches=2))
+    layouts.append(Layout(dp=4, zero=2, hybrid=2, tp=2, ep=4))
+    return layouts
 
 
 def _context() -> list[Layout]:

@@ -53,10 +53,12 @@ def sequence_of(layout: Layout) -> int:
     return -(-SEQUENCE // pieces) * pieces
 
 
-def scaled_down(config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5) -> ModelConfig:
+def scaled_down(
+    config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
+) -> ModelConfig:
     """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
-    `tp` ranks, and `ulysses` ranks that trade tokens for heads: fewer key-value heads than ranks from four on, where
-    heads share them."""
+    `tp` ranks, `ulysses` ranks that trade tokens for heads, and `ep` x `etp` that share experts: fewer key-value heads
+    than ranks from four on, where heads share them."""
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
@@ -67,10 +69,11 @@ def scaled_down(config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int 
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
         scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
-    intermediate = -(-37 // tp) * tp
+    experts = _few_experts(config, tp, ep, etp)
+    intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
         config,
-        **_few_experts(config, intermediate, tp),
+        **experts,
         vocabulary=499,
         hidden=6 * heads,
         layers=layers,
@@ -101,14 +104,20 @@ def _heads(tp: int, ulysses: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def _few_experts(config: ModelConfig, intermediate: int, tp: int) -> dict[str, Any]:
-    """Five experts of which a token takes three, one layer without any where the model has such layers."""
+def _few_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+    """Five experts, or what is next that ranks can share, of which a token takes three; one layer without any where the
+    model has such layers."""
     if not config.experts:
         return {}
-    width = intermediate if config.family == "mixtral" else -(-11 // tp) * tp
+    cut = tp if ep == etp == 1 else etp
+    width = next(
+        width
+        for width in itertools.count(37 if config.family == "mixtral" else 11)
+        if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
+    )
     experts = min(5, config.experts)
     return {
-        "experts": experts,
+        "experts": -(-experts // ep) * ep,
         "experts_per_token": min(3, config.experts_per_token),
         "expert_intermediate": width,
         "shared_intermediate": 2 * width if config.shared_intermediate else 0,
@@ -137,7 +146,11 @@ def scaled_layout(layout: Layout) -> Layout:
     ranks //= cp
     tp = min(layout.tp, ranks if layout.dp == 1 else ranks // 4 if groups and cp == pp == 1 else max(1, ranks // 2))
     dp = min(layout.dp, ranks // tp)
-    return layout.with_(tp=tp, cp=cp, dp=dp, hybrid=dp * cp // 2 if groups and dp * cp > 3 else None)
+    stage = tp * cp * dp
+    etp = next(size for size in range(min(layout.etp, stage if layout.ep == 1 else 2), 0, -1) if stage % size == 0)
+    ep = next(size for size in range(min(layout.ep, stage // etp), 0, -1) if stage // etp % size == 0)
+    hybrid = dp * cp // 2 if groups and dp * cp > 3 else None
+    return layout.with_(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, hybrid=hybrid)
 
 
 def make_batch(problem: Problem, step: int) -> Batch:

@@ -14,6 +14,7 @@ from meshwright.collectives.named import named_programs
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import RanksDisagree
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
@@ -33,7 +34,8 @@ VERDICT_SITE = "step.verdict"
 @dataclass
 class RankResult:
     """What one rank saw: per step the global loss, the global norm and the gradients it holds; its masters at the end;
-    the loss of one more batch; the calls of the first step and of all; how often the planted fault struck."""
+    the loss of one more batch; the calls of the first step and of all; how often the planted fault struck; why ranks
+    that noticed a fault by themselves went no further."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -43,6 +45,7 @@ class RankResult:
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     struck: int = 0
+    refused: str | None = None
 
 
 def run_rank(
@@ -62,7 +65,10 @@ def run_rank(
         for fault in faults:
             mesh.faults.plant(fault)
             mesh.record.clear()
-            results.append(_run(problem, layout, mesh, poison))
+            try:
+                results.append(_run(problem, layout, mesh, poison))
+            except RanksDisagree as error:  # on all of them, and nobody waits for anybody
+                results.append(RankResult(struck=mesh.faults.struck, refused=str(error)))
         return results
     finally:
         mesh.close()

@@ -29,6 +29,9 @@ from meshwright.verify.reference import Reference
 
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
 """Verified when no model is named: an untied head; a tied one with query and key norms; biases, learned positions."""
+EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
+"""And where a layout spreads experts: nothing but them; with a shared one behind a gate; a router that balances itself.
+"""
 
 
 def verify(
@@ -57,7 +60,8 @@ def verify(
     with _Bench(dtype, log, collectives) as bench:
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
-            for name, config in models if len(layouts) == 1 else models[number % len(models) :][:1]:
+            fitting = models or _default_models(wanted)
+            for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
                     for key, found in bench.mutate(wanted, config).items():
@@ -148,7 +152,8 @@ class _Bench:
         layout = scaled_layout(wanted)
         layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        config, sequence = scaled_down(config, layout.tp, ulysses, layers), sequence_of(layout)
+        config = scaled_down(config, layout.tp, ulysses, layers, layout.ep, layout.etp)
+        sequence = sequence_of(layout)
         share = layout.dp * layout.micro_batches
         # One batch for as many layouts as possible, so that one device has to answer once.
         batch = share * math.ceil(8 / share) if 24 % share else 24
@@ -157,7 +162,7 @@ class _Bench:
 
 
 def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe]:
-    """The layouts, the named models, and the programs that are asked for."""
+    """The layouts, the models if any are named, and the programs that are asked for."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -173,9 +178,14 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
         each.refuse_unbuilt()
         if recipe is not None:  # refused before ranks are started
             named_programs(recipe.collectives, scaled_layout(each), recipe.where)
-    models = [(name, preset(name)) for name in DEFAULT_MODELS] if model is None else [_model(model)]
+    models = [] if model is None else [_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
     return layouts, models, collectives
+
+
+def _default_models(layout: Layout) -> list[tuple[str, ModelConfig]]:
+    names = EXPERT_MODELS if layout.expert_parallel else DEFAULT_MODELS
+    return [(name, preset(name)) for name in names]
 
 
 def _model(model: Any) -> tuple[str, ModelConfig]:
