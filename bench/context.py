@@ -3,9 +3,10 @@
 Forward and backward of one attention layer, on 2 and 4 processes of one thread each. In every turn the ring, Ulysses
 and one device (rank 0 alone, with whole rows) compute the same, in rotating order within the same processes. The
 processor time of all ranks together against that of one device is what splitting, merging and transfers cost; ring
-against Ulysses is wall time. Results must agree.
+against Ulysses is wall time. Results must agree. With `--device cuda` the ranks share one GPU over gloo, whose
+transfers go through the host: then the agreement is what counts (fused kernels without documents in bf16, tiles else).
 
-    python bench/context.py [--turns 10] [--only cp2-fp32] [--tokens 4096]
+    python bench/context.py [--turns 10] [--only cp2-fp32] [--tokens 4096] [--device cuda]
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ class Side:
     """One way of computing attention, on this rank: `step` goes forward and backward."""
 
     def __init__(self, name: str, ranks: int, documents: Documents, inputs: list[torch.Tensor], tokens: int) -> None:
-        self.name, method = name, "ulysses" if name == "ulysses" else "ring"
-        self.mesh = Mesh.create(Layout(cp=ranks, cp_method=method))
+        self.name, method, device = name, "ulysses" if name == "ulysses" else "ring", inputs[0].device
+        self.mesh = Mesh.create(Layout(cp=ranks, cp_method=method), device)
         places = places_of(self.mesh.layout, self.mesh.cp.rank, tokens)
         if name == "one device":
             places = torch.arange(tokens)
+        places = places.to(device)
         *self.leaves, self.direction = (x[:, :, places].contiguous() for x in inputs)
         for leaf in self.leaves:
             leaf.requires_grad_()
-        self.visible = visibility(documents.at(places), tokens, None, torch.device("cpu"), ring=name == "ring")
+        self.visible = visibility(documents.at(places), tokens, None, device, ring=name == "ring")
 
     def step(self) -> torch.Tensor | None:
         """The result, or None on a rank that has nothing to do."""
@@ -77,19 +79,21 @@ class Side:
         else:
             return None
         torch.autograd.grad(out, self.leaves, self.direction)
+        if out.is_cuda:
+            torch.cuda.synchronize()
         return out.detach()
 
 
-def race(precision: str, documents: bool, tokens: int, turns: int) -> dict[str, Any]:
+def race(precision: str, documents: bool, tokens: int, turns: int, device: str) -> dict[str, Any]:
     """On one rank: of every turn the seconds of each side, wall and of this process; and how far results differ."""
     keep_freed_memory()
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(ROWS, heads, tokens, SIZE, generator=generator).to(DTYPES[precision])
+        torch.randn(ROWS, heads, tokens, SIZE, generator=generator).to(device, DTYPES[precision])
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
     ids = torch.arange(tokens)[None] // (700 if documents else tokens)
-    sides = [Side(name, ranks, Documents.from_ids(ids), inputs, tokens) for name in SIDES]
+    sides = [Side(name, ranks, Documents.from_ids(ids.to(device)), inputs, tokens) for name in SIDES]
     for _ in range(WARM):
         results = {side.name: side.step() for side in sides}
     wall: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -105,16 +109,16 @@ def race(precision: str, documents: bool, tokens: int, turns: int) -> dict[str, 
     difference = 0.0
     if (whole := results["one device"]) is not None:
         for side in sides[:2]:
-            part = whole[:, :, places_of(side.mesh.layout, 0, tokens)]
+            part = whole[:, :, places_of(side.mesh.layout, 0, tokens).to(device)]
             difference = max(difference, float((results[side.name].double() - part.double()).abs().max()))
     return {"wall": wall, "processor": processor, "difference": difference}
 
 
-def compare(name: str, tokens: int, turns: int) -> dict[str, Any]:
+def compare(name: str, tokens: int, turns: int, device: str) -> dict[str, Any]:
     """Run one race and say what splitting costs."""
     ranks, precision, documents = RACES[name]
     with LocalRanks(ranks, threads=1, timeout=3600) as started:
-        every = started.run("context:race", precision, documents, tokens, turns)
+        every = started.run("context:race", precision, documents, tokens, turns, device)
     wall = every[0]["wall"]
     processor = {side: [sum(rank["processor"][side][turn] for rank in every) for turn in range(turns)] for side in wall}
     difference = every[0]["difference"]
@@ -139,12 +143,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--only", choices=RACES)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     names = [arguments.only] if arguments.only else list(RACES)
-    results = {name: compare(name, arguments.tokens, arguments.turns) for name in names}
+    results = {name: compare(name, arguments.tokens, arguments.turns, arguments.device) for name in names}
     if not arguments.only:
         shape = {"rows": ROWS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "tokens": arguments.tokens}
-        write_result("context", {"threads": 1, "shape": shape, "races": results})
+        write_result(
+            "context" if arguments.device == "cpu" else "gpu_context", {"threads": 1, "shape": shape, "races": results}
+        )
 
 
 if __name__ == "__main__":
