@@ -165,8 +165,8 @@ class Layout:
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
         a_rank = _LEAST_MICRO_BATCHES.get(name, 0)
         if self.micro_batches < a_rank * self.pp:
-            least = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
-            return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {least}"
+            enough = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
+            return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {enough}"
         if two_ways and self.micro_batches % 2:
             half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
             below, above = self.micro_batches - 1, self.micro_batches + 1

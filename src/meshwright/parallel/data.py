@@ -80,7 +80,7 @@ class DataParallel:
     In a pipeline the rank holds the units of its stages alone (`partition`), a stage runs with `stage_units(stage)`,
     and its backward passes lie between `gradients.start` and `gradients.end`.
 
-    seed: initial values (a function of seed and parameter name); None keeps the values the model has.
+    seed: initial values (a function of seed and parameter name); None keeps the values the model has, if it has memory.
     """
 
     def __init__(
@@ -218,6 +218,12 @@ class DataParallel:
             for low, high, copies in unit.flat.copies(unit.start, unit.stop):
                 total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.copies)
         return total
+
+    def initialise(self, seed: int) -> None:
+        """Start from initial values, which depend on (seed, parameter name) alone."""
+        for unit in self._units.values():
+            unit.initialise(seed)
+        self.publish()
 
     def publish(self) -> None:
         """Bring the parameters up to the masters. Gathers run on; the next forward waits for each unit when it enters

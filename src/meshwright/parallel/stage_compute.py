@@ -45,7 +45,7 @@ class StageCompute:
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """The stage's output; of the last stage None, its loss is added up here."""
-        self.mark("pipeline")
+        self._arrived()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.parallel.stage_units(part)
         units.keep_last = key in self._at_once
@@ -65,7 +65,7 @@ class StageCompute:
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the stage's input; those of its parameters go to where they are summed."""
-        self.mark("pipeline")
+        self._arrived()
         part = self._stages[stage]
         self.parallel.start_pass(part)
         d_x = self._differentiate((stage, replica, micro_batch), d_out)
@@ -77,7 +77,7 @@ class StageCompute:
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
         """The same, but what the weights of products get is left for later."""
-        self.mark("pipeline")
+        self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self._paused[key] = self.parallel.start_pass(part, split=True)
@@ -89,13 +89,18 @@ class StageCompute:
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
         """What was left."""
-        self.mark("pipeline")
+        self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self.parallel.gradients.resume(self._paused.pop(key))
         self._queue.run(key, self.parallel.gradients.collect)
         self.parallel.end_pass(part)
         self.mark("backward")
+
+    def _arrived(self) -> None:
+        """What the next step reads is there."""
+        if self.parallel.mesh.pp.size > 1:
+            self.mark("pipeline")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
         """Memory for what enters a stage: [B, S, H], with sequence parallelism this rank's slice of S."""

@@ -145,11 +145,13 @@ class Run:
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
-            self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh)
+            self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh, initialise=False)
             loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
             if loaded is None:
                 if self.recipe.model.load_weights:
                     self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
+                else:
+                    self.trainer.parallel.initialise(self.recipe.run.seed)
                 return None
             checkpoint, state = loaded
             if self._resolve_precision(layout, state["layout"]) == resolved:

@@ -68,9 +68,21 @@ def choose_products(precision: str | None, device: torch.device) -> None:
 
 
 class Trainer:
-    """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them."""
+    """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them.
 
-    def __init__(self, recipe: Recipe, layout: Layout, config: ModelConfig, data: PreparedData, mesh: Mesh) -> None:
+    initialise: whether it starts from the initial values of the recipe's seed; if not, its parameters are to be loaded.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        config: ModelConfig,
+        data: PreparedData,
+        mesh: Mesh,
+        *,
+        initialise: bool = True,
+    ) -> None:
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
@@ -88,7 +100,12 @@ class Trainer:
             stages=partition.held(mesh.pp.rank),
         )
         self.parallel = DataParallel(
-            self.model, self.table, mesh, seed=recipe.run.seed, parameter_dtype=dtype, partition=partition
+            self.model,
+            self.table,
+            mesh,
+            seed=recipe.run.seed if initialise else None,
+            parameter_dtype=dtype,
+            partition=partition,
         )
         self.optimizer = Optimizer(self.parallel.shards, recipe.train)
         train = recipe.train

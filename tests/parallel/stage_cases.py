@@ -1,0 +1,148 @@
+"""What each rank does in the tests of stages: one step of a layout, watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.parameters import parameter_table
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.partition import Partition
+from meshwright.parallel.step import ForwardBackward
+from meshwright.schedules.library import program_of
+from meshwright.verify.problem import Problem, make_batch, share_of
+from meshwright.verify.reference import tensors_of
+
+
+class Rank:
+    """Model, data parallel state and passes of this rank, and its micro-batches of the first step."""
+
+    def __init__(self, problem: Problem, layout_text: str, dtype: torch.dtype = torch.float64) -> None:
+        self.layout = Layout.parse(layout_text)
+        self.mesh = Mesh.create(self.layout)
+        self.table, program = parameter_table(problem.config), program_of(self.layout)
+        self.partition = Partition.of(program, problem.config, self.table, problem.sequence)
+        stages = self.partition.held(self.mesh.pp.rank)
+        self.model = Transformer(
+            problem.config, axes=self.mesh, device="meta", dtype=dtype, recompute=self.layout.recompute, stages=stages
+        )
+        self.parallel = DataParallel(
+            self.model, self.table, self.mesh, seed=3, parameter_dtype=dtype, partition=self.partition,
+            master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        )  # fmt: skip
+        self.passes = ForwardBackward(self.model, self.parallel, program)
+        mine = share_of(make_batch(problem, 0), self.mesh.dp.rank, self.mesh.dp.size, self.layout.micro_batches)
+        self.micro_batches: list[Any] = [tensors_of(batch, self.mesh) for batch in mine]
+        self.targets = count_targets((targets for _, targets, _ in self.micro_batches), self.mesh)
+
+
+def names_and_holdings(problem: Problem, layout_text: str) -> dict[str, Any]:
+    """Names of this rank's parameters; what it would write and what it holds; memory and its prediction."""
+    rank = Rank(problem, layout_text)
+    rank.passes.train(rank.micro_batches, rank.targets)
+    found = {
+        "names": [name for name, _ in rank.model.named_parameters()],
+        "owned": [(piece.name, piece.start, piece.stop) for piece in rank.parallel.master_pieces(owned=True)],
+        "masters": [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.parallel.master_pieces(False)],
+        "memory": rank.parallel.memory(),
+        "predicted": rank.parallel.predicted_bytes(),
+        "calls": {(call["site"], call["operation"]): call["calls"] for call in rank.mesh.record.table()},
+    }
+    rank.mesh.close()
+    return found
+
+
+def gathered_under_zero3(problem: Problem, layout_text: str) -> dict[str, Any]:
+    """Which units have memory between the steps of a program and, at most, within them; whole gradient buffers too."""
+    rank = Rank(problem, layout_text)
+    units = rank.parallel._units
+    seen: dict[str, list[set[str]]] = {"between": [], "within": []}
+
+    def there() -> set[str]:
+        return {name for name, unit in units.items() if unit.parameters.untyped_storage().nbytes() > 0}
+
+    for stage_units in rank.parallel._stages.values():
+        enter = stage_units.enter
+
+        def watched(name: str, x: Any, enter: Any = enter) -> Any:
+            result = enter(name, x)
+            assert name in there()
+            seen["within"].append(there())
+            return result
+
+        stage_units.enter = watched  # type: ignore[method-assign]
+    run = rank.passes._pipeline
+    steps: list[str] = []
+    _watch_steps(run, lambda kind: (steps.append(kind), seen["between"].append(there())))
+    rank.passes.train(rank.micro_batches, rank.targets)
+    after = there()
+    rank.mesh.close()
+    return {**seen, "steps": steps, "after": after}
+
+
+def _watch_steps(pipeline: Any, note: Any) -> None:
+    run = pipeline.run
+
+    def watched(compute: Any) -> None:
+        for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
+            method = getattr(compute, kind)
+
+            def noted(*arguments: Any, method: Any = method, kind: str = kind) -> Any:
+                result = method(*arguments)
+                note(kind)
+                return result
+
+            setattr(compute, kind, noted)
+        run(compute)
+
+    pipeline.run = watched
+
+
+def bf16_copies(problem: Problem, layout_text: str) -> list[tuple[str, int, torch.Tensor]]:
+    """Masters of this rank after two updates with bf16 parameters."""
+    rank = Rank(problem, layout_text, torch.bfloat16)
+    for _ in range(2):
+        rank.passes.train(rank.micro_batches, rank.targets)
+        for shard in rank.parallel.shards:
+            shard.master.sub_(shard.gradient, alpha=0.2)
+        rank.parallel.publish()
+    held = [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.parallel.master_pieces(owned=False)]
+    rank.mesh.close()
+    return held
+
+
+def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
+    """Of each output that left this rank's stages: whether its memory was still there when its backward began."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    rank = Rank(problem, layout_text)
+    sent: dict[tuple[int, int, int], StorageWeakRef] = {}
+    kept: list[bool] = []
+    pipeline = rank.passes._pipeline
+    run = pipeline.run
+
+    def watched(compute: Any) -> None:
+        forward, backward = compute.forward, compute.backward
+
+        def noted_forward(*arguments: Any) -> Any:
+            out = forward(*arguments)
+            if out is not None:
+                sent[arguments[:3]] = StorageWeakRef(out.untyped_storage())
+            return out
+
+        def noted_backward(*arguments: Any) -> Any:
+            if arguments[:3] in sent:
+                kept.append(not sent[arguments[:3]].expired())
+            return backward(*arguments)
+
+        compute.forward, compute.backward = noted_forward, noted_backward
+        run(compute)
+
+    pipeline.run = watched  # type: ignore[method-assign]
+    rank.passes.train(rank.micro_batches, rank.targets)
+    rank.mesh.close()
+    return kept

@@ -1,0 +1,89 @@
+"""Stages on ranks: who holds which units, each counted, written and summed once; memory that comes and goes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.model.parameters import parameter_table
+from meshwright.model.presets import preset
+from meshwright.verify.problem import Problem, scaled_down
+from tests.parallel import stage_cases as cases
+
+TIED = dataclasses.replace(scaled_down(preset("qwen3-0.6b")), layers=9)
+GPT2 = dataclasses.replace(scaled_down(preset("gpt2")), layers=9)
+LLAMA = dataclasses.replace(scaled_down(preset("llama-3-8b")), layers=9)
+
+
+@pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (TIED, "pp4 mb2"), (TIED, "dp2 zero1 pp2:zb-v mb2"), (GPT2, "dp2 zero3 pp2:chimera mb2"),
+        (LLAMA, "pp4:gems mb2"),
+    ],
+)  # fmt: skip
+def test_every_unit_is_somewhere_under_its_own_name_and_written_once(four, config, layout):
+    table = parameter_table(config)
+    found = four.run(cases.names_and_holdings, Problem(config, 8), layout)
+    names = {tensor.name for tensor in table.tensors}
+    assert {name for rank in found for name in rank["names"]} == names, "names do not change with the stage"
+    written = {row.name: torch.zeros(row.numel) for row in table.rows}
+    for rank in found:
+        for name, start, stop in rank["owned"]:
+            written[name][start:stop] += 1
+    assert all(bool((count == 1).all()) for count in written.values())
+    for rank in found:
+        assert rank["memory"] == rank["predicted"]
+
+
+def test_only_what_several_ranks_hold_is_summed_over_them(four):
+    def shared(config, layout) -> list[int]:
+        found = four.run(cases.names_and_holdings, Problem(config, 8), layout)
+        return [rank["calls"].get(("pipeline.gradients.shared", "all_reduce"), 0) for rank in found]
+
+    assert shared(TIED, "pp4 mb2") == [1, 0, 0, 1], "the embedding, on the first and on the last stage"
+    assert shared(LLAMA, "pp4 mb2") == [0, 0, 0, 0]
+    assert shared(TIED, "dp2 pp2:zb-v mb2") == [0, 0, 0, 0], "one rank has both ends"
+    units = len(parameter_table(LLAMA).units)
+    found = shared(LLAMA, "pp4:chimera mb2")
+    assert found[0] == found[3] and found[1] == found[2] and found[0] + found[1] == units
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero3 pp2:gpipe mb2", "dp2 zero3 pp2:zb-v mb4", "dp2 zero3 pp2 mb2 ac:full"])
+def test_zero3_keeps_nothing_gathered_between_a_forward_and_its_backward(four, layout):
+    for rank in four.run(cases.gathered_under_zero3, Problem(TIED, 8), layout):
+        sizes = [len(there) for there in rank["within"]]
+        assert 2 <= max(sizes) <= 3, "a unit and the next one of its stage, a tied embedding"
+        for kind, there in zip(rank["steps"], rank["between"], strict=True):
+            # The last stage begins at once with the backward pass of what it has just computed.
+            assert there <= {"head", "embedding"} if kind == "forward" else there == set(), (kind, there)
+        assert rank["after"] == set()
+        if "gpipe" in layout:
+            assert rank["between"][0] == set(), "other forwards come first"
+
+
+def test_copies_of_a_unit_on_several_stages_stay_alike_bit_for_bit(four):
+    held = four.run(cases.bf16_copies, Problem(TIED, 8, "float32"), "pp4:dualpipe mb8")
+    seen: dict[tuple[str, int], torch.Tensor] = {}
+    twice = 0
+    for pieces in held:
+        for name, start, tensor in pieces:
+            twice += (name, start) in seen
+            assert torch.equal(seen.setdefault((name, start), tensor), tensor), name
+    assert twice == len(seen), "two replicas of everything"
+
+
+def test_an_output_is_freed_when_it_has_been_sent(four):
+    """Ranks before the last: of their outputs most are gone by the time their gradients are back."""
+    kept = four.run(cases.outputs_kept, Problem(LLAMA, 8), "pp4:gpipe mb8")
+    assert [len(each) for each in kept] == [8, 8, 8, 0]
+    assert not any(any(each) for each in kept), kept
