@@ -11,6 +11,7 @@ from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
+from meshwright.plan.traffic import BY_CHOICE
 from meshwright.recipe import load_recipe_text
 from meshwright.train.loop import model_config
 from meshwright.train.trainer import Trainer
@@ -48,6 +49,23 @@ LAYOUTS = (
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
 SOME = [(name, layout) for (at, layout) in enumerate(LAYOUTS) for name in [[*MODELS][at % len(MODELS)]]]
 
+SPREAD = {
+    "mixtral": MODELS["mixtral"],
+    "qwen2_moe": MODELS["mixtral"]
+    | {
+        "model_family": "qwen2_moe",
+        "model_dense_layers": [1],
+        "model_expert_intermediate": 24,
+        "model_shared_intermediate": 24,
+    },
+}
+SPREAD_LAYOUTS = (
+    *("dp4 ep2 mb2", "dp4 zero2 ep2:etp2 mb2 bf16", "dp4 zero3 ep2 ac:full", "dp4 zero1 hs2 ep4", "dp2 tp2 zero3 ep2"),
+    *("tp4 ep2:etp2 ac:selective", "dp2 tp2:nosp ep4 ac:full", "tp2:nosp cp2 ep1:etp2", "dp2 pp2:zb-v mb4 zero1 ep2"),
+)
+ALL_SPREAD = [(name, layout) for layout in SPREAD_LAYOUTS for name in SPREAD]
+SOME_SPREAD = [(name, layout) for at, layout in enumerate(SPREAD_LAYOUTS) for name in [[*SPREAD][at % 2]]]
+
 
 def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
     wanted = recipe(place, layout, **{key: value for key, value in model.items() if value is not None})
@@ -81,3 +99,16 @@ def test_every_rank_sends_what_was_predicted_at_every_site(cases, tmp_path):
             text = recipe_text(tmp_path, layout, MODELS[name])
             for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text)):
                 assert recorded and predicted == recorded, (name, layout, rank)
+
+
+@pytest.mark.parametrize(
+    "cases", [SOME_SPREAD, pytest.param(ALL_SPREAD, marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_so_do_ranks_with_experts_but_for_what_tokens_choose(cases, tmp_path):
+    with LocalRanks(4) as ranks:
+        for name, layout in cases:
+            text = recipe_text(tmp_path, layout, SPREAD[name])
+            for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text)):
+                chosen = {site: sent for site, sent in recorded.items() if site in BY_CHOICE}
+                assert predicted | chosen == recorded, (name, layout, rank)
+                assert chosen and not BY_CHOICE & predicted.keys()

@@ -17,7 +17,7 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable, parameter_table
-from meshwright.model.rows import padded_numel
+from meshwright.model.rows import Part, padded_numel
 from meshwright.model.stages import Stage, stages_of, units_of
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.library import program_of
@@ -25,6 +25,11 @@ from meshwright.schedules.transfers import with_transfers
 
 TABLES = ("embedding", "positions")
 """Units that are looked up: on the way back nobody reads them."""
+
+BY_CHOICE = frozenset(
+    f"experts.{part}{way}" for part in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward")
+)
+"""Sites at which as many tokens travel as choose experts of other ranks: nothing but the run itself can say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,8 @@ class Work:
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
-    out."""
+    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left out,
+    and `BY_CHOICE`."""
     return {site: sent for site, sent in _Step(config, layout, work, rank).sites().items() if sent}
 
 
@@ -70,6 +75,7 @@ class _Step:
         for stage, count in passes.items():
             self.tensor(self.stages[stage], count)
             self.context(self.stages[stage], count)
+            self.experts(self.stages[stage], count)
         self.pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
@@ -108,10 +114,12 @@ class _Step:
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, ranks, numel * itemsize)
 
-    def scatter_or_gather(self, site: str, operation: str, numel: int, itemsize: int, times: int = 1) -> None:
-        """A reduce-scatter or an all-gather on axis shard, likewise."""
-        ranks, place = self.on("shard")
-        if not self.by_program(site, "shard", operation, numel, itemsize, place, times):
+    def scatter_or_gather(
+        self, site: str, axis: str, operation: str, numel: int, itemsize: int, times: int = 1
+    ) -> None:
+        """A reduce-scatter or an all-gather on such an axis, likewise."""
+        ranks, place = self.on(axis)
+        if not self.by_program(site, axis, operation, numel, itemsize, place, times):
             self.half(site, ranks, numel * itemsize, times)
 
     def by_program(
@@ -140,9 +148,12 @@ class _Step:
         entries, exits = Counter[str](), Counter[str]()
         if stage.first:
             exits["embedding"] += 1
-        for _ in stage.layers:
-            entries.update(("attention.input", "mlp.input"))
-            exits.update(("attention.output", "mlp.output"))
+        for layer in stage.layers:
+            spread = self.layout.expert_parallel and self.config.has_experts(layer)
+            # Experts that are spread meet elsewhere; what all tokens share is split over tp as any MLP.
+            halves = ("attention", "mlp") if not spread or self.config.shared_intermediate else ("attention",)
+            entries.update(f"{half}.input" for half in halves)
+            exits.update(f"{half}.output" for half in halves)
         if stage.last:
             entries["head.input"] += 1
         for site, times in entries.items():
@@ -195,6 +206,23 @@ class _Step:
             again = 2 if layout.recompute == "full" else 1
             self.all_reduce("router.load.cp", ranks, 4 * self.rows * config.experts, count * mixtures * again)
 
+    def experts(self, stage: Stage, count: int) -> None:
+        """Of experts that are spread, what does not depend on the choice of the tokens."""
+        config, layout = self.config, self.layout
+        mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
+        if not layout.expert_parallel or not mixtures:
+            return
+        repeated = 1 if layout.recompute == "none" else 2
+        self.half("experts.counts", layout.ep, 8 * (config.experts + layout.ep), mixtures * repeated)
+        self.half("experts.counts", layout.etp, 8 * layout.etp * (config.experts + 1), mixtures * repeated)
+        if config.router_loss:
+            again = 2 if layout.recompute == "full" else 1
+            self.all_reduce("router.load.tp", layout.tp, 4 * self.rows * config.experts, mixtures * again)
+        if not layout.tensor_sequence_parallel:
+            last = not config.shared_intermediate  # what nobody needs again
+            self.half("experts.output", layout.tp, self.hidden_bytes, mixtures * (1 if last else repeated))
+            self.half("experts.input.backward", layout.tp, self.hidden_bytes, mixtures)
+
     def pipeline(self) -> None:
         """What goes to other stages."""
         size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
@@ -204,13 +232,16 @@ class _Step:
 
     # --- parameters and their gradients
 
-    @property
-    def zero(self) -> int:
-        return self.layout.zero if self.layout.sharding > 1 else 0
+    def shards(self, part: Part) -> int:
+        """Ranks over which ZeRO shards a unit's flat buffer."""
+        return self.layout.sharding if part == "dense" else self.layout.expert_sharding
 
-    def padded(self, unit: str) -> int:
+    def zero(self, part: Part) -> int:
+        return self.layout.zero if self.shards(part) > 1 else 0
+
+    def padded(self, unit: str, part: Part = "dense") -> int:
         """Elements of a unit's flat buffer on this rank."""
-        return padded_numel(self.table.unit_numel(unit, self.layout), self.layout.sharding if self.zero else 1)
+        return padded_numel(self.table.unit_numel(unit, self.layout, part), self.shards(part))
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
         """The units whose tensors a stage computes with."""
@@ -219,25 +250,30 @@ class _Step:
 
     def gradients(self, unit: str, passes: int) -> None:
         """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
-        layout, numel, size = self.layout, self.padded(unit), self.work.master_bytes
-        if self.zero == 0:
-            self.reduce("data.gradients", "data", numel, size)
-            held = self.table.unit_numel(unit, layout)
+        for part in self.table.unit_parts(unit, self.layout):
+            self.gradients_of(unit, part, passes)
+
+    def gradients_of(self, unit: str, part: Part, passes: int) -> None:
+        numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
+        before = "" if part == "dense" else "expert_"
+        if zero == 0:
+            self.reduce("data.gradients", f"{before}data", numel, size)
+            held = self.table.unit_numel(unit, self.layout, part)
         else:
-            times = passes if self.zero >= 2 else 1
-            self.scatter_or_gather("data.gradients", "reduce_scatter", numel, size, times)
-            held = numel // layout.sharding
-            self.reduce("data.gradients.replicas", "replica", held, size)
+            times = passes if zero >= 2 else 1
+            self.scatter_or_gather("data.gradients", f"{before}shard", "reduce_scatter", numel, size, times)
+            held = numel // self.shards(part)
+            self.reduce("data.gradients.replicas", f"{before}replica", held, size)
         holders = {
             home[stage.index] for home in self.program.placement for stage in self.stages if unit in self.needed(stage)
         }
         self.all_reduce("pipeline.gradients.shared", len(holders), held * size)
-        if self.zero in (1, 2):
-            self.scatter_or_gather("data.parameters", "all_gather", numel, self.work.parameter_bytes)
+        if zero in (1, 2):
+            self.scatter_or_gather("data.parameters", f"{before}shard", "all_gather", numel, self.work.parameter_bytes)
 
     def gathers(self) -> None:
         """Under ZeRO-3: parameters around each use."""
-        if self.zero < 3:
+        if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
         before = None
@@ -251,8 +287,12 @@ class _Step:
                     gathered.subtract(self.table.needed_by(units[-1]))
             if kind in COMPUTING:
                 before = (stage, of) if kind == Kind.FORWARD else None
+        size = self.work.parameter_bytes
         for unit, times in gathered.items():
-            self.scatter_or_gather("data.parameters", "all_gather", self.padded(unit), self.work.parameter_bytes, times)
+            for part in self.table.unit_parts(unit, self.layout):
+                if self.zero(part):
+                    axis, numel = "shard" if part == "dense" else "expert_shard", self.padded(unit, part)
+                    self.scatter_or_gather("data.parameters", axis, "all_gather", numel, size, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
         """Gradients of which each rank of tp has a part: of this rank's shard of each unit, together in one call."""
@@ -262,7 +302,7 @@ class _Step:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):
                 continue
             start, stop = self.table.row_range(row, layout)
-            if self.zero:
+            if self.zero("dense"):
                 length = self.padded(row.unit) // layout.sharding
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
             found[row.replicas(layout)] += max(0, stop - start)
