@@ -1,6 +1,6 @@
 """How long ranks of a pipeline stand idle, measured on a wall clock, against the simulation of the same program.
 
-    python bench/pipeline_idle.py [--ranks 4 8] [--milliseconds 60] [--repeats 3]
+    python bench/pipeline_idle.py [--ranks 4 8] [--milliseconds 100] [--repeats 3]
     chrt --fifo 1 python bench/pipeline_idle.py      # on a machine that does other work: who has slept wakes at once
 
 Steps sleep instead of computing, so that cores do not limit the ranks: on a rank a forward, an input gradient and a
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--micro-batches", type=int, help="default: twice the ranks")
-    parser.add_argument("--milliseconds", type=float, default=60.0)
+    parser.add_argument("--milliseconds", type=float, default=100.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=[n for n in SCHEDULES if not n.startswith("pipedream")])
     parser.add_argument("--result", default="pipeline_idle")

@@ -122,17 +122,21 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
         )
         # NCCL joins them: then there is one work for all.
         return [([work], None) for work in works] if len(works) == len(messages) else [(works, None)] * len(messages)
+    group = axis.group
+    assert group is not None
     posted: list[Posted | None] = [None] * len(messages)
     for at in sorted(range(len(messages)), key=lambda at: not messages[at].arrives):  # receives first
         m = messages[at]
         on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends from the host alone
         if m.arrives:
             buffer = torch.empty_like(m.tensor, device="cpu") if on_host is None else on_host
-            work = dist.irecv(buffer, group=axis.group, group_src=m.peer, tag=MESSAGE_TAG)
-            posted[at] = [work], partial(m.tensor.copy_, buffer) if on_host is None else None
+            posted[at] = (
+                [group.recv([buffer], m.peer, MESSAGE_TAG)],
+                partial(m.tensor.copy_, buffer) if on_host is None else None,
+            )
         else:
             buffer = m.tensor.cpu() if on_host is None else on_host
-            posted[at] = [dist.isend(buffer, group=axis.group, group_dst=m.peer, tag=MESSAGE_TAG)], None
+            posted[at] = [group.send([buffer], m.peer, MESSAGE_TAG)], None
     return [each for each in posted if each is not None]
 
 
