@@ -8,26 +8,32 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, device_option, json_option
+from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
 
 
 @plumbing.command(
     "evaluate",
     "meshwright evaluate runs/quickstart --data recipes/quickstart.toml",
     "meshwright evaluate runs/quickstart/checkpoints/step-000300 --data book.txt",
+    'meshwright evaluate runs/quickstart --data book.txt --layout "tp2 pp2"',
 )
 @click.argument("checkpoint")
 @click.option("--data", required=True, help="A recipe (its validation split), or text: stdlib, a path, a glob.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Tokens of context; the recipe's or model's unless given.")
 @click.option("--xz/--no-xz", default=True, help="What `xz -9` makes of the same bytes, for comparison.")
 @device_option
+@reading_layout_option
 @json_option
-def command(checkpoint: str, data: str, sequence: int | None, xz: bool, device: str, as_json: bool) -> None:
+def command(
+    checkpoint: str, data: str, sequence: int | None, xz: bool, device: str, layout: str | None, as_json: bool
+) -> None:
     """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory."""
     from meshwright.train.evaluation import evaluate
 
     with answering(as_json) as answer:
-        result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, device=device, progress=_progress, log=_say)
+        device_or_layout(device, layout)
+        options: dict[str, Any] = {"device": device, "layout": layout, "progress": _progress, "log": _say}
+        result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, **options)
         answer(result, _text(result))
 
 

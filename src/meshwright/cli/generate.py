@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, device_option, json_option
+from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
 from meshwright.errors import UserError
 
 
@@ -16,6 +17,7 @@ from meshwright.errors import UserError
     "generate",
     "meshwright generate runs/quickstart --prompt 'def main(' --max-tokens 100",
     "meshwright generate runs/quickstart --prompt 'import ' --temperature 0.8 --top-p 0.95 --seed 7",
+    "meshwright generate runs/quickstart --prompt 'import ' --layout pp2",
     "meshwright generate runs/quickstart --prompt - --device cpu < prompt.txt",
 )
 @click.argument("checkpoint")
@@ -26,6 +28,7 @@ from meshwright.errors import UserError
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw among the most likely that reach p.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
 @device_option
+@reading_layout_option
 @json_option
 def command(
     checkpoint: str,
@@ -36,29 +39,34 @@ def command(
     top_p: float,
     seed: int,
     device: str,
+    layout: str | None,
     as_json: bool,
 ) -> None:
     """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
     directory. The text is written as it comes."""
     from meshwright.serve.generate import Generator
     from meshwright.serve.sampling import Sampling
+    from meshwright.serve.split import generate_split
 
     with answering(as_json) as answer:
         sampling = Sampling(temperature, top_k, top_p, seed)
         if prompt == "-":
             prompt = _standard_input()
-        generator = Generator.from_directory(
-            checkpoint, device=device, log=lambda line: print(line, file=sys.stderr, flush=True)
-        )
-        stream = generator.stream(prompt, max_tokens, sampling)
-        first, generation = next(stream)
-        if not as_json:
-            print(prompt + first, end="", flush=True)
-        for piece, generation in stream:  # noqa: B007 (the last one counts)
+        directory: Path | None
+        if layout is not None:
+            device_or_layout(device, layout)
+            generation, directory = generate_split(
+                checkpoint, layout, prompt, max_tokens, sampling, echo=not as_json, log=_say
+            )
+        else:
+            generator = Generator.from_directory(checkpoint, device=device, log=_say)
+            directory = generator.directory
+            for number, (piece, generation) in enumerate(generator.stream(prompt, max_tokens, sampling)):  # noqa: B007
+                if not as_json:
+                    print(piece if number else prompt + piece, end="", flush=True)
             if not as_json:
-                print(piece, end="", flush=True)
+                print(flush=True)
         if not as_json:
-            print(flush=True)
             rate = f", {generation.tokens_per_second:,.0f} tokens/s" if generation.tokens_per_second else ""
             print(
                 f"{len(generation.tokens)} tokens, the first after {generation.seconds_to_first_token:.3f} s{rate}",
@@ -72,9 +80,13 @@ def command(
             "stopped": generation.stopped,
             "seconds_to_first_token": generation.seconds_to_first_token,
             "tokens_per_second": generation.tokens_per_second,
-            "checkpoint": generator.directory,
+            "checkpoint": directory,
         }
         answer(document, "")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _standard_input() -> str:

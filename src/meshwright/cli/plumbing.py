@@ -33,6 +33,9 @@ device_option = click.option(
     show_default=True,
     help="What computes; auto: the GPU where there is one.",
 )
+reading_layout_option = click.option(
+    "--layout", help='Cut the model over local ranks, which compute on the CPU: "pp2", "tp2 pp2".'
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 
@@ -105,6 +108,12 @@ def _wanted(parameter: click.Parameter) -> str:
     """What belongs into an option, from its line in --help."""
     said = (getattr(parameter, "help", None) or "").rstrip(".")
     return f": {said[:1].lower()}{said[1:]}" if said else ""
+
+
+def device_or_layout(device: str, layout: str | None) -> None:
+    """Refuse a device that ranks of a layout do not compute on."""
+    if layout is not None and device == "cuda":
+        raise UserError("--layout with --device cuda: the ranks of a layout compute on the CPU; leave one of them out")
 
 
 class Answer(Protocol):

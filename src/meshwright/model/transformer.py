@@ -193,13 +193,18 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
         cache: KeyValueCache | None = None,
         positions: torch.Tensor | None = None,
+        stage: Stage | None = None,
+        x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the head reads: [B, S, H] after the final norm. With a `cache` the tokens follow those it holds.
 
-        `positions` [B, S] replace 0, 1, 2 ... (within each document, or after what the cache holds).
+        `positions` [B, S] replace 0, 1, 2 ... (within each document, or after what the cache holds). `stage`: only that
+        one, given what the stage before it gave; what any but the last gives is for the next one.
         """
-        x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units, cache, positions)))
-        return units.leave("head", x_BSH)
+        x_BSH = self._blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
+        if stage is not None and not stage.last:
+            return x_BSH
+        return units.leave("head", self._final(units.enter("head", x_BSH)))
 
     def logits(
         self,
@@ -209,11 +214,12 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Scores of the next token, [B, S, V], in the model's type."""
-        hidden_BSH = self.hidden(tokens_BS, documents, cache=cache, positions=positions)
-        logits_BSV = gather_from(
-            nn.functional.linear(hidden_BSH, self._head.weight), self.axes.tp, "head.output", dim=2
-        )
-        return logits_BSV[..., : self.config.vocabulary]
+        return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
+
+    def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Scores of the tokens that follow, [B, S, V], given what the head reads."""
+        local_BSV = nn.functional.linear(hidden_BSH, self._head.weight)
+        return gather_from(local_BSV, self.axes.tp, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made

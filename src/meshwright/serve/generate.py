@@ -17,6 +17,7 @@ from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.inference import SplitModel
 from meshwright.serve.sampling import Sampler, Sampling
 from meshwright.serve.text import TextStream
 from meshwright.train.checkpoint import find_checkpoint
@@ -42,17 +43,19 @@ class Generator:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | SplitModel,
         tokenizer: Tokenizer,
         *,
         start: int | None = None,
         ends: Iterable[int] = (),
         directory: Path | None = None,
     ) -> None:
-        """`start`: the token put before a prompt, as before each document in training; `ends`: tokens that end it;
-        `directory`: where the model came from."""
+        """`model`: whole, or this rank's part of it, and every rank does the same; `start`: the token put before a
+        prompt, as before each document in training; `ends`: tokens that end it; `directory`: where the model came
+        from."""
         self.directory = directory
-        self.model, self.tokenizer, self.start, self.ends = model.eval(), tokenizer, start, frozenset(ends)
+        self.model = model.eval() if isinstance(model, Transformer) else model
+        self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         tokenizer.no_padding()
         tokenizer.no_truncation()
 
@@ -75,6 +78,11 @@ class Generator:
         device = one_device(device)
         directory = find_checkpoint(directory, log, check_hashes=check_hashes)
         model, config = load_huggingface(directory, dtype, device)
+        return cls.of_model(model, config, directory)
+
+    @classmethod
+    def of_model(cls, model: Transformer | SplitModel, config: ModelConfig, directory: Path) -> Generator:
+        """With the tokenizer that lies beside the model in `directory`."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
@@ -136,7 +144,6 @@ class Generator:
         self, tokens: list[int], max_tokens: int, sampler: Sampler, generation: Generation, cached: bool
     ) -> Iterator[int]:
         """New tokens one by one; fills in the figures of `generation`."""
-        device = self.model.embedding.weight.device
         positions = self.model.config.max_positions
         cache = KeyValueCache(self.model.config, capacity=min(positions, len(tokens) + max_tokens)) if cached else None
         known, unread = list(tokens), list(tokens)
@@ -145,11 +152,7 @@ class Generator:
             if len(known) >= positions:
                 generation.stopped = "context"
                 break
-            with torch.no_grad():
-                batch_BS = torch.tensor([unread if cached else known], device=device)
-                hidden_BSH = self.model.hidden(batch_BS, cache=cache)
-                logits_V = torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight)
-                token = sampler.choose(logits_V)
+            token = self._next(unread if cached else known, cache, sampler)
             now = time.perf_counter()
             if number == 0:
                 first, generation.seconds_to_first_token = now, now - begun
@@ -161,6 +164,16 @@ class Generator:
             known.append(token)
             unread = [token]
             yield token
+
+    def _next(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
+        """The token that follows these, which follow those in the cache."""
+        if isinstance(self.model, SplitModel):
+            batch_BS = torch.tensor([tokens], device=self.model.mesh.device)
+            return self.model.next_token(batch_BS, cache, sampler.choose)
+        with torch.no_grad():
+            batch_BS = torch.tensor([tokens], device=self.model.embedding.weight.device)
+            hidden_BSH = self.model.hidden(batch_BS, cache=cache)
+            return sampler.choose(torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight))
 
 
 def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
-from meshwright.data import PackedTokens, PreparedData, prepare, xz_bits_per_byte
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PackedTokens, PreparedData, TokenBatch, prepare, xz_bits_per_byte
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
+from meshwright.parallel.inference import SplitModel, reading_layout
+from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.recipe import DataRecipe, load_recipe
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
@@ -30,6 +35,7 @@ def evaluate(
     sequence: int | None = None,
     with_xz: bool = True,
     device: str = "auto",
+    layout: str | None = None,
     check_hashes: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
@@ -39,7 +45,8 @@ def evaluate(
     checkpoint: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory; of a
     checkpoint every byte of the model is checked against its hash first, unless check_hashes is false. data: a recipe
     (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the recipe's or
-    the model's unless given. device: one of `names.DEVICES`. `progress(done, total)` hears of rows. The result has
+    the model's unless given. device: one of `names.DEVICES`. layout: cut the model over local ranks ("tp2 pp2"), which
+    compute on the CPU. `progress(done, total)` hears of rows, if there is one device. The result has
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with
     `with_xz`, `xz_bits_per_byte`.
 
@@ -49,20 +56,14 @@ def evaluate(
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = ModelConfig.from_path(directory)
     prepared, tokens = held_out(directory, config, data, sequence, log)
-    model, _ = load_huggingface(directory, torch.float32, device)
-    rows = max(1, TOKENS_AT_ONCE // tokens.sequence)
-    nats, count, done = 0.0, 0, 0
-    with torch.no_grad():
-        for batch in tokens.batches(rows):
-            loss = model(
-                torch.from_numpy(batch.tokens).to(device),
-                torch.from_numpy(batch.targets).to(device),
-                Documents.from_ids(batch.document_ids).to(device),
-            )
-            nats += float(loss)
-            count += batch.target_tokens
-            done += len(batch.tokens)
-            progress(done, tokens.rows)
+    if layout is None:
+        nats, count = _on_one_device(directory, tokens, device, progress)
+    else:
+        reading = reading_layout(layout, config)
+        threads = max(1, (os.cpu_count() or 1) // reading.world_size)
+        with LocalRanks(reading.world_size, threads=threads) as ranks:
+            given = str(directory), str(reading), data, tokens.sequence
+            nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]
     result: dict[str, Any] = {
         "loss": nats / count,
         "perplexity": math.exp(min(nats / count, 700.0)),
@@ -77,6 +78,48 @@ def evaluate(
     if with_xz:
         result["xz_bits_per_byte"] = xz_bits_per_byte(_texts(prepared, tokens))
     return result
+
+
+def _on_one_device(
+    directory: Path, tokens: PackedTokens, device: str, progress: Callable[[int, int], None]
+) -> tuple[float, int]:
+    """The sum of the token losses (nats), and of how many tokens."""
+    model, _ = load_huggingface(directory, torch.float32, device)
+    nats, count, done = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in tokens.batches(_rows(tokens)):
+            nats += float(model(*(part.to(device) for part in _micro_batch(batch))))
+            count += batch.target_tokens
+            done += len(batch.tokens)
+            progress(done, tokens.rows)
+    return nats, count
+
+
+def _on_rank(directory: str, layout: str, data: str, sequence: int) -> tuple[float, int]:
+    """The same, on one of several ranks that have a part of the model each."""
+    mesh = Mesh.create(Layout.parse(layout))
+    split = SplitModel(Path(directory), mesh)
+    _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None)
+    nats, count = 0.0, 0
+    under_way: list[MicroBatch] = []
+    for number, batch in enumerate(tokens.batches(_rows(tokens)), start=1):
+        under_way.append(_micro_batch(batch))
+        count += batch.target_tokens
+        if number % mesh.pp.size == 0:
+            nats += split.losses(under_way)
+            under_way.clear()
+    nats += split.losses(under_way)
+    mesh.close()
+    return nats, count
+
+
+def _rows(tokens: PackedTokens) -> int:
+    return max(1, TOKENS_AT_ONCE // tokens.sequence)
+
+
+def _micro_batch(batch: TokenBatch) -> MicroBatch:
+    tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    return tokens_BS, targets_BS, Documents.from_ids(batch.document_ids)
 
 
 def held_out(

@@ -1,0 +1,155 @@
+"""A model cut over the ranks of tp and pp, to be read alone: evaluation and generation.
+
+Each rank has the parameters of its stage (of its part of each product), without gradients or masters, and the keys and
+values of its layers. Messages between stages are those of the pipeline runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.collectives import all_reduce, broadcast
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.config import ModelConfig
+from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.parameters import parameter_table
+from meshwright.model.refuse import refuse
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.partition import Partition
+from meshwright.parallel.pieces import flat_unit
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.schedules.library import generate
+
+TOKEN_SITE = "generation.token"
+LOSS_SITE = "evaluation.loss"
+_BALANCED_FOR = 2048  # tokens of a row for which stages are of equal work
+
+
+def reading_layout(text: str, config: ModelConfig) -> Layout:
+    """The layout on which a model is evaluated or generates: tp and pp.
+
+    A single new token cannot be cut over ranks, so tp goes without sequence parallelism. Raises UserError for other
+    parts, and for a layout that does not fit the model.
+    """
+    layout = Layout.parse(text)
+    reading = Layout(tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp)
+    if layout not in (reading, reading.with_(tensor_sequence_parallel=True)):
+        raise UserError(f'layout "{layout}": evaluation and generation run on tpN and ppN alone, as in "tp2 pp2"')
+    refuse(reading, config, batch=1)
+    return reading
+
+
+class SplitModel:
+    """This rank's part of the model in a Hugging Face directory (or a checkpoint's), its values cast to `dtype`.
+
+    Raises UserError as `load_huggingface` does.
+    """
+
+    def __init__(self, directory: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> None:
+        files, self.config, self.mesh = CheckpointFiles(directory), ModelConfig.from_path(directory), mesh
+        table = parameter_table(self.config)
+        program = generate("1f1b", mesh.pp.size, mesh.pp.size)  # as many micro-batches as fill it
+        partition = Partition.of(program, self.config, table, min(_BALANCED_FOR, self.config.max_positions))
+        self.stages = partition.stages
+        self._pipeline = Pipeline(program, mesh.pp)
+        held = partition.held(mesh.pp.rank)
+        self.model = Transformer(self.config, axes=mesh, device=mesh.device, dtype=dtype, stages=held).eval()
+        names = match_rows(files, table, self.config)
+        coordinates = mesh.layout.coordinates(mesh.rank)
+        with torch.no_grad():
+            for name in partition.units_at(mesh.pp.rank):
+                unit = flat_unit(table, name, 1, mesh.layout, coordinates)
+                flat = torch.zeros(unit.numel, dtype=dtype)
+                for part in unit.parts:
+                    value = read_row(files, part.row, names)
+                    engine = (value.t() if part.row.transposed else value).reshape(-1)
+                    flat[part.offset : part.offset + part.numel] = part.of(engine)
+                for placed in unit.tensors:
+                    values = flat[placed.offset : placed.offset + placed.numel].view(placed.shape)
+                    self.model.get_parameter(placed.tensor.name).copy_(values)
+
+    def losses(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The sum of the token losses of some batches (nats), the same on every rank; they fill the pipeline."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        size = self.mesh.pp.size
+        with torch.no_grad():
+            for first in range(0, len(micro_batches), size):
+                forwards = _Losses(self, micro_batches[first : first + size])
+                self._pipeline.run_forwards(forwards, len(forwards.micro_batches))
+                total += forwards.total
+        all_reduce(total, self.mesh.pp, LOSS_SITE)
+        return float(total)
+
+    def cache(self, capacity: int) -> KeyValueCache:
+        """Room for the keys and values of this rank's layers."""
+        return KeyValueCache(self.config, capacity=capacity)
+
+    def next_token(
+        self, tokens_BS: torch.Tensor, cache: KeyValueCache | None, choose: Callable[[torch.Tensor], int]
+    ) -> int:
+        """The token that `choose` draws from the scores [V] behind one row of tokens, on every rank. With a `cache` the
+        tokens follow those it holds. Ranks of tp draw from the same scores: theirs must be the same draw."""
+        with torch.no_grad():
+            forward = _Scores(self, tokens_BS, cache)
+            self._pipeline.run_forwards(forward, 1)
+            token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
+            if forward.scores_V is not None:
+                token.fill_(choose(forward.scores_V))
+            broadcast(token, self.mesh.pp, TOKEN_SITE, source=self.mesh.pp.size - 1)
+        return int(token)
+
+
+class _Forwards:
+    """What forwards alone share as a `Compute` (parallel/pipeline.py)."""
+
+    def __init__(self, split: SplitModel, micro_batches: Sequence[torch.Tensor]) -> None:
+        self.split, self.tokens = split, micro_batches
+
+    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
+        model, tokens_BS = self.split.model, self.tokens[micro_batch]
+        dtype = next(model.parameters()).dtype
+        return torch.empty((*tokens_BS.shape, model.config.hidden), dtype=dtype, device=tokens_BS.device)
+
+    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        raise AssertionError("nothing is trained here")
+
+    input_gradient = backward
+
+    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
+        raise AssertionError("nothing is trained here")
+
+
+class _Losses(_Forwards):
+    def __init__(self, split: SplitModel, micro_batches: Sequence[MicroBatch]) -> None:
+        super().__init__(split, [tokens_BS for tokens_BS, _, _ in micro_batches])
+        self.micro_batches, self.total = micro_batches, 0.0
+
+    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        part = self.split.stages[stage]
+        out = self.split.model.run_stage(part, x, *self.micro_batches[micro_batch]).x
+        if not part.last:
+            return out
+        self.total += float(out)
+        return None
+
+
+class _Scores(_Forwards):
+    def __init__(self, split: SplitModel, tokens_BS: torch.Tensor, cache: KeyValueCache | None) -> None:
+        super().__init__(split, [tokens_BS])
+        self.cache = cache
+        self.scores_V: torch.Tensor | None = None
+
+    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        part, model = self.split.stages[stage], self.split.model
+        out_BSH = model.hidden(self.tokens[0], cache=self.cache, stage=part, x_BSH=x)
+        if not part.last:
+            return out_BSH
+        self.scores_V = model.scores(out_BSH[:, -1:])[0, -1]
+        return None
