@@ -12,6 +12,7 @@ of the simulated one, of each rank's own first to last step (mean over ranks) an
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -138,6 +139,7 @@ def main() -> None:
             "milliseconds_a_step": arguments.milliseconds,
             "message_bytes": 4 * MESSAGE,
             "repeats": arguments.repeats,
+            "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
             "all_hold": all(row["own_holds"] and row["whole_holds"] for row in rows),
             "schedules": rows,
         },
