@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshwright.comm.call_ring import process_calls
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.train import worker
 from meshwright.train.rendezvous import Place, initialise, meet
@@ -84,6 +85,28 @@ def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]
     if start.rank == 0:
         raise RankLost("rank 0 was left alone in data.gradients")
     time.sleep(60)
+    return {}
+
+
+def wait_in_a_call(start: Place, site: str) -> None:
+    calls = process_calls()
+    calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
+
+
+def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 0:
+        time.sleep(60)
+    wait_in_a_call(start, "data.gradients")
+    time.sleep(0.3)
+    process_calls().give_up()
+    raise RankLost("rank 1 had no answer")
+
+
+def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 0:
+        time.sleep(60)
+    wait_in_a_call(start, "data.gradients")
+    os.kill(os.getpid(), signal.SIGSTOP)
     return {}
 
 

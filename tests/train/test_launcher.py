@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
-from meshwright.train.launcher import LaunchSpec, RankFault, _threads_said, available_cores, launch
+from meshwright.train import launcher
+from meshwright.train.launcher import LaunchSpec, RankFault, launch
+from meshwright.train.started_rank import available_cores, threads_said
 from tests.train.launcher_ranks import COMMAND, ROOT
 
 
@@ -83,6 +86,25 @@ def test_the_cause_is_named_and_not_those_it_left_alone(tmp_path):
 def test_a_rank_that_lost_another_is_believed_when_nobody_knows_better(tmp_path):
     with pytest.raises(RankLost, match=r"^rank 0 was left alone in data.gradients; there is no checkpoint yet"):
         start(tmp_path, "left alone")
+
+
+def test_a_rank_that_others_wait_for_says_where_it_is_while_it_still_can(tmp_path):
+    log: list[str] = []
+    with pytest.raises(RankLost, match=r"^rank 0 has not entered call 1 of ranks 0,1 \(all_reduce data.gradients over"):
+        start(tmp_path, "rank 0 is elsewhere", log=log)
+    assert re.search(
+        r"where it is, innermost first:\n +File .*launcher_ranks.py\", line \d+ in case_rank_0_is_else", log[0]
+    )
+    assert (tmp_path / "rank-lost.txt").read_text() in log[0]
+
+
+def test_a_rank_that_is_stopped_while_it_waits_and_can_report_nothing_is_missed_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)
+    with pytest.raises(RankLost, match=r"^rank 0 has not entered call 1 of .*, where rank 1 has been waiting for"):
+        start(tmp_path, "stopped in a call", collective_timeout=0.5)
+    assert re.search(r"rank 1 \(process \d+, stopped \(state T\)\): has been", (tmp_path / "rank-lost.txt").read_text())
+    assert not any(map(alive, processes(tmp_path)))
 
 
 def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path, capfd):
@@ -218,4 +240,4 @@ def test_the_second_of_two_runs_in_one_directory_ends_with_a_line(tmp_path):
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", None), ("0", None), ("many", None)])
 def test_threads_of_a_rank_are_openmps_where_it_says_some(monkeypatch, said, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert _threads_said() == threads
+    assert threads_said() == threads

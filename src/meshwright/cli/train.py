@@ -10,6 +10,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option
+from meshwright.errors import Terminated
 
 
 @plumbing.command(
@@ -49,8 +50,14 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     if join_if_started_by_others():
         from meshwright.train.worker import join
 
-        result = join(recipe)
-        return result if place(recipe.run.rendezvous).rank == 0 else None
+        first = place(recipe.run.rendezvous).rank == 0
+        try:
+            result = join(recipe)
+        except (Terminated, KeyboardInterrupt) as stopped:
+            if first:
+                raise
+            sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 says it for all
+        return result if first else None
     # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
     check_recipe(recipe)
     named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)

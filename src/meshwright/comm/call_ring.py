@@ -33,7 +33,7 @@ _MAGIC = b"mwcalls1"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, rank, ranks, capacity, groups, process
 _BODY = struct.Struct("<Q4HQQQ")  # number; kind, group, shape, place; index in the group; payload bytes; posted
 _NAME = struct.Struct("<HI")  # length, checksum
-_GAVE_UP = 5  # word of the header
+_GAVE_UP, _SINCE = 5, 6  # words of the header: gave up; since when the process waits, 0 while it does not
 _COUNTS = 64
 _RECORD_BYTES = 64
 _WORDS = _RECORD_BYTES // 8
@@ -173,11 +173,13 @@ class CallWriter:
 
     def wait(self, number: int) -> None:
         """Note that the process waits for a call from now on."""
+        self._words[_SINCE] = now = time.monotonic_ns()
         if self._number - number < self._capacity:
-            self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = time.monotonic_ns()
+            self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = now
 
     def done(self, number: int) -> None:
         """Note that a call has come through."""
+        self._words[_SINCE] = 0
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = time.monotonic_ns()
 
@@ -231,6 +233,13 @@ def read_calls(descriptor: int) -> RankCalls | None:
             return calls if calls.process else None
     except (ValueError, OSError, struct.error):
         return None
+
+
+def waiting_since(descriptor: int) -> float | None:
+    """Since when (monotonic, seconds) the process that writes to `descriptor` waits for a call; None while it does
+    not. Costs one system call."""
+    word = os.pread(descriptor, 8, 8 * _SINCE)
+    return int.from_bytes(word, sys.byteorder) / 1e9 or None
 
 
 def _read(data: bytes, again: bytes | None = None) -> RankCalls:

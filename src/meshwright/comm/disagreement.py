@@ -40,6 +40,10 @@ class Seen:
         return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
 
     @property
+    def running(self) -> bool:
+        return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
+
+    @property
     def gave_up(self) -> bool:
         return self.calls is not None and self.calls.gave_up
 
@@ -401,4 +405,4 @@ def _last(seen: Seen, now: float) -> str:
 
 
 def _its_state(seen: Seen) -> str:
-    return f"it {seen.ended}" if seen.ended else f"its process is {seen.state_text}"
+    return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

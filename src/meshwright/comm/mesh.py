@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from meshwright.comm.faults import Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
 from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
@@ -41,6 +43,23 @@ class Communicator:
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0  # of this process's host, in calls, since it started
+
+    @contextmanager
+    def noted(
+        self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
+    ) -> Iterator[None]:
+        """What all `ranks` do together inside is one call, which the process waits for."""
+        number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
+        self.calls.wait(number)
+        try:
+            yield
+        except RuntimeError as error:
+            self.calls.give_up()
+            reason = " ".join(str(error).split())[:300]
+            raise RankLost(
+                f"rank {dist.get_rank()} had no answer in {site} ({operation} over {axis}): {reason}"
+            ) from error
+        self.calls.done(number)
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,8 @@ class Mesh:
             if len(ranks) == 1:
                 return None
             if ranks not in groups:
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+                with communicator.noted(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
+                    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
                     made.append(group)

@@ -15,6 +15,7 @@ from meshwright.comm.call_ring import read_calls
 from meshwright.comm.disagreement import Seen, Verdict, diagnose
 
 MOST_RANKS = 64  # whose lines are printed
+STACK_LINES = 12
 AROUND = 3  # calls before the one on which ranks part
 
 
@@ -30,11 +31,13 @@ def process_state(process: int) -> str:
 
 @dataclass
 class Snapshot:
-    """All ranks at one moment: `now` on the monotonic clock, `when` for people."""
+    """All ranks at one moment: `now` on the monotonic clock, `when` for people. stacks: the lines of those that said
+    where they are."""
 
     seen: list[Seen]
     now: float = field(default_factory=time.monotonic)
     when: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+    stacks: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
@@ -49,6 +52,16 @@ class Snapshot:
     def verdict(self) -> Verdict | None:
         """Who is the odd one out, if anyone waits or disagrees."""
         return diagnose(self.seen, self.now)
+
+    @property
+    def busy(self) -> list[Seen]:
+        """The ranks that are to blame, are alive and are in no call: only they know what they are doing."""
+        odd = self.verdict.odd if self.verdict is not None else ()
+        return [
+            each
+            for each in self.seen
+            if each.rank in odd and each.calls is not None and each.calls.waiting is None and each.running
+        ]
 
     @property
     def told(self) -> bool:
@@ -75,16 +88,17 @@ class Snapshot:
         if calls is None:
             return [f"{mark} rank {seen.rank} ({seen.state_text}): has made no call"]
         head = f"{mark} rank {seen.rank} (process {calls.process}, {seen.state_text}): "
-        waiting, last = calls.waiting, calls.last
+        waiting = calls.waiting
         if waiting is not None:
             lines = [
                 f"{head}has been waiting for {self._ago(waiting.waited)} in {_described(waiting)}",
                 f"    at {waiting.place}",
             ]
-        elif last is None:
-            return [f"{head}has made no call"]
         else:
-            lines = [f"{head}waits in no call"]
+            lines = [f"{head}{'has made' if calls.last is None else 'waits in'} no call"]
+        stack = self.stacks.get(seen.rank, [])
+        lines += ["    where it is, innermost first:"] if stack else []
+        lines += [f"      {line}" for line in stack[:STACK_LINES]]
         done = calls.last_done
         if done is not None:
             lines.append(f"    last done, {self._ago(done.done)} ago: {_described(done)}")

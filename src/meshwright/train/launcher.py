@@ -8,7 +8,6 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,17 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
-from meshwright.comm.call_ring import memory_file
+from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.disagreement import Seen, position
-from meshwright.comm.rank_report import Snapshot, write_report
+from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.train.checkpoint import newest
+from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
 SETTLE_SECONDS = 0.5  # after the first bad news: others may know the cause better
+LOOK_SECONDS = 5.0  # between looks at ranks that may have been stopped
+STOPPED_SECONDS = 5.0  # beyond the time-out, for others to report first
 TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing them
 
 
@@ -44,8 +47,8 @@ class LaunchSpec:
     """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
 
     `threads`: per rank; OMP_NUM_THREADS, else this machine's processors shared out, unless given. `method`: where the
-    ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it. `command`:
-    runs one rank.
+    ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
+    `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank.
     """
 
     description: Mapping[str, Any]
@@ -54,6 +57,7 @@ class LaunchSpec:
     restarts: int = 0
     threads: int | None = None
     method: str | None = None
+    collective_timeout: float = 600.0
     command: Sequence[str] = (
         sys.executable,
         "-P",
@@ -83,13 +87,14 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
             restarts,
             recipe.run.threads,
             recipe.run.rendezvous,
+            recipe.run.collective_timeout,
         )
     )
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
-    with RunDirectory(spec.directory) as directory, _Signals() as signals:
+    with RunDirectory(spec.directory) as directory, StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
                 return _Attempt(spec, directory, signals).run()
@@ -100,43 +105,13 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     raise AssertionError("the last attempt returns or raises")
 
 
-@dataclass(slots=True)
-class _Rank:
-    """A started rank. `pipe`: where it reports, -1 when closed. `ended`: when, on the monotonic clock."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    pipe: int
-    said: bytearray = field(default_factory=bytearray)
-    report: dict[str, Any] | None = None
-    ended: float | None = None
-    told_to_end: bool = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether it ended with a result."""
-        return self.report is not None and "result" in self.report
-
-    @property
-    def error(self) -> str | None:
-        """The name of the error it reported."""
-        return None if self.report is None else self.report.get("error", self.report.get("fault"))
-
-    @property
-    def signal(self) -> int | None:
-        """The signal that killed it, None if it exited."""
-        code = self.process.returncode
-        return -code if code is not None and code < 0 else None
-
-
 class _Attempt:
     """One start of all ranks."""
 
-    def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: _Signals) -> None:
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
-        self.ranks: list[_Rank] = []
+        self.ranks: list[StartedRank] = []
         self.told = 0  # stop signals passed on so far
-        self.rings: dict[int, int] = {}  # the descriptor of each rank's calls, which outlive it here
         self.snapshot: Snapshot | None = None  # when the first one had bad news
 
     def run(self) -> dict[str, Any]:
@@ -150,38 +125,13 @@ class _Attempt:
         finally:
             self._end_all()
             shutil.rmtree(meeting, ignore_errors=True)
-            for descriptor in self.rings.values():
-                os.close(descriptor)
 
-    def _start(self, number: int, method: str) -> _Rank:
+    def _start(self, number: int, method: str) -> StartedRank:
         spec = self.spec
-        threads = spec.threads or _threads_said() or max(1, available_cores() // spec.ranks)
-        ours, theirs = os.pipe()
+        description = {**spec.description, "method": method, "directory": str(spec.directory)}
+        threads = spec.threads or threads_said() or max(1, available_cores() // spec.ranks)
         keep = [self.directory.lock_descriptor]
-        calls = self.rings[number] = memory_file(number, spec.ranks)
-        description = {
-            **spec.description, "rank": number, "ranks": spec.ranks, "method": method, "threads": threads,
-            "directory": str(spec.directory), "launcher": os.getpid(), "report": theirs, "keep": keep, "calls": calls,
-        }  # fmt: skip
-        # Libraries read these before any code of ours could tell them; what the user has set stands.
-        environment = {"OMP_NUM_THREADS": str(threads), **_loopback(), **os.environ}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
-        try:
-            process = subprocess.Popen(
-                spec.command,
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard output is for the result alone
-                pass_fds=(theirs, calls, *keep),
-                env=environment,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(theirs)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(description).encode() + b"\n")
-            process.stdin.flush()  # and stays open: its end tells the rank that we have died
-        return _Rank(number, process, ours)
+        return start_rank(number, spec.ranks, description, spec.command, threads, keep)
 
     # --- while they run
 
@@ -197,10 +147,14 @@ class _Attempt:
                     descriptors.callback(os.close, watched)
                     selector.register(watched, selectors.EVENT_READ, partial(self._end, rank, selector, watched))
             while any(rank.ended is None for rank in self.ranks):
-                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                for key, _ in selector.select(timeout):
+                timeout = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = selector.select(timeout)
+                for key, _ in ready:
                     key.data()
                 self._pass_signals_on()
+                if not ready and deadline is None and self._stopped_in_a_call():
+                    self._look()
+                    break
                 if deadline is None and any(map(self._bad, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
                     if any(rank.error == "RankLost" for rank in self.ranks):
@@ -211,11 +165,20 @@ class _Attempt:
             self._look()
 
     def _look(self) -> None:
-        """Take in what all ranks are doing."""
-        ended = {rank.number: _how_it_ended(rank) for rank in self.ranks if rank.ended is not None and not rank.report}
-        self.snapshot = Snapshot.take(self.rings, ended)
+        """Take in what all ranks are doing; one that others wait for, and that is not in a call, says where it is."""
+        ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
+        self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
+        for seen in self.snapshot.busy:
+            self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
 
-    def _read(self, rank: _Rank, selector: selectors.BaseSelector) -> None:
+    def _stopped_in_a_call(self) -> bool:
+        """Whether a rank has waited in a call for longer than it may and cannot say so: its process is stopped."""
+        now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
+        since = [(rank, waiting_since(rank.calls)) for rank in self.ranks if rank.ended is None]
+        late = [rank for rank, moment in since if moment is not None and now - moment > limit]
+        return any(process_state(rank.process.pid) in ("T", "t") for rank in late)
+
+    def _read(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
         """Take in what a rank reports."""
         if rank.pipe < 0:
             return
@@ -228,7 +191,7 @@ class _Attempt:
             if not hasattr(os, "pidfd_open"):
                 self._note_end(rank)
 
-    def _end(self, rank: _Rank, selector: selectors.BaseSelector, watched: int) -> None:
+    def _end(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
         """A rank has ended: take in the rest of its report."""
         selector.unregister(watched)
         if rank.pipe >= 0:
@@ -240,14 +203,14 @@ class _Attempt:
             selector.unregister(rank.pipe)
         self._note_end(rank)
 
-    def _note_end(self, rank: _Rank) -> None:
+    def _note_end(self, rank: StartedRank) -> None:
         rank.process.wait()
         rank.ended = time.monotonic()
         with suppress(ValueError):  # nothing, or killed while it was writing
             rank.report = json.loads(rank.said)
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
-    def _bad(self, rank: _Rank) -> bool:
+    def _bad(self, rank: StartedRank) -> bool:
         """Whether a rank's end means that the others cannot go on. When all were told to stop, they end one by one."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
@@ -259,7 +222,7 @@ class _Attempt:
                     # Whoever asks twice does not want to wait for a checkpoint.
                     self._send(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
 
-    def _send(self, rank: _Rank, number: signal.Signals) -> None:
+    def _send(self, rank: StartedRank, number: signal.Signals) -> None:
         rank.told_to_end = True
         with suppress(ProcessLookupError):
             rank.process.send_signal(number)
@@ -275,12 +238,7 @@ class _Attempt:
                 with suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.0, deadline - time.monotonic()))
         for rank in self.ranks:
-            if rank.pipe >= 0:
-                os.close(rank.pipe)
-                rank.pipe = -1
-            if rank.process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    rank.process.stdin.close()
+            rank.close()
 
     # --- how it ended
 
@@ -305,14 +263,15 @@ class _Attempt:
         self._report(line)
         raise RankLost(f"{line}; {self._resumes()}")
 
-    def _lost(self, died: list[_Rank], reported: list[_Rank]) -> str:
+    def _lost(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
         """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         if died and not (verdict is not None and verdict.of_calls and died[0].signal in (None, signal.SIGABRT)):
             return self._death(died[0])
         if verdict is not None:
             return f"{verdict.line}; {self._when()}"
-        assert reported[0].report is not None
+        if not reported or reported[0].report is None:
+            return f"the ranks stopped answering {self._when()}"
         return str(reported[0].report["message"])
 
     def _report(self, line: str) -> None:
@@ -322,7 +281,7 @@ class _Attempt:
             kept = write_report(self.directory.lost, text)
             self.spec.log(text + (f"this report is kept in {self.directory.lost}\n" if kept else ""))
 
-    def _raise_stopped(self, died: list[_Rank], reported: list[_Rank]) -> None:
+    def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
         """After a stop signal: that we stopped, unless a rank has something else to say."""
         for rank in reported:
             if not died and rank.error not in ("Terminated", "RankLost"):
@@ -333,7 +292,7 @@ class _Attempt:
             raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
 
-    def _raise(self, rank: _Rank) -> None:
+    def _raise(self, rank: StartedRank) -> None:
         report = rank.report
         assert report is not None
         if "fault" in report:
@@ -343,8 +302,8 @@ class _Attempt:
         error.exit_code = report["exit_code"]
         raise error
 
-    def _death(self, rank: _Rank) -> str:
-        line = f"rank {rank.number} (process {rank.process.pid}) {_how_it_ended(rank)} {self._when()}"
+    def _death(self, rank: StartedRank) -> str:
+        line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._when()}"
         seen: list[Seen] = [] if self.snapshot is None else self.snapshot.seen
         where = next((position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
@@ -358,75 +317,3 @@ class _Attempt:
         if checkpoint is None:
             return "there is no checkpoint yet: the same command begins again"
         return f"the same command goes on from {checkpoint.name}"
-
-
-class _Signals:
-    """SIGTERM and SIGINT while ranks run: counted, to be passed on. Outside the main thread there is nothing to do."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.interrupted = False
-        self.wakeup, self._write = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self._write.setblocking(False)
-        self._before: dict[int, Any] = {}
-
-    @property
-    def stop(self) -> bool:
-        return self.count > 0
-
-    def __enter__(self) -> _Signals:
-        with suppress(ValueError):  # not the main thread
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._caught)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self.wakeup.close()
-        self._write.close()
-
-    def _caught(self, number: int, frame: object) -> None:
-        self.count += 1
-        self.interrupted = self.interrupted or number == signal.SIGINT
-        with suppress(OSError):
-            self._write.send(b"!")
-
-    def drain(self) -> None:
-        with suppress(BlockingIOError):
-            while self.wakeup.recv(64):
-                pass
-
-
-def _how_it_ended(rank: _Rank) -> str:
-    number = rank.signal
-    if number is None:
-        return f"ended with exit code {rank.process.returncode} and no report"
-    known = number in {item.value for item in signal.Signals}
-    return f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
-
-
-def _threads_said() -> int | None:
-    """What the person who starts a run has set for all programs alike, by OpenMP's own variable."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdecimal() and int(said) else None
-
-
-def available_cores() -> int:
-    """Processors that this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
-
-
-def _loopback() -> dict[str, str]:
-    """Ranks of one machine talk over the loopback interface: a host name may lead to a network that is down."""
-    with suppress(OSError):
-        for _, name in socket.if_nameindex():
-            if name in ("lo", "lo0"):
-                return {"GLOO_SOCKET_IFNAME": name}
-    return {}

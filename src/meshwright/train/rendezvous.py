@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
 from meshwright.layout import Layout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+LAUNCHER = "the launcher"
+"""`Place.started_by` of the ranks that Meshwright starts itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +186,13 @@ def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
         yield
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(
+        line = (
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
-            f"{timeout_seconds:g} s ({reason}); were all ranks started, and can they reach it?"
-        ) from error
+            f"{timeout_seconds:g} s ({reason})"
+        )
+        if place.started_by == LAUNCHER and place.method.startswith("file://"):
+            raise RankLost(line) from error  # it has started them all, at a place that all reach
+        raise UserError(f"{line}; were all ranks started, and can they reach it?") from error
 
 
 def _store(place: Place, timeout: timedelta) -> Store:

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
-from meshwright.errors import MeshwrightError, UserError
+from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
+from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place, check_world_size
@@ -41,12 +42,13 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     faulthandler.enable()
     report = os.fdopen(description["report"], "w")
     os.set_inheritable(report.fileno(), False)
-    for descriptor in (description["calls"], *description["keep"]):
+    for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
+    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
     attach(description["calls"])
     try:
         start = Place(
-            description["rank"], description["ranks"], description["rank"], description["method"], "the launcher"
+            description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
         )
         text, code = json.dumps({"result": (work or _train_as_told)(description, start)}), 0
     except MeshwrightError as error:
@@ -140,15 +142,24 @@ def _train(
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
+    calls = None
     try:
         if lock:
             _lock_for_all(directory, start, store)
             _write_ranks(directory, start, store)
+            if store is not None:
+                calls = HostCalls.agree(directory, start, store)
         layout = recipe.parsed_layout
         programs = named_programs(recipe.collectives, layout, recipe.where)
         mesh = Mesh.create(layout, device, timeout, programs)
         return train(recipe, mesh, directory, **options)
+    except RankLost as error:
+        if calls is None:
+            raise
+        raise calls.report(error) from error
     finally:
+        if calls is not None and not isinstance(sys.exc_info()[1], RankLost):
+            calls.close()
         if start.rank == 0:
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
