@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import UserError
+from meshwright.errors import Terminated, UserError
 from meshwright.recipe import load_recipe
-from meshwright.train import launcher
+from meshwright.train import launcher, worker
 
 TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can go on.\n\n" for n in range(600))
 
@@ -220,6 +220,24 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
     assert json.loads(ended.stdout)["step"] == 5 and "resumed from step-000004" in ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("stopped", "code"), [(Terminated("stopped by SIGTERM"), 143), (KeyboardInterrupt("^C"), 130)])
+def test_of_ranks_that_others_started_rank_0_alone_says_that_all_were_stopped(
+    recipe, command_line, monkeypatch, capsys, stopped, code
+):
+    def join(*_: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr(worker, "join", join)
+    for key, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    outcome = command_line("train", recipe)
+    assert outcome.code == code and outcome.errors == f"meshwright: {stopped}\n"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        command_line("train", recipe)
+    assert ended.value.code == code and capsys.readouterr() == ("", "")
 
 
 def test_another_number_of_ranks_than_the_layout_needs_is_a_line(recipe, command_line, monkeypatch):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm import call_ring
@@ -159,6 +159,7 @@ def test_a_named_file_is_made_anew_and_junk_is_no_ring(tmp_path: Path):
     os.close(made)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.booleans())
 def test_groups_are_written_and_read_back(ranks, paired):
     group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm.call_log import Call, Group, RankCalls
 from meshwright.comm.disagreement import Seen, diagnose, position
 from meshwright.comm.rank_report import Snapshot
 
+quickly = settings(deadline=None, max_examples=40)
 STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
 """The sites of one step's calls, over one group."""
 
@@ -68,6 +69,7 @@ def left_waiting(ranks: list[Rank], odd: int, calls: int, group: Group) -> None:
             rank.call(STEP[calls % len(STEP)], group, done=False)
 
 
+@quickly
 @given(st.integers(2, 6), st.integers(0, 60), st.data())
 def test_a_rank_that_stays_away_is_named_with_the_call_it_has_not_entered(count, calls, data):
     odd = data.draw(st.integers(0, count - 1))
@@ -87,6 +89,7 @@ def test_a_rank_that_stays_away_is_named_with_the_call_it_has_not_entered(count,
         )
 
 
+@quickly
 @given(st.integers(2, 5), st.integers(0, 26), st.integers(1, 4), st.booleans(), st.data())
 def test_a_rank_that_skips_calls_is_named_with_the_first_of_them(count, at, skipped, silent, data):
     """Two ranks cannot outvote each other: what both did before says which of them is wrong. silent: calls of the same
@@ -108,6 +111,7 @@ def test_a_rank_that_skips_calls_is_named_with_the_first_of_them(count, at, skip
     assert f"(all_reduce {sequence[first]} over axis)" in verdict.line and f"{theirs[first]}.py:1" in verdict.line
 
 
+@quickly
 @given(st.integers(2, 5), st.integers(0, 8), st.data())
 def test_a_rank_that_passes_another_shape_is_named_with_both(count, at, data):
     odd = data.draw(st.integers(0, count - 1))
@@ -121,6 +125,7 @@ def test_a_rank_that_passes_another_shape_is_named_with_both(count, at, data):
     assert "float32[4]" in verdict.line and f"at {STEP[at]}.py:1 (f)" in verdict.line
 
 
+@quickly
 @given(st.integers(2, 6), st.data())
 def test_ranks_that_agree_are_not_blamed_wherever_they_are(count, data):
     """Different groups, uneven parts of an all-to-all, rings that reach back to different calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.call_ring import process_calls
+from meshwright.errors import RankLost
+from meshwright.recipe import load_recipe_text
 from meshwright.train import worker
 from meshwright.train.rendezvous import Place
 
@@ -24,6 +27,17 @@ COMMAND = (
 def main() -> None:
     """A rank of training, from the launcher's first word to its report."""
     worker.main(work)
+
+
+def join() -> None:
+    """A rank that somebody else starts, with a recipe and a fault in its arguments."""
+    recipe, fault, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    plant(fault, int(os.environ["RANK"]), marker)
+    try:
+        worker.join(load_recipe_text(recipe, "recipe"))
+    except RankLost as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
 
 def work(description: dict[str, Any], start: Place) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import os
 import struct
 import sys
 import tempfile
-import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
 from zlib import crc32
@@ -162,7 +162,7 @@ class CallWriter:
         if form is None:
             text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             form = self._numbers[dtype, shape] = self.name(f"form\t{text}")
-        body = _BODY.pack(number, kind, group, form, self._place(), index, payload_bytes, time.monotonic_ns())
+        body = _BODY.pack(number, kind, group, form, self._place(), index, payload_bytes, monotonic_ns())
         start = self._records + number % self._capacity * _RECORD_BYTES
         self._memory[start : start + _BODY.size] = body
         words = self._words
@@ -173,7 +173,7 @@ class CallWriter:
 
     def wait(self, number: int) -> None:
         """Note that the process waits for a call from now on."""
-        self._words[_SINCE] = now = time.monotonic_ns()
+        self._words[_SINCE] = now = monotonic_ns()
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = now
 
@@ -181,7 +181,7 @@ class CallWriter:
         """Note that a call has come through."""
         self._words[_SINCE] = 0
         if self._number - number < self._capacity:
-            self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = time.monotonic_ns()
+            self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
     def pass_over(self, function: Any) -> None:
         """A call from `function` is one from its caller."""

@@ -322,7 +322,7 @@ def _behind(
     of_group = f"of ranks {ranks_text(earliest.group.members)} "
     line = f"{_ranks(odd)} {_has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
     line += f"{_ranks(left)} {_waits_since(left, waiting, now)} at {earliest.place}"
-    return Verdict(f"{line}; {_last(first, now)}; {_its_state(first)}", kind, odd, earliest.group, earliest.index)
+    return Verdict(f"{line}; {_doing(first, now)}; {_its_state(first)}", kind, odd, earliest.group, earliest.index)
 
 
 def _elsewhere(
@@ -397,7 +397,9 @@ def _waits_since(ranks: Sequence[int], calls: Mapping[int, Call], now: float) ->
     return f"{_has(ranks)} been waiting for {longest:.1f} s"
 
 
-def _last(seen: Seen, now: float) -> str:
+def _doing(seen: Seen, now: float) -> str:
+    if seen.calls is not None and seen.calls.waiting is not None:
+        return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
     if last is None or last.done is None:
         return "it has not been through any call"

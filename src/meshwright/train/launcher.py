@@ -279,7 +279,7 @@ class _Attempt:
         if self.snapshot is not None and self.snapshot.told:
             text = self.snapshot.text(line)
             kept = write_report(self.directory.lost, text)
-            self.spec.log(text + (f"this report is kept in {self.directory.lost}\n" if kept else ""))
+            self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
         """After a stop signal: that we stopped, unless a rank has something else to say."""
