@@ -124,8 +124,8 @@ class LocalRanks:
             # A rank that was left alone is a consequence; the cause is another rank's exception.
             rank = min(failures, key=lambda r: (isinstance(failures[r][1], RankLost), r))
             _, error, text = failures[rank]
-            if isinstance(error, RankLost):
-                error = RankLost(f"{error}{parted}")
+            if isinstance(error, RankLost) and parted:
+                error = type(error)(f"{error}{parted}")
             raise error from RemoteTraceback(rank, text)
         silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
