@@ -40,10 +40,9 @@ from meshwright.train.loop import model_config
 from meshwright.train.trainer import Trainer
 from namespaces import MTU, NETWORK, hosts, sent_by_hosts
 
-STEPS = 5
-ONE_RANK_A_HOST = ("dp2", "dp2 zero1", "dp2 zero2 mb2", "dp2 zero3 bf16", "tp2", "tp2:nosp", "cp2", "cp2:ulysses")
-PIPELINES = ("pp2 mb4", "pp2:interleaved mb4", "pp2:zb-v mb4 bf16", "pp2:dualpipe-v mb4")
-TWO_RANKS_A_HOST = ("dp2 zero1 tp2", "dp2 zero3 tp2", "tp2 pp2 mb4", "dp4 zero3 hs2")
+STEPS = 3
+ONE_RANK_A_HOST = ("dp2", "dp2 zero3 mb2 bf16", "tp2", "tp2:nosp", "cp2", "cp2:ulysses", "pp2 mb4", "pp2:zb-v mb4")
+TWO_RANKS_A_HOST = ("dp2 zero1 tp2", "tp2 pp2 mb4", "dp4 zero3 hs2")
 QUICK = ("dp2 zero1", "tp2", "pp2 mb4")
 
 
@@ -54,9 +53,9 @@ def recipe(layout: str, place: Path) -> Recipe:
         {
             "layout": layout,
             "run": {"directory": str(place / "run"), "device": "cpu"},
-            "model": {"family": "llama", "layers": 4, "hidden": 256, "heads": 8, "intermediate": 688, "tied": False},
+            "model": {"family": "llama", "layers": 4, "hidden": 256, "heads": 8, "intermediate": 512, "tied": False},
             "data": {"source": sources, "tokenizer": "bytes", "sequence": 128, "cache": str(place / "cache")},
-            "train": {"steps": 1000, "batch": 16, "learning_rate": 1e-3},
+            "train": {"steps": 1000, "batch": 8, "learning_rate": 1e-3},
         }
     )
 
@@ -157,7 +156,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("network namespaces need root and the commands ip and tc (Debian: iproute2)")
-    cases = [(text, 1) for text in (QUICK if arguments.quick else (*ONE_RANK_A_HOST, *PIPELINES))]
+    cases = [(text, 1) for text in (QUICK if arguments.quick else ONE_RANK_A_HOST)]
     cases += [] if arguments.quick else [(text, 2) for text in TWO_RANKS_A_HOST]
     with tempfile.TemporaryDirectory() as place:
         rows = [study(text, per_host, Path(place)) for text, per_host in cases]

@@ -23,13 +23,17 @@ from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.library import program_of
 from meshwright.schedules.transfers import with_transfers
 
+ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
+"""Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
+
 TABLES = ("embedding", "positions")
 """Units that are looked up: on the way back nobody reads them."""
 
-BY_CHOICE = frozenset(
-    f"experts.{part}{way}" for part in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward")
-)
-"""Sites at which as many tokens travel as choose experts of other ranks: nothing but the run itself can say."""
+AXES_OF: dict[Part, tuple[str, str, str]] = {
+    "dense": ("data", "shard", "replica"),
+    "experts": ("expert_data", "expert_shard", "expert_replica"),
+}
+"""The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class Work:
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left out,
-    and `BY_CHOICE`."""
+    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
+    out. Exact, but for the sites of `ROUTED`."""
     return {site: sent for site, sent in _Step(config, layout, work, rank).sites().items() if sent}
 
 
@@ -114,10 +118,9 @@ class _Step:
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, ranks, numel * itemsize)
 
-    def scatter_or_gather(
-        self, site: str, axis: str, operation: str, numel: int, itemsize: int, times: int = 1
-    ) -> None:
-        """A reduce-scatter or an all-gather on such an axis, likewise."""
+    def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
+        """A reduce-scatter or an all-gather over the ranks that ZeRO shards a part over, likewise."""
+        axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, operation, numel, itemsize, place, times):
             self.half(site, ranks, numel * itemsize, times)
@@ -149,11 +152,11 @@ class _Step:
         if stage.first:
             exits["embedding"] += 1
         for layer in stage.layers:
-            spread = self.layout.expert_parallel and self.config.has_experts(layer)
-            # Experts that are spread meet elsewhere; what all tokens share is split over tp as any MLP.
-            halves = ("attention", "mlp") if not spread or self.config.shared_intermediate else ("attention",)
-            entries.update(f"{half}.input" for half in halves)
-            exits.update(f"{half}.output" for half in halves)
+            entries["attention.input"] += 1
+            exits["attention.output"] += 1
+            if not self.spread(layer) or self.config.shared_intermediate:  # spread experts meet otherwise
+                entries["mlp.input"] += 1
+                exits["mlp.output"] += 1
         if stage.last:
             entries["head.input"] += 1
         for site, times in entries.items():
@@ -199,28 +202,45 @@ class _Step:
             for site, number in traded.items():
                 self.half(site, ranks, number * one, forward)
                 self.half(f"{site}.backward", ranks, number * one, layers)
-        mixtures = sum(config.has_experts(layer) for layer in stage.layers)
-        if config.experts:
-            self.all_reduce("router.targets", ranks, 8 * self.rows, count)
-        if config.router_loss:
-            again = 2 if layout.recompute == "full" else 1
-            self.all_reduce("router.load.cp", ranks, 4 * self.rows * config.experts, count * mixtures * again)
+
+    def spread(self, layer: int) -> bool:
+        """Whether a layer's experts are spread over ranks of their own."""
+        return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage, count: int) -> None:
-        """Of experts that are spread, what does not depend on the choice of the tokens."""
+        """What mixtures add: how much each expert has to do, and tokens on their way to them and back."""
         config, layout = self.config, self.layout
-        mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
-        if not layout.expert_parallel or not mixtures:
+        if not config.experts:
             return
-        repeated = 1 if layout.recompute == "none" else 2
-        self.half("experts.counts", layout.ep, 8 * (config.experts + layout.ep), mixtures * repeated)
-        self.half("experts.counts", layout.etp, 8 * layout.etp * (config.experts + 1), mixtures * repeated)
+        mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
+        again = 2 if layout.recompute == "full" else 1
+        self.all_reduce("router.targets", layout.cp, 8 * self.rows, count)
         if config.router_loss:
-            again = 2 if layout.recompute == "full" else 1
-            self.all_reduce("router.load.tp", layout.tp, 4 * self.rows * config.experts, mixtures * again)
+            load = 4 * self.rows * config.experts
+            self.all_reduce("router.load.cp", layout.cp, load, mixtures * again)
+            if layout.expert_parallel:
+                self.all_reduce("router.load.tp", layout.tp, load, mixtures * again)
+        if not layout.expert_parallel:
+            return
+        ep, etp = layout.ep, layout.etp
+        repeated = mixtures * (1 if layout.recompute == "none" else 2)  # what is not kept
+        counts = (ep - 1) * (config.experts // ep + 1) + (etp - 1) * (config.experts + 1)
+        self.sent["experts.counts"] += 8 * counts * repeated
+        rows = self.tokens // layout.tp * config.experts_per_token
+        bytes_of_rows = rows * config.hidden * self.work.parameter_bytes
+        away, shared = bytes_of_rows * (ep - 1) // ep, bytes_of_rows * (etp - 1)
+        for what, size, times in (
+            ("dispatch", away, mixtures * again),
+            ("gather", shared, repeated),
+            ("sum", shared, mixtures * again),
+            ("combine", away, mixtures * again),
+        ):
+            self.sent[f"experts.{what}"] += size * times
+            self.sent[f"experts.{what}.backward"] += size * mixtures
         if not layout.tensor_sequence_parallel:
-            last = not config.shared_intermediate  # what nobody needs again
-            self.half("experts.output", layout.tp, self.hidden_bytes, mixtures * (1 if last else repeated))
+            # Without a shared expert after it, a block that is computed again stops before its last gather.
+            last = mixtures if not config.shared_intermediate else repeated
+            self.half("experts.output", layout.tp, self.hidden_bytes, last)
             self.half("experts.input.backward", layout.tp, self.hidden_bytes, mixtures)
 
     def pipeline(self) -> None:
@@ -232,16 +252,14 @@ class _Step:
 
     # --- parameters and their gradients
 
-    def shards(self, part: Part) -> int:
-        """Ranks over which ZeRO shards a unit's flat buffer."""
-        return self.layout.sharding if part == "dense" else self.layout.expert_sharding
-
     def zero(self, part: Part) -> int:
-        return self.layout.zero if self.shards(part) > 1 else 0
+        """What is sharded of a part of the units, over several ranks."""
+        return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
 
-    def padded(self, unit: str, part: Part = "dense") -> int:
-        """Elements of a unit's flat buffer on this rank."""
-        return padded_numel(self.table.unit_numel(unit, self.layout, part), self.shards(part))
+    def padded(self, unit: str, part: Part) -> int:
+        """Elements of a flat buffer on this rank."""
+        shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
+        return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
         """The units whose tensors a stage computes with."""
@@ -250,26 +268,22 @@ class _Step:
 
     def gradients(self, unit: str, passes: int) -> None:
         """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
-        for part in self.table.unit_parts(unit, self.layout):
-            self.gradients_of(unit, part, passes)
-
-    def gradients_of(self, unit: str, part: Part, passes: int) -> None:
-        numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
-        before = "" if part == "dense" else "expert_"
-        if zero == 0:
-            self.reduce("data.gradients", f"{before}data", numel, size)
-            held = self.table.unit_numel(unit, self.layout, part)
-        else:
-            times = passes if zero >= 2 else 1
-            self.scatter_or_gather("data.gradients", f"{before}shard", "reduce_scatter", numel, size, times)
-            held = numel // self.shards(part)
-            self.reduce("data.gradients.replicas", f"{before}replica", held, size)
         holders = {
             home[stage.index] for home in self.program.placement for stage in self.stages if unit in self.needed(stage)
         }
-        self.all_reduce("pipeline.gradients.shared", len(holders), held * size)
-        if zero in (1, 2):
-            self.scatter_or_gather("data.parameters", f"{before}shard", "all_gather", numel, self.work.parameter_bytes)
+        for part in self.table.unit_parts(unit, self.layout):
+            data, shard, replica = AXES_OF[part]
+            numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
+            if zero == 0:
+                self.reduce("data.gradients", data, numel, size)
+                held = self.table.unit_numel(unit, self.layout, part)
+            else:
+                self.shard("data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1)
+                held = numel // self.on(shard)[0]
+                self.reduce("data.gradients.replicas", replica, held, size)
+            self.all_reduce("pipeline.gradients.shared", len(holders), held * size)
+            if zero in (1, 2):
+                self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
 
     def gathers(self) -> None:
         """Under ZeRO-3: parameters around each use."""
@@ -287,23 +301,23 @@ class _Step:
                     gathered.subtract(self.table.needed_by(units[-1]))
             if kind in COMPUTING:
                 before = (stage, of) if kind == Kind.FORWARD else None
-        size = self.work.parameter_bytes
         for unit, times in gathered.items():
             for part in self.table.unit_parts(unit, self.layout):
                 if self.zero(part):
-                    axis, numel = "shard" if part == "dense" else "expert_shard", self.padded(unit, part)
-                    self.scatter_or_gather("data.parameters", axis, "all_gather", numel, size, times)
+                    numel = self.padded(unit, part)
+                    self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
         """Gradients of which each rank of tp has a part: of this rank's shard of each unit, together in one call."""
         layout, found = self.layout, Counter[int]()
-        _, shard = self.on("shard")
         for row in self.table.rows:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):
                 continue
             start, stop = self.table.row_range(row, layout)
-            if self.zero("dense"):
-                length = self.padded(row.unit) // layout.sharding
+            part = row.part(layout)
+            if self.zero(part):
+                shards, shard = self.on(AXES_OF[part][1])
+                length = self.padded(row.unit, part) // shards
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
             found[row.replicas(layout)] += max(0, stop - start)
         for copies, numel in found.items():
