@@ -167,6 +167,8 @@ def test_the_grid_meets_every_axis_and_every_pair():
             f"dp{layout.dp > 1}", f"zero{layout.zero}", f"hs{layout.hybrid is not None}",
             f"mb{layout.micro_batches > 1}", f"ac:{layout.recompute}",
             f"tp{layout.tp > 1}" + ("" if layout.tensor_sequence_parallel else ":nosp"),
+            f"cp:{layout.cp_method}" if layout.cp > 1 else "cpFalse",
+            f"pp{layout.pp > 1}", f"ep{layout.expert_parallel}",
         }
         for layout in layouts
     ]  # fmt: skip
@@ -179,7 +181,23 @@ def test_the_grid_meets_every_axis_and_every_pair():
         for tensor in ("tpTrue", "tpTrue:nosp"):
             assert any({tensor, other} <= each for each in features), (tensor, other)
     assert any({"tpTrue", "hsTrue"} <= each for each in features)
+    for other in (
+        "dpTrue",
+        "zero1",
+        "zero2",
+        "zero3",
+        "hsTrue",
+        "mbTrue",
+        "ac:selective",
+        "ac:full",
+        "tpTrue",
+        "ppTrue",
+    ):
+        for method in ("cp:ring", "cp:ulysses"):
+            assert any({method, other} <= each for each in features), (method, other)
+    assert all(any({method, "epTrue"} <= each for each in features) for method in ("cp:ring", "cp:ulysses"))
     assert {layout.tp for layout in layouts} == {1, 2, 3, 4, 8}
+    assert {layout.cp for layout in layouts} == {1, 2, 3, 4, 8}
 
 
 # --- what a failure says

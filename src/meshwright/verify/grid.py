@@ -67,6 +67,7 @@ def _context() -> list[Layout]:
         layouts.append(Layout(tp=2, cp=2, cp_method=method))
         layouts.append(Layout(dp=2, zero=3, hybrid=2, tp=2, cp=2, cp_method=method, recompute="selective"))
     layouts.append(Layout(tp=2, tensor_sequence_parallel=False, cp=4))
+    layouts += [Layout(zero=2, cp=2, ep=2), Layout(tp=2, cp=2, cp_method="ulysses", ep=2, etp=2, micro_batches=2)]
     return [*layouts, Layout(cp=8)]
 
 
