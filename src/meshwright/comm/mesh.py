@@ -231,6 +231,8 @@ class Mesh:
     def close(self) -> None:
         """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""
         self.communicator.programs.close()
+        for key in [key for key, axis in _axes.items() if axis.communicator is self.communicator]:
+            del _axes[key]  # what holds a group keeps its connections and threads
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []
