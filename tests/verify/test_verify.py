@@ -18,7 +18,7 @@ from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.parallel.pieces import Piece
 from meshwright.verify import verify
-from meshwright.verify.compare import compare, relative_errors
+from meshwright.verify.compare import _backward_order, compare, relative_errors
 from meshwright.verify.grid import grid
 from meshwright.verify.mutations import NEUTRAL
 from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, sequence_of, share_of
@@ -224,6 +224,45 @@ def test_the_first_in_backward_order_is_named(reference):
         next(piece.tensor for piece in results[0].gradients[1] if piece.name == row).add_(1)
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
+
+
+def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
+    order = [name.removeprefix("model.").removesuffix(".weight") for name in _backward_order(reference)]
+    assert order[:2] == ["lm_head", "norm"] and order[-1] == "embed_tokens"
+    layer = [name.removeprefix("layers.4.") for name in order if name.startswith("layers.4.")]
+    expected = ["mlp.down_proj", {"mlp.up_proj", "mlp.gate_proj"}, "post_attention_layernorm", "self_attn.o_proj"]
+    assert layer[0] == expected[0] and set(layer[1:3]) == expected[1] and layer[3:5] == expected[2:]
+    assert set(layer[5:8]) == {f"self_attn.{part}_proj" for part in "qkv"} and layer[8:] == ["input_layernorm"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
+def test_the_backward_pass_comes_to_every_row_once(name):
+    reference = Reference(Problem(scaled_down(preset(name), layers=2), batch=2, steps=1))
+    assert sorted(_backward_order(reference)) == sorted(row.name for row in reference.table.rows)
+
+
+def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
+    results = ideal_results(reference, 2)
+    for result in results:
+        result.losses[1] *= 2
+        next(piece.tensor for piece in result.gradients[1] if piece.name == "lm_head.weight").mul_(2)
+    found = compare(reference, results, Layout(dp=2))
+    assert found.failure is not None and found.step == 1
+    assert found.failure.endswith("(twice too large); the loss is 2 times as large as it should be")
+    results = ideal_results(reference, 2)
+    results[1].losses[0] *= 0.5
+    assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(0.5 times as large as it should be)")
+
+
+def test_the_gradient_of_another_layer_is_recognised_and_a_shard_that_differs(reference):
+    results = ideal_results(reference, 2)
+    name, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
+    for result in results:
+        next(piece for piece in result.gradients[0] if piece.name == name).tensor.copy_(reference.gradients[0][other])
+    assert f"(the gradient of {other})" in str(compare(reference, results, Layout(dp=2)).failure)
+    results = ideal_results(reference, 2)
+    next(piece.tensor for piece in results[1].gradients[0] if piece.name == name).add_(torch.randn(888) * 0.1)
+    assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(differs on rank 1 alone)")
 
 
 def test_a_missing_part_names_its_rank(reference):

@@ -89,7 +89,10 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         tensor.zero_()
-    return _run(lambda: transport.all_reduce(tensor, axis, op), call, fault, axis, tensor, async_op)
+    over, _ = axis.communicator.faults.over(fault, axis, ordered=False)
+    if over.size == 1:
+        return DONE
+    return _run(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -110,7 +113,10 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    return _run(lambda: transport.reduce_scatter(output, source, axis), call, fault, axis, output, async_op)
+    over, turned = axis.communicator.faults.over(fault, axis)
+    if turned:
+        source = _turned(source, axis)
+    return _run(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -127,11 +133,16 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if fault is not None and fault.kind == "skip":
         _copy(mine, source)
         return DONE
-    lose = None
+    lose: Callable[[], Any] | None = None
     if fault is not None and fault.kind == "drop":
         lost = fault.position % axis.size
         lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
-    return _run(lambda: transport.all_gather(output, source, axis), call, fault, axis, output, async_op, lose)
+    over, turned = axis.communicator.faults.over(fault, axis)
+    if over is not axis:
+        source = source.clone()  # its place in the output is another's now
+    if turned:
+        lose = partial(_turn, output, axis)
+    return _run(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -143,7 +154,9 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if fault is not None and fault.kind == "skip":
         return DONE
     lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
-    return _run(lambda: transport.broadcast(tensor, source, axis), call, fault, axis, tensor, async_op, lose)
+    over, turned = axis.communicator.faults.over(fault, axis)
+    begins = (source + 1) % axis.size if turned else source
+    return _run(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -169,8 +182,13 @@ def all_to_all(
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
+    # Uneven parts fit nobody else: there such a call fails by itself.
+    uneven = source_sizes is not None or output_sizes is not None
+    over, turned = (axis, False) if uneven else axis.communicator.faults.over(fault, axis)
+    if turned:
+        source = _turned(source, axis)
     return _run(
-        lambda: transport.all_to_all(output, source, axis, output_sizes, source_sizes),
+        lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
         call, fault, axis, output, async_op,
     )  # fmt: skip
 
@@ -221,7 +239,8 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    return _run(lambda: transport.rotate(output, source, axis), call, fault, axis, output, async_op)
+    over, _ = axis.communicator.faults.over(fault, axis, ordered=False)  # a ring turned by one is the same ring
+    return _run(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -269,6 +288,15 @@ def barrier(axis: Axis, site: str) -> None:
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
+
+
+def _turned(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The ranks' parts, one after the other, as if each rank stood one place further on."""
+    return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
+
+
+def _turn(parts: torch.Tensor, axis: Axis) -> None:
+    parts.copy_(_turned(parts, axis))
 
 
 def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-KINDS = ("skip", "double", "drop", "stale")
-"""skip: the call does not happen; double: its result is twice too large; drop: one rank's part is missing;
-stale: the result of the call before (of the same size) is delivered again."""
+if TYPE_CHECKING:
+    from meshwright.comm.mesh import Axis
+
+KINDS = ("skip", "double", "drop", "wrong group", "stale")
+"""skip: the call does not happen; double: its result is twice too large; drop: one rank's part is missing; wrong group:
+it is made over other ranks than those of its axis, or with them in another order; stale: the result of the call before
+(of the same size) is delivered again."""
 
 _REMEMBER = "remember"  # not a fault: the call before the stale one
 
@@ -24,6 +29,10 @@ class Fault:
     kind: str
     position: int = 1
     call: int | None = None
+    axis: str = ""  # over which the call is made
+    groups: tuple[
+        tuple[int, ...], ...
+    ] = ()  # over which a "wrong group" has it made; none: over the right ranks, turned
 
     def __str__(self) -> str:
         which = "" if self.call is None else f", call {self.call} alone"
@@ -36,14 +45,15 @@ class Faults:
     def __init__(self) -> None:
         self.active: Fault | None = None
         self.struck = 0  # calls whose result was spoilt
+        self.other: Axis | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def plant(self, fault: Fault | None) -> None:
-        """Plant a fault (None: take it away again)."""
+    def plant(self, fault: Fault | None, other: Axis | None = None) -> None:
+        """Plant a fault (None: take it away again). `other`: the wrong group of this rank (`Mesh.plant` makes it)."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
-        self.active = fault
+        self.active, self.other = fault, other
         self.struck = self._calls = 0
         self._before.clear()
 
@@ -54,9 +64,19 @@ class Faults:
             return None
         self._calls += 1
         if fault.call is None or fault.call == self._calls:
-            self.struck += fault.kind != "stale"
+            self.struck += fault.kind not in ("stale", "wrong group")
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
+
+    def over(self, fault: Fault | None, axis: Axis, ordered: bool = True) -> tuple[Axis, bool]:
+        """Over which ranks a call is made, and whether they stand in another order: over those of `axis` in theirs,
+        unless `fault` says otherwise. `ordered`: whether the order makes a difference."""
+        if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
+            return axis, False
+        if self.other is None and not ordered:
+            return axis, False
+        self.struck += 1
+        return (axis, True) if self.other is None else (self.other, False)
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
         """Change the finished result in place as the fault says (double, stale)."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright.collectives.named import Named
 from meshwright.comm.call_ring import process_calls
-from meshwright.comm.faults import Faults
+from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
@@ -227,6 +227,17 @@ class Mesh:
                 title = name if chosen == tuple(ranks) else f"{name}[{','.join(map(str, places))}]"
                 found = Axis(title, chosen, chosen.index(self.rank), group, self.communicator)
         return found
+
+    def plant(self, fault: Fault | None) -> None:
+        """Plant a fault in this process (None: take it away again). Every rank calls it, with the same one: the groups
+        that it needs are made here."""
+        other = None
+        if fault is not None and fault.kind == "wrong group":
+            for ranks in fault.groups:
+                group = self._group_of(ranks)
+                if self.rank in ranks:
+                    other = Axis(f"not {fault.axis}", ranks, ranks.index(self.rank), group, self.communicator)
+        self.faults.plant(fault, other)
 
     def close(self) -> None:
         """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
     worst_name, worst, norm_error = "", 0.0, 0.0
     loss_error = max(_relative(result.final_loss, reference.final_loss) for result in results)
     failure: str | None = None
+    at: int | None = None
     for step in range(reference.problem.steps):
         if step in reference.skipped:
             if any(math.isfinite(result.norms[step]) for result in results):
@@ -62,13 +64,15 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
             first = next(row for row in _backward_order(reference) if errors[row] > tolerance)
             pattern = _pattern(reference, [r.gradients[step] for r in results], layout, step, first)
             failure = f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern})"
+            if step_loss_error > tolerance:
+                failure += f"; the loss is {_times(results, reference, step)}"
+            at = step
         if failure is None and step_loss_error > tolerance:
-            times = f"{results[0].losses[step] / reference.losses[step]:.4g} times as large as it should be"
-            failure = f"step {step + 1}: the loss is off by {step_loss_error:.1e} ({times})"
+            times = _times(results, reference, step)
+            failure, at = f"step {step + 1}: the loss is off by {step_loss_error:.1e} ({times})", step
         if failure is None and step_norm_error > tolerance:
-            failure = (
-                f"step {step + 1}: the gradient norm is off by {step_norm_error:.1e} though every gradient is right"
-            )
+            norm = f"the gradient norm is off by {step_norm_error:.1e} though every gradient is right"
+            failure, at = f"step {step + 1}: {norm}", step
     updates = {name: after - reference.weights[0][name] for name, after in reference.weights[-1].items()}
     made = [
         {name: after - reference.weights[0][name] for name, after in copy.items()}
@@ -86,7 +90,7 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
         failure = f"the update of {first} after {reference.problem.steps} steps is off by {errors[first]:.1e}"
     if failure is None and loss_error > tolerance:
         failure = f"the loss after the last update is off by {loss_error:.1e}"
-    return Comparison(worst_name, worst, loss_error, norm_error, failure)
+    return Comparison(worst_name, worst, loss_error, norm_error, failure, at)
 
 
 def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
@@ -160,14 +164,37 @@ def _errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None
     return errors
 
 
+def _times(results: Sequence[RankResult], reference: Reference, step: int) -> str:
+    """The loss of the rank that is farthest off, beside what it should be."""
+    truth = reference.losses[step]
+    worst = max((result.losses[step] for result in results), key=lambda loss: _relative(loss, truth))
+    return f"{worst / truth:.4g} times as large as it should be" if math.isfinite(worst) else "not finite"
+
+
 def _relative(value: float, truth: float) -> float:
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 
 
+_FORWARD = (
+    *("embedding", "positions", "attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm"),
+    *("attention.output", "mlp_norm", "mlp.router", "mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared_gate"),
+    *("mlp.shared.up", "mlp.shared.down", "mlp.down", "final_norm", "head"),
+)
+"""The engine's tensors in the order in which a forward pass comes to them, those of each layer together."""
+
+
 def _backward_order(reference: Reference) -> list[str]:
     """Rows in the order in which the backward pass comes to them."""
-    return [row.name for row in reversed(reference.table.rows)]
+    places = []
+    for tensor in reference.table.tensors:
+        module = tensor.name.rpartition(".")[0]
+        if layer := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
+            place = (1, int(layer[1]), _FORWARD.index(layer[2]))
+        else:
+            place = (2 if module in ("final_norm", "head") else 0, 0, _FORWARD.index(module))
+        places += [(place, row.name) for row in tensor.rows]
+    return [name for _, name in sorted(places, key=lambda each: each[0], reverse=True)]
 
 
 def _pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str) -> str:
@@ -184,24 +211,27 @@ def _pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: La
     replicas = {rank: group for group in layout.groups("dp") for rank in group}
     before = reference.gradients[step - 1][name] if step else None
     found: dict[str, list[int]] = {}
-    held = 0
     for rank, of_rank in enumerate(mine):
         labels = [(member, micro_batch) for member in replicas[rank] for micro_batch in range(layout.micro_batches)]
         for piece in of_rank:
-            held += 1
             values, right = piece.tensor, piece.of(truth)
             if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
                 previous = None if before is None else piece.of(before)
                 what = _describe(values.double(), right.double(), piece.of(contributions), labels, previous)
+                if what in (NO_PATTERN, TOO_SHORT):
+                    what = _of_another(reference, step, piece) or what
                 found.setdefault(what, []).append(rank)
     if not found:
         return "a small error everywhere"
     too_short = found.pop(TOO_SHORT, [])
     if not found:
-        return NO_PATTERN
+        found = {NO_PATTERN: []}
     next(iter(found.values())).extend(too_short)
     wrong = sorted({rank for ranks in found.values() for rank in ranks})
-    where = "" if len(wrong) == held else f", on {_ranks(wrong)} alone"
+    everywhere = len(wrong) == sum(bool(of_rank) for of_rank in mine)
+    where = "" if everywhere else f", on {_ranks(wrong)} alone"
+    if not everywhere and [*found] == [NO_PATTERN]:
+        return f"differs on {_ranks(wrong)} alone"
     if len(found) == 1:
         return next(iter(found)) + where
     return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
@@ -238,6 +268,16 @@ def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch
             if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
                 return False
     return True
+
+
+def _of_another(reference: Reference, step: int, piece: Piece) -> str | None:
+    """Whether a piece holds what belongs to another row of the same size."""
+    size = float(piece.tensor.norm())
+    for name, values in reference.gradients[step].items():
+        alike = name != piece.name and values.numel() == reference.gradients[step][piece.name].numel()
+        if alike and float((piece.of(values) - piece.tensor).norm()) < 1e-6 * size:
+            return f"the gradient of {name}"
+    return None
 
 
 def _describe(

@@ -8,9 +8,10 @@ from typing import Any
 
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
+from meshwright.comm.wrong_groups import other_groups
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
-from meshwright.verify.compare import compare
+from meshwright.verify.compare import Comparison, compare
 from meshwright.verify.problem import Problem
 from meshwright.verify.ranks import RankResult, run_rank
 from meshwright.verify.reference import Reference
@@ -46,26 +47,26 @@ def plant_all(
         of_ranks = ranks.run(run_rank, problem, str(layout), collectives, faults, poison)
         return [list(results) for results in zip(*of_ranks, strict=True)]
 
-    def try_out(problem: Problem, faults: Sequence[Fault]) -> Iterator[tuple[Fault, bool, str | None]]:
-        """Each fault, whether it struck, and what was noticed."""
-        for fault, results in zip(faults, run(problem, faults), strict=True):
-            struck = any(result.struck for result in results)
-            yield fault, struck, compare(reference(problem), results, layout).failure if struck else None
+    def try_out(problem: Problem, faults: Sequence[Fault]) -> dict[Fault, Comparison]:
+        """What came of each fault that struck."""
+        return {
+            fault: compare(reference(problem), results, layout)
+            for fault, results in zip(faults, run(problem, faults), strict=True)
+            if any(result.struck for result in results)
+        }
 
     (healthy,) = run(problem, [None])
     short = dataclasses.replace(problem, steps=1)
-    for batch in _batches(faults_of(*_calls_of_all(healthy))):
-        found: dict[Fault, str | None] = {
-            fault: failure for fault, _, failure in try_out(short, batch) if failure is not None
-        }
-        silent = [fault for fault in batch if fault not in found]
-        # A stale result needs an earlier one of the same size: where there is none in all steps, there is none such.
-        if silent:
-            found |= {fault: failure for fault, struck, failure in try_out(problem, silent) if struck}
+    for batch in _batches(faults_of(layout, healthy)):
+        found = try_out(short, batch)
+        # Those that no step showed, and stale results, which need an earlier one of the same size: there may be none.
+        again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
+        if again:
+            found |= try_out(problem, again)
         for fault in batch:
             if fault in found:
                 neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
-                _note(report, layout, str(fault), found[fault], neutral, log)
+                _note(report, layout, str(fault), found[fault].failure, neutral, log)
     (results,) = run(problem, [None], POISONED_STEP)
     together = compare(reference(problem, frozenset({POISONED_STEP})), results, layout)
     noticed_by = "all ranks skip the step" if together.passed else None
@@ -93,19 +94,38 @@ def _batches(faults: list[Fault]) -> Iterator[list[Fault]]:
         yield faults[start : start + BATCH]
 
 
-def faults_of(calls_first_step: list[dict[str, Any]], calls: list[dict[str, Any]]) -> list[Fault]:
-    """What can go wrong with these calls: each site and operation, each kind, at all calls and in the middle of the
-    first step."""
+def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
+    """What can go wrong with the calls of a run that nothing spoilt: each site and operation, each kind, at all calls
+    and in the middle of the first step."""
     faults = []
+    calls_first_step, calls = _calls_of_all(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
     for call in calls:
         site, operation = call["site"], call["operation"]
         for kind in KINDS:
-            faults.append(Fault(site, operation, kind))
+            groups: tuple[tuple[int, ...], ...] = ()
+            if kind == "wrong group":
+                if operation == "transfer":
+                    continue  # between two ranks; a message of another micro-batch is a stale one
+                alike = [_signature(result, site, operation) for result in results]
+                groups = tuple(other_groups(layout, call["axis"], operation != "all_reduce", alike))
+                if not groups and operation in ("all_reduce", "rotate"):
+                    continue  # the same ranks in another order have the same sum, and make the same ring
+            fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)
+            faults.append(fault)
             single = in_first_step.get((site, operation), 0)
             if single > 1:
-                faults.append(Fault(site, operation, kind, call=single // 2 + 1))
+                faults.append(dataclasses.replace(fault, call=single // 2 + 1))
     return faults
+
+
+def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
+    """How often a rank made these calls, and of how many bytes."""
+    return tuple(
+        (call["calls"], call["payload_bytes"])
+        for call in result.calls
+        if (call["site"], call["operation"]) == (site, operation)
+    )
 
 
 def _note(

@@ -63,7 +63,7 @@ def run_rank(
     try:
         results = []
         for fault in faults:
-            mesh.faults.plant(fault)
+            mesh.plant(fault)
             mesh.record.clear()
             try:
                 results.append(_run(problem, layout, mesh, poison))

@@ -1,0 +1,47 @@
+"""Groups of ranks other than those that an axis has, over which a planted fault has a call made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+
+from meshwright.layout import Layout
+
+
+def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
+    """All groups of an axis by its name, also of "tp/2" (neighbours on tp) and "pp[0,3]" (places on pp)."""
+    if match := re.fullmatch(r"(\w+)/(\d+)", name):
+        size = int(match[2])
+        whole = layout.groups(match[1])
+        return [ranks[start : start + size] for ranks in whole for start in range(0, len(ranks), size)]
+    if match := re.fullmatch(r"(\w+)\[([\d,]+)\]", name):
+        return [tuple(ranks[int(place)] for place in match[2].split(",")) for ranks in layout.groups(match[1])]
+    return layout.groups(name)
+
+
+def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """Groups in place of those of axis `name`, of the same ranks and sizes: neighbouring ranks; where those are the
+    right ones, from the second rank on. Mixed are only ranks whose calls are `alike` (one value a rank) and, unless the
+    axis does so too, of one stage: others would wait for calls that are never made, or of other sizes.
+
+    Where there is one group alone, its halves, unless they are to be `equal` in size to the group or would be single
+    ranks: then none.
+    """
+    across = name == "world" or name.startswith("pp")
+    classes: dict[Hashable, list[tuple[int, ...]]] = {}
+    for ranks in groups_named(layout, name):
+        stage = 0 if across else layout.coordinates(ranks[0])["pp"]
+        classes.setdefault((stage, alike[ranks[0]]), []).append(ranks)
+    others: list[tuple[int, ...]] = []
+    for groups in classes.values():
+        size = len(groups[0])
+        if len(groups) > 1 and size > 1:
+            flat = sorted(rank for ranks in groups for rank in ranks)
+            cut = [tuple(flat[start : start + size]) for start in range(0, len(flat), size)]
+            if sorted(cut) == sorted(groups):
+                flat = flat[1:] + flat[:1]
+                cut = [tuple(sorted(flat[start : start + size])) for start in range(0, len(flat), size)]
+            others += cut
+        elif size > 2 and not equal:
+            others += [groups[0][: size // 2], groups[0][size // 2 :]]
+    return others

@@ -1,0 +1,124 @@
+"""Groups other than an axis's: as large, of ranks that make the same calls, each rank in one, never the right one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.faults import Fault
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.wrong_groups import groups_named, other_groups
+from meshwright.layout import Layout
+
+
+def others(text: str, axis: str, equal: bool = True, alike: list | None = None) -> list[tuple[int, ...]]:
+    layout = Layout.parse(text)
+    return other_groups(layout, axis, equal, alike or [0] * layout.world_size)
+
+
+def test_ranks_beside_each_other_take_the_place_of_those_far_apart():
+    assert others("dp2 tp2", "data") == [(0, 1), (2, 3)]
+    assert others("dp2 tp2", "tp") == [(1, 2), (0, 3)]
+    assert others("dp4 zero1 hs2", "shard") == [(1, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("text", ["dp2 tp2", "dp2 cp2 tp2", "dp2 tp2 pp2 mb2", "dp4 zero3 hs2 pp2 mb2", "dp4 ep2"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "data", "shard", "replica", "ep"])
+def test_each_rank_is_in_one_group_of_the_same_size_on_its_stage(text: str, axis: str):
+    layout = Layout.parse(text)
+    right, wrong = layout.groups(axis), others(text, axis)
+    if wrong:
+        assert sorted(rank for ranks in wrong for rank in ranks) == list(range(layout.world_size))
+        assert {len(ranks) for ranks in wrong} == {len(ranks) for ranks in right}
+        assert all(len({layout.coordinates(rank)["pp"] for rank in ranks}) == 1 for ranks in wrong)
+        assert not set(wrong) & set(right)
+
+
+def test_one_group_alone_is_halved_where_sizes_do_not_matter():
+    assert others("dp4", "data", equal=False) == [(0, 1), (2, 3)]
+    assert others("dp4", "data", equal=True) == others("dp2", "data", equal=False) == []
+    assert others("dp2 pp2 mb2", "world", equal=False) == [(0, 1), (2, 3)]
+
+
+def test_ranks_whose_calls_differ_are_not_mixed():
+    """Under ZeRO the ranks of one tp group have the same shard, those of another one another."""
+    assert others("dp2 zero1 tp2", "tp", alike=["first", "first", "second", "second"]) == []
+    assert others("dp4 zero1 tp2", "tp", alike=list("aabbaabb")) == [(1, 4), (0, 5), (3, 6), (2, 7)]
+
+
+def test_parts_of_an_axis_are_found_by_their_names():
+    assert groups_named(Layout.parse("tp4"), "tp/2") == [(0, 1), (2, 3)]
+    assert groups_named(Layout.parse("dp2 pp4 mb4"), "pp[0,3]") == [(0, 6), (1, 7)]
+    assert others("dp2 pp4 mb4", "pp[0,3]") == [(0, 1), (6, 7)]
+
+
+def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
+    """On each of four ranks (dp2 tp2): what each operation gives over the wrong groups, and how often it was spoilt."""
+    mesh = Mesh.create(Layout.parse("dp2 tp2"))
+    found = {}
+
+    def spoil(operation: str, axis: str, groups: list[tuple[int, ...]], call) -> None:
+        mesh.plant(Fault("site", operation, "wrong group", axis=axis, groups=tuple(groups)))
+        found[f"{operation} {axis}"] = (call().tolist(), mesh.faults.struck)
+
+    me = float(mesh.rank)
+    mine = torch.tensor([me])
+    both = torch.tensor([me, 10 + me])
+
+    def gather() -> torch.Tensor:
+        output = torch.zeros(2)
+        output[mesh.tp.rank] = me
+        collectives.all_gather(output, output[mesh.tp.rank : mesh.tp.rank + 1], mesh.tp, "site")
+        return output
+
+    def gather_all() -> torch.Tensor:
+        output = torch.zeros(4)
+        collectives.all_gather(output, mine, mesh.world, "site")
+        return output
+
+    def reduce() -> torch.Tensor:
+        total = mine.clone()
+        collectives.all_reduce(total, mesh.data, "site")
+        return total
+
+    def scatter() -> torch.Tensor:
+        output = torch.zeros(1)
+        collectives.reduce_scatter(output, both.clone(), mesh.tp, "site")
+        return output
+
+    def exchange() -> torch.Tensor:
+        output = torch.zeros(2)
+        collectives.all_to_all(output, both, mesh.tp, "site")
+        return output
+
+    def spread() -> torch.Tensor:
+        value = mine.clone()
+        collectives.broadcast(value, mesh.world, "site")
+        return value
+
+    spoil("all_reduce", "data", [(0, 1), (2, 3)], reduce)
+    spoil("all_gather", "tp", [(1, 2), (0, 3)], gather)
+    spoil("all_gather", "world", [], gather_all)
+    spoil("reduce_scatter", "tp", [(1, 2), (0, 3)], scatter)
+    spoil("all_to_all", "tp", [(1, 2), (0, 3)], exchange)
+    spoil("broadcast", "world", [], spread)
+    mesh.plant(None)
+    found["nothing"] = (reduce().tolist(), mesh.faults.struck)
+    mesh.close()
+    return found
+
+
+def test_a_call_over_the_wrong_group_gives_that_groups_result():
+    with LocalRanks(4, timeout=250.0) as ranks:
+        found = ranks.run(with_wrong_groups)
+    result = {name: [values[name][0] for values in found] for name in found[0]}
+    assert result["all_reduce data"] == [[1], [1], [5], [5]]
+    assert result["all_gather tp"] == [[0, 3], [1, 2], [1, 2], [0, 3]]
+    assert result["all_gather world"] == [[3, 0, 1, 2]] * 4  # in another order
+    assert result["reduce_scatter tp"] == [[0 + 3], [1 + 2], [11 + 12], [10 + 13]]
+    assert result["all_to_all tp"] == [[0, 3], [1, 2], [11, 12], [10, 13]]
+    assert result["broadcast world"] == [[1]] * 4
+    assert result["nothing"] == [[2], [4], [2], [4]]
+    assert all(struck == (name != "nothing") for values in found for name, (_, struck) in values.items())
