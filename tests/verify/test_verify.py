@@ -16,6 +16,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.initialise import initial_value
 from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.parallel.pieces import Piece
 from meshwright.verify import verify
 from meshwright.verify.compare import _backward_order, compare, relative_errors
@@ -158,46 +159,39 @@ def test_the_neutral_faults_are_these():
     assert all(len(reason) > 20 for reason in NEUTRAL.values())
 
 
+def features(layout: Layout) -> set[str]:
+    """What a layout has, by axis; pipelines by how a backward is cut and how many copies of a stage there are."""
+    both = layout.schedule in BIDIRECTIONAL_SCHEDULES
+    split = layout.schedule.startswith(("zb-", "v-"))
+    present = {
+        "dp": layout.dp > 1,
+        f"zero:{layout.zero}": layout.zero > 0,
+        "hs": layout.hybrid is not None,
+        "tp" + ("" if layout.tensor_sequence_parallel else ":nosp"): layout.tp > 1,
+        f"cp:{layout.cp_method}": layout.cp > 1,
+        "pp:" + ("both" if both else "split" if split else "whole"): layout.pp > 1,
+        "mb": layout.micro_batches > 1,
+        "ep": layout.ep > 1,
+        "etp": layout.etp > 1,
+        f"ac:{layout.recompute}": layout.recompute != "none",
+    }
+    return {name for name, there in present.items() if there}
+
+
 def test_the_grid_meets_every_axis_and_every_pair():
     layouts = grid()
     assert len({str(layout) for layout in layouts}) == len(layouts)
     assert max(layout.world_size for layout in layouts) == 8
-    features = [
-        {
-            f"dp{layout.dp > 1}", f"zero{layout.zero}", f"hs{layout.hybrid is not None}",
-            f"mb{layout.micro_batches > 1}", f"ac:{layout.recompute}",
-            f"tp{layout.tp > 1}" + ("" if layout.tensor_sequence_parallel else ":nosp"),
-            f"cp:{layout.cp_method}" if layout.cp > 1 else "cpFalse",
-            f"pp{layout.pp > 1}", f"ep{layout.expert_parallel}",
-        }
-        for layout in layouts
-    ]  # fmt: skip
-    for zero in ("zero0", "zero1", "zero2", "zero3"):
-        for other in ("mbTrue", "mbFalse", "ac:none", "ac:selective", "ac:full"):
-            assert any({zero, other, "dpTrue"} <= each for each in features), (zero, other)
-    for other in ("zero1", "zero2", "zero3", "mbTrue", "mbFalse"):
-        assert any({"hsTrue", other} <= each for each in features), other
-    for other in ("dpTrue", "dpFalse", "zero0", "zero1", "zero2", "zero3", "mbTrue", "ac:selective", "ac:full"):
-        for tensor in ("tpTrue", "tpTrue:nosp"):
-            assert any({tensor, other} <= each for each in features), (tensor, other)
-    assert any({"tpTrue", "hsTrue"} <= each for each in features)
-    for other in (
-        "dpTrue",
-        "zero1",
-        "zero2",
-        "zero3",
-        "hsTrue",
-        "mbTrue",
-        "ac:selective",
-        "ac:full",
-        "tpTrue",
-        "ppTrue",
-    ):
-        for method in ("cp:ring", "cp:ulysses"):
-            assert any({method, other} <= each for each in features), (method, other)
-    assert all(any({method, "epTrue"} <= each for each in features) for method in ("cp:ring", "cp:ulysses"))
-    assert {layout.tp for layout in layouts} == {1, 2, 3, 4, 8}
-    assert {layout.cp for layout in layouts} == {1, 2, 3, 4, 8}
+    assert {layout.tp for layout in layouts} == {layout.cp for layout in layouts} == {1, 2, 3, 4, 8}
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.schedule for layout in layouts} >= {*SCHEDULE_CHUNKS} - {*ASYNCHRONOUS_SCHEDULES}
+    met = {pair for layout in layouts for pair in itertools.combinations(sorted(features(layout)), 2)}
+    everything = sorted(set().union(*map(features, layouts)))
+    axes = {"dp", "zero", "hs", "tp", "cp", "pp", "mb", "ep", "etp", "ac"}
+    assert {name.partition(":")[0] for name in everything} == axes and len(everything) == 17
+    for pair in itertools.combinations(everything, 2):
+        first, second = (name.partition(":")[0] for name in pair)
+        assert first == second or pair in met, f"no layout has {pair[0]} with {pair[1]}"
 
 
 # --- what a failure says

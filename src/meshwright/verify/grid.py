@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 
@@ -22,7 +25,46 @@ def grid() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    return list(dict.fromkeys(layouts + _tensor() + _context() + _pipeline() + _experts()))
+    layouts += _tensor() + _context() + _pipeline() + _experts() + _remaining_pairs()
+    return [layout for layout in dict.fromkeys(layouts) if _runs(layout)]
+
+
+def _runs(layout: Layout) -> bool:
+    """Whether this version runs the layout; what it does not run yet joins the grid when it does."""
+    try:
+        layout.refuse_unbuilt()
+    except UserError:
+        return False
+    return True
+
+
+def _remaining_pairs() -> list[Layout]:
+    """What meets nowhere else."""
+    ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
+    nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
+    sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}
+    return [
+        Layout(**sharded, zero=2, recompute="full"),
+        Layout(**sharded, zero=1, **nosp),
+        Layout(**sharded, zero=2, etp=2),
+        Layout(**sharded, zero=3, pp=2, schedule="chimera", micro_batches=2, recompute="full"),
+        Layout(**sharded, zero=3, pp=2, schedule="zb-h1", micro_batches=2),
+        Layout(cp=2, ep=2),
+        Layout(**ulysses, ep=2, zero=1),
+        Layout(tp=2, cp=2, ep=2, etp=2),
+        Layout(**nosp, **ulysses, ep=2, etp=2),
+        Layout(cp=2, pp=2, schedule="chimera", micro_batches=2),
+        Layout(**ulysses, pp=2, micro_batches=2),
+        Layout(**ulysses, pp=2, schedule="zb-h1", micro_batches=2),
+        Layout(dp=2, pp=2, ep=2, micro_batches=2),
+        Layout(dp=2, pp=2, ep=2, schedule="dualpipe", micro_batches=4),
+        Layout(dp=2, pp=2, ep=2, schedule="zb-v", chunks=2, micro_batches=4),
+        Layout(dp=2, pp=2, etp=2, micro_batches=2),
+        Layout(dp=2, pp=2, etp=2, schedule="chimera", micro_batches=2),
+        Layout(dp=2, zero=1, pp=2, etp=2, schedule="zb-h1", micro_batches=2),
+        Layout(**nosp, pp=2, micro_batches=2),
+        Layout(**nosp, pp=2, schedule="chimera", micro_batches=2),
+    ]
 
 
 def _tensor() -> list[Layout]:
