@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_family": "qwen3", "model_layers": 4, "model_tied": False},
     "gpt2": {"model_family": "gpt2", "model_layers": 4, "model_kv_heads": None, "model_tied": None},
     "programs": {
+        "model_layers": 4,
         "collectives_all_reduce": "auto",
         "collectives_reduce_scatter": "ring",
         "collectives_all_gather": "bruck",
