@@ -53,9 +53,13 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     """dyᵀ x over the rows of each expert: [E, Y, X]."""
     if _at_once(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
-    dw_EYX = x_NX.new_zeros(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
+    dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
+    idle = set(range(len(ends_E)))  # most have rows: to zero all of them first would write the whole once more
     for expert, rows in _groups(ends_E):
         torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
+        idle.discard(expert)
+    for expert in idle:
+        dw_EYX[expert].zero_()
     return dw_EYX
 
 
