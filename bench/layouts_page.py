@@ -31,8 +31,9 @@ def page(result: dict[str, Any]) -> str:
     worst = max((line["relative_error"] for line in run), default=0.0)
     parts = [
         "# Every layout on 8 ranks",
-        f"Made by `bench/layouts.py` from `bench/results/layouts.json`: {len(run)} layouts of one model on "
-        f"{result['ranks']} processes. The largest error of any is {worst:.1e}; {result['tolerance']:.0e} is allowed.",
+        f"Made by `bench/layouts.py` from `bench/results/layouts.json`: {len(run)} layouts on {result['ranks']} "
+        "processes, of a dense model and of one with experts. "
+        f"The largest error of any is {worst:.1e}; {result['tolerance']:.0e} is allowed.",
         _models(result),
         "- **error**: the largest relative error of any gradient, update, loss or norm against one device, in float64, "
         "by the measure of `meshwright verify`, on rows of several documents.\n"
