@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.cutting import OWNED
+from meshwright.comm.call_ring import process_calls
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, UserError
@@ -120,7 +121,7 @@ def measure_rank(
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: executable.run(None if checked.program.operation == "barrier" else vector, output),
+        "ours": lambda: _ours(executable, None if checked.program.operation == "barrier" else vector, output),
         "theirs": lambda: _theirs(executable, native, vector),
     }
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -143,17 +144,27 @@ def measure_rank(
     }
 
 
+def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
+    """Run the program, as a call that others can see."""
+    calls = process_calls()
+    size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
+    number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
+    calls.wait(number)
+    executable.run(vector, output)
+    calls.done(number)
+
+
 def _same(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
     """Whether the program gives what torch.distributed gives, on whole numbers."""
     program = executable.program
     if program.operation == "barrier":
-        executable.run(None)
+        _ours(executable, None, None)
         return True
     dtype = torch.float64 if program.reduction == "mean" else torch.int32
     start = (torch.arange(numel, device=device) * 7 + 13 * executable.rank).remainder_(31).sub_(15).to(dtype)
     mine, theirs = start.clone(), start.clone()
     output = torch.empty_like(mine) if program.has_output else None
-    executable.run(mine, output)
+    _ours(executable, mine, output)
     result = _theirs(executable, native, theirs)
     place = promised(executable, numel)
     return torch.equal((mine if output is None else output)[place], result[place])

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
+from meshwright.comm.call_ring import process_calls
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective
@@ -214,6 +215,7 @@ class Executable:
 
     def _lost(self, message: Message, error: RuntimeError) -> RankLost:
         """Who waits for whom."""
+        process_calls().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
         reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
