@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.comm.local import LocalRanks
+from meshwright.comm.rank_report import Snapshot
 from meshwright.verify import run
 
 
@@ -22,6 +23,9 @@ class KeptRanks:
 
     def run(self, *arguments: Any, **options: Any) -> list[Any]:
         return self._ranks.run(*arguments, **options)
+
+    def calls(self) -> Snapshot:
+        return self._ranks.calls()
 
     def close(self) -> None:
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.comm.rank_report import Snapshot
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.run import _Bench, _default_models
@@ -24,6 +23,6 @@ def test_ranks_that_are_well_agree_about_every_call_of_every_layout():
             layout = Layout.parse(text)
             name, config = _default_models(layout)[0]
             bench.verify(layout, name, config)
-            snapshot = Snapshot.take(bench._ranks._rings)
+            snapshot = bench.ranks(layout.world_size).calls()
             assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
             assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"

@@ -92,6 +92,10 @@ class LocalRanks:
             raise RankLost(f"a local rank has ended before {function} began: {error}") from error
         return self._collect(function, self.timeout if timeout is None else timeout)
 
+    def calls(self) -> Snapshot:
+        """What the ranks' records of their collective calls say now."""
+        return Snapshot.take(self._rings)
+
     def _collect(self, function: str, timeout: float) -> list[Any]:
         answers: dict[int, tuple[str, Any, str]] = {}
         died: list[int] = []
@@ -109,13 +113,13 @@ class LocalRanks:
                     except (EOFError, OSError):
                         died.append(rank)
             if died or any(kind == "error" for kind, *_ in answers.values()):
-                seen = seen or Snapshot.take(self._rings)
+                seen = seen or self.calls()
                 # The others may be waiting for this rank in a collective: a moment to report, then an end.
                 deadline = min(deadline, time.monotonic() + 2.0)
         failures = {rank: answer for rank, answer in answers.items() if answer[0] == "error"}
         if not failures and not died and len(answers) == self.world_size:
             return [answers[rank][1] for rank in range(self.world_size)]
-        seen = seen or Snapshot.take(self._rings)
+        seen = seen or self.calls()
         parted = "" if seen.verdict is None else f"; {seen.verdict.line}"
         self.close()
         if died:
