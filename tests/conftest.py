@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,3 +96,21 @@ def tiny_recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY_RECIPE)
     return path
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which transformers, which forms norms, rotations and scores in float32, forms them in float64."""
+    import torch
+
+    importlib.import_module("torch._inductor.compile_fx")  # keeps tables by type: they must not be made inside
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "float32", torch.float64)
+            patch.setattr(torch, "float", torch.float64)
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            yield
+
+    return inside

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.model.transformer import Transformer
 from meshwright.plan.flops import forward_flops_per_token
+from tests.model.transformers_names import row_in_transformers
 
 ODD: dict[str, Any] = {
     "vocab_size": 499, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -77,23 +76,6 @@ def tokens_of(rows: int = 3, sequence: int = 20) -> tuple[torch.Tensor, torch.Te
     return tokens[:, :-1], targets
 
 
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """A context in which transformers, which forms norms, rotations and scores in float32, forms them in float64."""
-
-    importlib.import_module("torch._inductor.compile_fx")  # keeps tables by type: they must not be made inside
-
-    @contextmanager
-    def inside() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "float32", torch.float64)
-            patch.setattr(torch, "float", torch.float64)
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-            yield
-
-    return inside
-
-
 def in_transformers(directory: Path) -> transformers.PreTrainedModel:
     """The model as transformers reads it; its own grouped products take only widths that divide by 16 bytes."""
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -120,15 +102,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
         mine = take_row(model.get_parameter(row.tensor).grad, row)
         if row.balances:
             continue
-        if ".experts." in row.name:  # stacked in their memory
-            start, _, rest = row.name.replace("block_sparse_moe", "mlp").partition(".experts.")
-            number, part = rest.split(".")[:2]
-            stacked = "down_proj" if part in ("down_proj", "w2") else "gate_up_proj"
-            want = expected[f"{start}.experts.{stacked}"][int(number)]
-            if stacked == "gate_up_proj":
-                want = want.chunk(2)[part in ("up_proj", "w3")]
-        else:
-            want = expected[row.name.replace("block_sparse_moe", "mlp")]
+        want = row_in_transformers(expected, row.name)
         torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10, msg=row.name)
 
 

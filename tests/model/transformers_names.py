@@ -1,0 +1,22 @@
+"""Where a model of transformers in memory has the rows of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def row_in_transformers(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The view of a row, by its name on disk, in the parameters (or gradients) of a model of transformers.
+
+    In memory a layer's experts are stacked: `experts.gate_up_proj` [experts, 2 x width, hidden], gates first, and
+    `experts.down_proj` [experts, hidden, width]; what Mixtral's files call `block_sparse_moe` is `mlp`.
+    """
+    start, _, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+    if not rest:
+        return tensors[start]
+    number, part, _ = rest.split(".")
+    if part in ("down_proj", "w2"):
+        return tensors[f"{start}.experts.down_proj"][int(number)]
+    return tensors[f"{start}.experts.gate_up_proj"][int(number)].chunk(2)[part in ("up_proj", "w3")]
