@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Mesh, axis_of
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
 
@@ -339,3 +339,28 @@ def test_on_one_device_calls_copy_nothing():
     collectives.barrier(mesh.world, "test")
     assert mesh.record.table() == []
     assert not dist.is_initialized()
+
+
+def test_a_call_that_failed_fails_whenever_it_is_waited_for():
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("connection closed")
+
+    handle = collectives.Handle([Work()])
+    finished = []
+    handle.then(lambda: finished.append(1))
+    for _ in range(2):
+        with pytest.raises(RankLost, match="connection closed"):
+            handle.wait()
+    assert not finished
+
+
+def test_closing_a_mesh_leaves_another_ones_axes_to_the_operators():
+    first, second, third = Mesh.single(), Mesh.single(), Mesh.single()
+    key = first.ep.key
+    assert axis_of(key) is third.ep
+    third.close()
+    assert axis_of(key) is second.ep
+    first.close()
+    assert axis_of(key) is second.ep
+    second.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.call_ring import process_calls
-from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
+from meshwright.errors import CheckFailed, RankLost, RanksDisagree, Terminated, UserError
 from meshwright.train import worker
 from meshwright.train.rendezvous import Place, initialise, meet
 
@@ -63,7 +63,7 @@ def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], sta
 def case_rank_2_exits(description: dict[str, Any], start: Place) -> dict[str, Any]:
     if start.rank == 2:
         os._exit(7)
-    raise RankLost("left alone")
+    raise (RankLost, RanksDisagree)[start.rank]("left alone")
 
 
 def case_user_error(description: dict[str, Any], start: Place) -> dict[str, Any]:

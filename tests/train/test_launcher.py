@@ -18,7 +18,7 @@ import pytest
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.train import launcher
 from meshwright.train.launcher import LaunchSpec, RankFault, launch
-from meshwright.train.started_rank import available_cores, threads_said
+from meshwright.train.started_rank import available_cores, start_rank, threads_said
 from tests.train.launcher_ranks import COMMAND, ROOT
 
 
@@ -241,3 +241,10 @@ def test_the_second_of_two_runs_in_one_directory_ends_with_a_line(tmp_path):
 def test_threads_of_a_rank_are_openmps_where_it_says_some(monkeypatch, said, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert threads_said() == threads
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        start_rank(0, 1, {}, [str(tmp_path / "nothing")], 1, [])
+    assert os.listdir("/proc/self/fd") == before

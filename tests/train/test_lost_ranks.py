@@ -130,7 +130,7 @@ def test_where_somebody_else_started_the_ranks_the_first_that_waits_in_vain_repo
         for rank in range(3)
     ]
     try:
-        errors = {rank: ranks[rank].communicate(timeout=120)[1] for rank in (0, 2)}
+        errors = {rank: ranks[rank].communicate(timeout=300)[1] for rank in (0, 2)}
         assert (ranks[0].returncode, ranks[1].poll(), ranks[2].returncode) == (3, None, 3), errors
     finally:
         for rank in ranks:

@@ -25,9 +25,9 @@ from meshwright.errors import RankLost
 
 
 class Handle:
-    """A call under way. `wait` may be called again; the result is there after the first."""
+    """A call under way. `wait` may be called again; the result is there after the first, or the first one's error."""
 
-    __slots__ = ("_call", "_communicator", "_finishers", "_timeout", "_what", "_works")
+    __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Handle:
     ) -> None:
         self._call = call  # its number in the ring of calls
         self._communicator = communicator
+        self._error: RankLost | None = None
         self._works = works
         self._finishers: list[Callable[[], Any]] = []
         self._what = what
@@ -52,6 +53,8 @@ class Handle:
 
     def wait(self) -> None:
         """Return when the result may be used (on CUDA: by later work on the current stream). Raises RankLost."""
+        if self._error is not None:
+            raise self._error
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
         begun = time.perf_counter()
@@ -64,7 +67,8 @@ class Handle:
                 else:
                     work.wait(self._timeout)
         except (RuntimeError, RankLost) as error:
-            raise _lost(self._what, error) from error
+            self._error = _lost(self._what, error)
+            raise self._error from error
         if works and self._communicator is not None:
             self._communicator.calls.done(self._call)
             self._communicator.waited_seconds += time.perf_counter() - begun

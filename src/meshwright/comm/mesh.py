@@ -92,12 +92,14 @@ class Axis:
         return f"{self.name}{self.ranks}"
 
 
-_axes: dict[str, Axis] = {}  # key -> axis of this process, for the custom operators alone
+_axes: dict[str, list[Axis]] = {}
+"""The axes of this process by key, for the custom operators alone: one of every mesh that has such ranks, the newest
+last. It serves them all: their groups join the same ranks."""
 
 
 def axis_of(key: str) -> Axis:
     """The axis that `Axis.key` names."""
-    return _axes[key]
+    return _axes[key][-1]
 
 
 class Mesh:
@@ -144,7 +146,7 @@ class Mesh:
                 if rank in ranks:
                     axis = Axis(name, tuple(ranks), ranks.index(rank), group, communicator)
                     setattr(self, name, axis)
-                    _axes[axis.key] = axis
+                    _axes.setdefault(axis.key, []).append(axis)
         if not layout.expert_parallel:
             for name, same in EXPERT_AXES.items():
                 setattr(self, name, getattr(self, same))
@@ -242,8 +244,10 @@ class Mesh:
     def close(self) -> None:
         """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""
         self.communicator.programs.close()
-        for key in [key for key, axis in _axes.items() if axis.communicator is self.communicator]:
-            del _axes[key]  # what holds a group keeps its connections and threads
+        for key, axes in list(_axes.items()):  # what holds a group keeps its connections and threads
+            axes[:] = [axis for axis in axes if axis.communicator is not self.communicator]
+            if not axes:
+                del _axes[key]
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []

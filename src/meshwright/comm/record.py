@@ -1,4 +1,4 @@
-"""What every collective call site did: calls, bytes, and the number of the last call, for reports and time-outs."""
+"""What every collective call site did: calls and bytes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ class Record:
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str], SiteRecord] = {}
-        self.sequence = 0  # calls made since the process started; never cleared, so that ranks can be compared
-        self.last: str = "nothing yet"
 
-    def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> int:
-        """Count one call; returns its sequence number."""
+    def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
+        """Count one call."""
         entry = self.sites.get((site, operation))
         if entry is None:
             entry = self.sites[(site, operation)] = SiteRecord(site, operation, axis)
         entry.calls += 1
         entry.payload_bytes += payload_bytes
         entry.sent_bytes += sent_bytes
-        self.sequence += 1
-        self.last = site
-        return self.sequence
 
     def clear(self) -> None:
-        """Forget the totals (the sequence number goes on)."""
+        """Forget the totals."""
         self.sites.clear()
 
     def sent_bytes(self) -> int:

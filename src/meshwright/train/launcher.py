@@ -157,7 +157,7 @@ class _Attempt:
                     break
                 if deadline is None and any(map(self._bad, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
-                    if any(rank.error == "RankLost" for rank in self.ranks):
+                    if any(rank.lost_another for rank in self.ranks):
                         self._look()  # before those it waited for come to life and go on
                 if deadline is not None and time.monotonic() >= deadline:
                     break
@@ -256,7 +256,7 @@ class _Attempt:
             self._raise_stopped(died, reported)
         # A process that was killed is a cause; one that aborted may be a backend's answer to what others did.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
-        own_errors = [rank for rank in reported if rank.error != "RankLost"]
+        own_errors = [rank for rank in reported if not rank.lost_another]
         if own_errors and not killed:
             self._raise(own_errors[0])
         line = self._lost(killed or died, reported)
@@ -284,7 +284,7 @@ class _Attempt:
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
         """After a stop signal: that we stopped, unless a rank has something else to say."""
         for rank in reported:
-            if not died and rank.error not in ("Terminated", "RankLost"):
+            if not died and rank.error != "Terminated" and not rank.lost_another:
                 self._raise(rank)
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         line = saved[0] if saved else f"stopped by SIGTERM before a checkpoint was due; {self._resumes()}"

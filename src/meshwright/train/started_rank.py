@@ -46,6 +46,11 @@ class StartedRank:
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
+    def lost_another(self) -> bool:
+        """Whether the error it reported is about what another rank does: not a cause."""
+        return self.error in ("RankLost", "RanksDisagree")
+
+    @property
     def signal(self) -> int | None:
         """The signal that killed it, None if it exited."""
         code = self.process.returncode
@@ -104,6 +109,10 @@ def start_rank(
             pass_fds=(theirs, calls, stack, *keep),
             env=environment,
         )
+    except OSError:
+        for descriptor in (ours, calls, stack):
+            os.close(descriptor)
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(theirs)
