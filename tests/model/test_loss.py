@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.comm.mesh import Axes
 from meshwright.model import chunks
@@ -122,3 +123,34 @@ def test_the_fused_loss_is_the_same():
     torch.testing.assert_close(fused, plain, rtol=1e-13, atol=0)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (fused, plain)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_formed_in_the_backward_pass_are_the_same_bit_for_bit(dtype: torch.dtype, chunk: None):
+    hidden, weight, targets = problem(dtype)
+    kept, later = (linear_cross_entropy(hidden, weight, targets, AXES, keep=keep) for keep in (True, False))
+    assert torch.equal(kept, later)
+    for _ in range(2):  # a second time, too
+        pairs = [torch.autograd.grad(each / 44, (hidden, weight), retain_graph=True) for each in (kept, later)]
+        for mine, theirs in zip(*pairs, strict=True):
+            assert theirs.any() and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_loss_whose_backward_comes_later_keeps_nothing_of_the_weights_size(keep: bool, chunk: None):
+    hidden, weight, targets = problem()
+    size, made = weight.numel(), []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            result = operator(*arguments, **(options or {}))
+            if isinstance(result, torch.Tensor) and result.numel() == size and result.device.type == "cpu":
+                made.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    with Watch():
+        losses_kept = [linear_cross_entropy(hidden, weight, targets, AXES, keep=keep) for _ in range(4)]
+    weights = StorageWeakRef(weight.untyped_storage()).cdata
+    live = {reference.cdata for reference in made if not reference.expired()} - {weights}
+    assert len(live) == (4 if keep else 0)
+    sum(losses_kept).backward()

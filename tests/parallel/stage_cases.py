@@ -146,3 +146,31 @@ def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
     rank.passes.train(rank.micro_batches, rank.targets)
     rank.mesh.close()
     return kept
+
+
+def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
+    """How many gradients of the head's weight are in memory when each backward of the last stage begins."""
+    import gc
+
+    rank = Rank(problem, layout_text)
+    found: list[int] = []
+    pipeline = rank.passes._pipeline
+    run = pipeline.run
+
+    def watched(compute: Any) -> None:
+        backward = compute.backward
+
+        def noted_backward(stage: int, *arguments: Any) -> Any:
+            if rank.partition.stages[stage].last:
+                shape = rank.model.head_weight.shape
+                tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
+                found.append(sum(each.untyped_storage().nbytes() == each.nbytes for each in tensors))
+            return backward(stage, *arguments)
+
+        compute.backward = noted_backward
+        run(compute)
+
+    pipeline.run = watched  # type: ignore[method-assign]
+    rank.passes.train(rank.micro_batches, rank.targets)
+    rank.mesh.close()
+    return found

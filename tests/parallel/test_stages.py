@@ -87,3 +87,10 @@ def test_an_output_is_freed_when_it_has_been_sent(four):
     kept = four.run(cases.outputs_kept, Problem(LLAMA, 8), "pp4:gpipe mb8")
     assert [len(each) for each in kept] == [8, 8, 8, 0]
     assert not any(any(each) for each in kept), kept
+
+
+def test_a_last_stage_keeps_the_heads_gradient_only_for_a_backward_that_follows_at_once(four):
+    sliced = dataclasses.replace(scaled_down(preset("llama-3-8b"), 2), layers=3)
+    for layout, each in (("tp2:nosp pp2:gpipe mb4", 0), ("tp2:nosp pp2 mb4", 1)):
+        found = four.run(cases.head_gradients_kept, Problem(sliced, 8), layout)
+        assert [rank for rank in found if rank] == [[each] * 4] * 2, layout

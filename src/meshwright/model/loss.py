@@ -1,7 +1,8 @@
 """Cross-entropy of a linear head, chunk by chunk: the logits of all tokens never exist at once.
 
 The gradient of a chunk's logits takes their place while they are there, so that the head's product is not repeated in
-the backward pass. With tensor parallelism each rank holds a slice of the vocabulary (Shoeybi et al. 2019,
+the backward pass; where that is not to follow at once, it makes the logits again, and nothing of a weight's size is
+kept until then. With tensor parallelism each rank holds a slice of the vocabulary (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3): maxima, sums and the target's logit are combined over the ranks.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
@@ -33,15 +34,18 @@ def linear_cross_entropy(
     first_token: int = 0,
     widest: int | None = None,
     compiled: bool = False,
+    keep: bool = True,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weightᵀ)[target] (nats); targets of -100 do not count.
 
     The sum, and that of the weight's gradient over chunks, are formed in float32 at least. With tensor parallelism the
     rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them, at most
-    `widest`. `compiled` fuses what is done to each logit with torch.compile.
+    `widest`. `compiled` fuses what is done to each logit with torch.compile. `keep`: form the gradients now and keep
+    them, one of the weight's size among them; without it the backward pass makes the logits a second time. Both give
+    the same gradients, bit for bit, and meet other ranks in the forward pass alone.
     """
     head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled(), keep)
 
 
 def token_losses(
@@ -79,41 +83,76 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: torch.Tensor,
         head: _Head,
         differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
+        keep: bool,
     ) -> torch.Tensor:
-        wants_hidden, wants_weight = (differentiable and needed for needed in context.needs_input_grad[:2])
-        wide = at_least_float32(hidden_TH.dtype)
-        total = torch.zeros((), dtype=wide, device=hidden_TH.device)
-        d_hidden_TH = torch.empty_like(hidden_TH) if wants_hidden else None
-        d_weight_VH: torch.Tensor | None = None
+        wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:2])
+        total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
+        sums = _Gradients(hidden_TH, weight_VH, *wanted) if any(wanted) and keep else None
+        known = []
         for chunk in _chunks(hidden_TH, targets_T, head):
             total += chunk.losses_C.sum()
-            if not (wants_hidden or wants_weight):
-                continue
-            d_logits_CV = chunk.differentiate()
-            if d_hidden_TH is not None:
-                torch.mm(d_logits_CV, weight_VH, out=d_hidden_TH[chunk.tokens])
-            if wants_weight:
-                product_VH = d_logits_CV.T @ hidden_TH[chunk.tokens]
-                d_weight_VH = product_VH if d_weight_VH is None else d_weight_VH.to(wide).add_(product_VH)
-        context.gradients = (d_hidden_TH, d_weight_VH)
+            if sums is not None:
+                sums.add(chunk)
+            elif any(wanted):
+                known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
+        context.gradients = None if sums is None else (sums.hidden_TH, sums.weight_VH)
         context.dtype = weight_VH.dtype
+        if known:
+            context.save_for_backward(hidden_TH, weight_VH, targets_T, torch.cat(known, dim=1))
+            context.head = head
         return total
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_TH, d_weight_VH = context.gradients
+        d_hidden_TH, d_weight_VH = _again(context) if context.gradients is None else context.gradients
         if d_hidden_TH is not None:
             # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
             d_hidden_TH = (d_hidden_TH.to(d_total.dtype) * d_total).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
-        return d_hidden_TH, d_weight_VH, None, None, None
+        return d_hidden_TH, d_weight_VH, None, None, None, None
+
+
+class _Gradients:
+    """The gradients of the summed loss, chunk by chunk; None for one that is not wanted."""
+
+    def __init__(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, of_hidden: bool, of_weight: bool) -> None:
+        self._inputs, self._of_weight = (hidden_TH, weight_VH), of_weight
+        self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
+        self.weight_VH: torch.Tensor | None = None
+
+    def add(self, chunk: _Chunk) -> None:
+        hidden_TH, weight_VH = self._inputs
+        d_logits_CV = chunk.differentiate()
+        if self.hidden_TH is not None:
+            torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
+        if self._of_weight:
+            product_VH, sum_VH = d_logits_CV.T @ hidden_TH[chunk.tokens], self.weight_VH
+            wide = at_least_float32(hidden_TH.dtype)
+            self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
+
+
+def _again(context: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients from logits that are made a second time."""
+    hidden_TH, weight_VH, targets_T, known_2T = context.saved_tensors
+    sums = _Gradients(hidden_TH, weight_VH, *context.needs_input_grad[:2])
+    for chunk in _chunks(hidden_TH, targets_T, context.head._replace(weight_VH=weight_VH), known_2T):
+        sums.add(chunk)
+    return sums.hidden_TH, sums.weight_VH
 
 
 class _Chunk:
-    """Some tokens' logits, their losses, and (once asked for) the gradient in the logits' place."""
+    """Some tokens' logits, their losses, and (once asked for) the gradient in the logits' place. `known_2C`: what an
+    earlier look at the same logits found, `log_sum_C` and `target_C`; the ranks of tp need not meet again."""
 
-    def __init__(self, tokens: slice, logits_CV: torch.Tensor, targets_C: torch.Tensor, head: _Head) -> None:
+    def __init__(
+        self,
+        tokens: slice,
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        head: _Head,
+        known_2C: torch.Tensor | None = None,
+    ) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
         self._compiled = head.compiled
         functions: tuple[Callable[..., Any], ...] = _fused() if head.compiled else (_statistics, _to_gradient_)
@@ -125,22 +164,27 @@ class _Chunk:
         # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
 
+        self.log_sum_C, self.target_C = self._found(head.axes) if known_2C is None else (known_2C[0], known_2C[1])
+        self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
+
+    def _found(self, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each token's log of the sum of exponentials, and its target's logit, over the whole vocabulary."""
+        logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
-        target_C = logits_CV[self._targets].to(wide) * self._here_C
-        collectives.all_reduce(target_C, head.axes.tp, "loss.target_logit")
+        target_C = logits_CV[self._targets].to(self._counted_C.dtype) * self._here_C
+        collectives.all_reduce(target_C, axes.tp, "loss.target_logit")
         highest_C = maximum_C.clone()
-        collectives.all_reduce(highest_C, head.axes.tp, "loss.maximum", op="max")
+        collectives.all_reduce(highest_C, axes.tp, "loss.maximum", op="max")
         sum_C = sum_C * (maximum_C - highest_C).exp()
-        collectives.all_reduce(sum_C, head.axes.tp, "loss.sum")
-        self._log_sum_C, self._target_C = highest_C + sum_C.log(), target_C
-        self.losses_C = (self._log_sum_C - target_C) * self._counted_C
+        collectives.all_reduce(sum_C, axes.tp, "loss.sum")
+        return highest_C + sum_C.log(), target_C
 
     def differentiate(self) -> torch.Tensor:
         """Turn the logits into the gradient of this chunk's summed loss, softmax - one-hot; they are gone then."""
         for part in self._slices():
-            self._to_gradient_(self._logits_CV[part], self._log_sum_C[part], self._counted_C[part])
-        at_target_C = ((self._target_C - self._log_sum_C).exp() - 1) * self._counted_C
+            self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], self._counted_C[part])
+        at_target_C = ((self.target_C - self.log_sum_C).exp() - 1) * self._counted_C
         elsewhere_C = self._logits_CV[self._targets]
         self._logits_CV[self._targets] = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
         return self._logits_CV
@@ -171,7 +215,9 @@ def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
 
 
-def _chunks(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head) -> Iterator[_Chunk]:
+def _chunks(
+    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head, known_2T: torch.Tensor | None = None
+) -> Iterator[_Chunk]:
     """Chunks of about equal size. They share one buffer of logits: each is gone when the next is asked for.
 
     All ranks of tp cut alike, though they hold different numbers of rows: they meet in every chunk.
@@ -182,5 +228,5 @@ def _chunks(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head) -> It
     for tokens in chunks:
         part = slice(start, start + tokens)
         logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[:tokens])
-        yield _Chunk(part, logits_CV, targets_T[part], head)
+        yield _Chunk(part, logits_CV, targets_T[part], head, None if known_2T is None else known_2T[:, part])
         start += tokens

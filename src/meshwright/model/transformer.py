@@ -156,9 +156,11 @@ class Transformer(nn.Module):
         targets_BS: torch.Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
+        at_once: bool = True,
     ) -> StageOutput:
         """The part of `forward` that `stage` does, given what the stage before it gave (None: it is the first). The
-        last stage adds its balance to its loss, as `forward` does."""
+        last stage adds its balance to its loss, as `forward` does. `at_once`: whether its backward is what follows; if
+        not, the loss keeps no gradient of the head's size until then."""
         balances: list[torch.Tensor] = []
         counted_B = None
         if self.config.experts and torch.is_grad_enabled():  # targets in whole rows
@@ -168,7 +170,8 @@ class Transformer(nn.Module):
         if not stage.last:
             return StageOutput(x_BSH, balance)
         x_BSH = self._final(units.enter("head", x_BSH))
-        loss = linear_cross_entropy(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
+        states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
+        loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=at_once, **self._loss_options)
         if balance is not None:
             loss = loss + (balance - balance.detach())
         return StageOutput(units.leave("head", loss), None)

@@ -48,12 +48,12 @@ class StageCompute:
         self._arrived()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.parallel.stage_units(part)
-        units.keep_last = key in self._at_once
+        units.keep_last = at_once = key in self._at_once
         if x is not None:
             x = x.detach()
             if torch.is_grad_enabled():
                 x.requires_grad_()
-        out, balance = self.model.run_stage(part, x, *self._micro_batches[micro_batch], units)
+        out, balance = self.model.run_stage(part, x, *self._micro_batches[micro_batch], units, at_once)
         if part.last:
             out = out / self._targets
             self.loss += out.detach()
