@@ -130,6 +130,9 @@ def test_the_scale_doubles_halves_and_stops_at_one():
     assert again.state() == {"value": 1.0, "finite_steps": 0}
     again.restore(None)  # of a run in another precision
     assert again.value == 1.0
+    sooner = LossScale(8.0, every=2)
+    sooner.restore({"value": 4.0, "finite_steps": 5})  # of a run that waited longer
+    assert not sooner.note(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
     fixed = LossScale()
     assert not fixed.note(1.0, False) and fixed.state() is None and fixed.value == 1.0
 

@@ -30,7 +30,7 @@ class LossScale:
             return False
         if finite:
             self.finite_steps += 1
-            if self.finite_steps == self.every:
+            if self.finite_steps >= self.every:  # more, where a run that went on has a smaller `every`
                 self.value, self.finite_steps = self.value * 2, 0
             return False
         self.finite_steps = 0
