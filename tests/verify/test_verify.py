@@ -22,11 +22,12 @@ from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SC
 from meshwright.parallel.pieces import Piece
 from meshwright.verify import verify
 from meshwright.verify.compare import _backward_order, compare, relative_errors
-from meshwright.verify.grid import grid
+from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import NEUTRAL
 from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, sequence_of, share_of
 from meshwright.verify.ranks import RankResult
 from meshwright.verify.reference import Reference
+from meshwright.verify.run import _default_models
 from tests.model.transformers_names import row_in_transformers
 
 LLAMA = scaled_down(preset("llama-3-8b"))
@@ -195,6 +196,7 @@ def test_the_grid_meets_every_axis_and_every_pair():
     layouts = grid()
     assert len({str(layout) for layout in layouts}) == len(layouts)
     assert max(layout.world_size for layout in layouts) == 8
+    assert len(layouts) < 120 and sum(layout.world_size == 8 for layout in layouts) < 25  # minutes, not more
     assert {layout.tp for layout in layouts} == {layout.cp for layout in layouts} == {1, 2, 3, 4, 8}
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
     assert {layout.schedule for layout in layouts} >= {*SCHEDULE_CHUNKS} - {*ASYNCHRONOUS_SCHEDULES}
@@ -205,6 +207,15 @@ def test_the_grid_meets_every_axis_and_every_pair():
     for pair in itertools.combinations(everything, 2):
         first, second = (name.partition(":")[0] for name in pair)
         assert first == second or pair in met, f"no layout has {pair[0]} with {pair[1]}"
+
+
+def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
+    for axis in ("dp", "tp", "cp", "pp"):
+        layout = next(layout for layout in MIXTURES if getattr(layout, axis) > 1)
+        assert layout in grid() and not layout.expert_parallel
+        assert all(config.experts for _, config in _default_models(layout, mixture=True))
+        assert not any(config.experts for _, config in _default_models(layout, mixture=False))
+    assert any(layout.zero == 3 for layout in MIXTURES)
 
 
 # --- what a failure says

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 
+MIXTURES = (
+    Layout(dp=2, zero=3),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2, schedule="zb-h1", micro_batches=2),
+)
+"""Layouts that leave every expert on every rank and yet are verified with a mixture of experts."""
+
 
 def grid() -> list[Layout]:
+    """Layouts of up to 8 ranks that meet every axis alone and every two values of different axes, each on as few ranks
+    as the candidates do it; and `MIXTURES`."""
+    chosen = list(MIXTURES)
+    brings = {layout: _brings(layout) for layout in _candidates()}
+    missing = set().union(*brings.values())
+    while missing:
+        best = max(brings, key=lambda layout: len(brings[layout] & missing) / layout.world_size)
+        missing -= brings.pop(best)
+        if best not in chosen:
+            chosen.append(best)
+    return chosen
+
+
+def _brings(layout: Layout) -> set[tuple[str, ...]]:
+    """What is seen where the layout runs: each value that it sets, every two of them, and how few of them are alone."""
+    sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
+    sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
+    sets |= {f"zero{layout.zero}"} if layout.zero else set()
+    sets |= {f"hybrid{layout.hybrid}"} if layout.hybrid else set()
+    sets |= {layout.recompute} - {"none"}
+    if layout.tp > 1:
+        sets.add("sp" if layout.tensor_sequence_parallel else "nosp")
+    if layout.cp > 1:
+        sets.add(layout.cp_method)
+    if layout.pp > 1:
+        sets.add(f"{layout.schedule} {layout.chunks}")
+    alone = {("alone", *sorted(sets))} if len(sets) <= 2 else set()
+    return {(one,) for one in sets} | set(itertools.combinations(sorted(sets), 2)) | alone
+
+
+def _candidates() -> list[Layout]:
     """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, tensor
     parallelism with each of them, context parallelism with each of those, and pipelines with all."""
     recomputes = ("none", "selective", "full")

@@ -21,7 +21,7 @@ from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.schedules.library import program_of
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
-from meshwright.verify.grid import grid
+from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import plant_all
 from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
 from meshwright.verify.ranks import run_rank
@@ -30,8 +30,8 @@ from meshwright.verify.reference import Reference
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
 """Verified when no model is named: an untied head; a tied one with query and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
-"""And where a layout spreads experts: nothing but them; with a shared one behind a gate; a router that balances itself.
-"""
+"""And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
+gate; a router that balances itself."""
 
 
 def verify(
@@ -60,7 +60,7 @@ def verify(
     with _Bench(dtype, log, collectives) as bench:
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
-            fitting = models or _default_models(wanted)
+            fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES)
             for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
@@ -183,8 +183,8 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
     return layouts, models, collectives
 
 
-def _default_models(layout: Layout) -> list[tuple[str, ModelConfig]]:
-    names = EXPERT_MODELS if layout.expert_parallel else DEFAULT_MODELS
+def _default_models(layout: Layout, mixture: bool) -> list[tuple[str, ModelConfig]]:
+    names = EXPERT_MODELS if layout.expert_parallel or mixture else DEFAULT_MODELS
     return [(name, preset(name)) for name in names]
 
 
