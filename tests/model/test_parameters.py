@@ -262,7 +262,7 @@ def axes_of(config: ModelConfig, name: str, layout: str) -> tuple[str, ...]:
         ("gpt2", "transformer.wpe.weight", "tp2", ("data", "tp")),
         ("gpt2", "transformer.wpe.weight", "tp2:nosp", ("data",)),
         ("llama", "model.embed_tokens.weight", "tp2 pp2", ("data",)),
-        ("gpt2", "transformer.wte.weight", "tp2 pp2", ("data", "pp")),
+        ("gpt2", "transformer.wte.weight", "tp2 pp2", ("data",)),
         ("gpt2", "transformer.wte.weight", "dp2", ("data",)),
     ],
 )

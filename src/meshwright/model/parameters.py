@@ -148,7 +148,7 @@ class _Builder:
     def build(self) -> None:
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
-        self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad", both_ends=config.tied)
+        self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad")
         # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
         if config.positions == "learned":
             self.add("positions", "positions", (config.max_positions, hidden), partial="sequence")
@@ -273,7 +273,7 @@ class _Builder:
         tensor: str | None = None, layer: int | None = None, suffix: str = "weight", offset: int = 0,
         blocks: tuple[int, ...] = (), granularity: int = 1,
         remainder: Literal["refuse", "replicate", "pad"] = "refuse",
-        partial: Literal["sequence", "heads"] | None = None, both_ends: bool = False, initial: Initial | None = None,
+        partial: Literal["sequence", "heads"] | None = None, initial: Initial | None = None,
         expert: int | None = None, disk_suffix: str | None = None, balances: bool = False,
     ) -> None:  # fmt: skip
         split = split or {}
@@ -291,7 +291,6 @@ class _Builder:
                 granularity=granularity,
                 remainder=remainder,
                 partial=partial,
-                on_first_and_last_stage=both_ends,
                 initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
                 # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
                 # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.

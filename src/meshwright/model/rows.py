@@ -90,7 +90,6 @@ class Row:
     granularity: int
     remainder: Literal["refuse", "replicate", "pad"]
     partial: Literal["sequence", "heads"] | None
-    on_first_and_last_stage: bool
     initial: Initial
     decay: bool
     active: float = 1.0
@@ -141,15 +140,14 @@ class Row:
         * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence; in its place
           ``expert_data`` for experts under expert parallelism: each block of ep x etp ranks saw other tokens.
         * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
-        * ``pp``: over the first and the last stage, which both hold a tied embedding.
+
+        Which ranks of pp hold the whole unit, and so sum its gradient too, `parallel.partition.Partition.holders` says.
         """
         axes = ["data" if self.part(layout) == "dense" else "expert_data"]
         if self.replicas(layout) > 1 and (
             self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
         ):
             axes.append("tp")
-        if self.on_first_and_last_stage and layout.pp > 1:
-            axes.append("pp")
         return tuple(axes)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
