@@ -10,6 +10,9 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable
 from meshwright.model.work import head_flops, layer_flops
 
+LOOKED_UP = ("embedding", "positions")
+"""Units whose tensors are tables: on the way back nobody reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

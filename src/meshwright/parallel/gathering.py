@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
+from meshwright.model.stages import LOOKED_UP
 from meshwright.parallel.units import UnitBuffers
-
-LOOKED_UP = ("embedding", "positions")
-"""Units whose tensors are tables: on the way back nobody reads them."""
 
 
 class StageUnits:

@@ -18,16 +18,13 @@ from meshwright.model.chunks import loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.rows import Part, padded_numel
-from meshwright.model.stages import Stage, stages_of, units_of
+from meshwright.model.stages import LOOKED_UP, Stage, stages_of, units_of
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.library import program_of
 from meshwright.schedules.transfers import with_transfers
 
 ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
 """Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
-
-TABLES = ("embedding", "positions")
-"""Units that are looked up: on the way back nobody reads them."""
 
 AXES_OF: dict[Part, tuple[str, str, str]] = {
     "dense": ("data", "shard", "replica"),
@@ -296,7 +293,9 @@ class _Step:
             if kind == Kind.FORWARD:
                 gathered.update(self.needed(self.stages[stage]))
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-                gathered.update({need for unit in units if unit not in TABLES for need in self.table.needed_by(unit)})
+                gathered.update(
+                    {need for unit in units if unit not in LOOKED_UP for need in self.table.needed_by(unit)}
+                )
                 if before == (stage, of):  # it follows its forward at once, which keeps the last unit for it
                     gathered.subtract(self.table.needed_by(units[-1]))
             if kind in COMPUTING:
