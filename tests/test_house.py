@@ -39,7 +39,10 @@ MODEL_AS_DATA = {
 # Below, and yet without torch: what starts the processes that load it, and how it reads their calls.
 TORCH_FREE_MODULES = {
     "meshwright.train.launcher",
-    *(f"meshwright.comm.{name}" for name in ("call_log", "call_ring", "disagreement", "rank_report")),
+    *(
+        f"meshwright.comm.{name}"
+        for name in ("call_log", "call_ring", "disagreement", "rank_report", "verdict", "waiting")
+    ),
 }
 BRINGS_TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
 

@@ -145,6 +145,19 @@ def test_a_full_heap_of_names_loses_names_alone(descriptor):
     assert seen.calls[0].site.startswith("0 ") and seen.calls[-1].site == "?"
 
 
+def test_shapes_without_end_leave_room_for_all_other_names(descriptor):
+    """As in generation, where lengths are others at every call."""
+    writer = CallWriter(descriptor)
+    for at in range(6000):
+        writer.post(writer.group((0, 1)), "attention", "all_reduce", "tp", 4, FLOATS, (at, 64))
+    assert len(writer._forms) < 3000 and len(writer._numbers) < 3010, "nor does the writer's own memory grow"
+    known = max(writer._forms, key=lambda form: form[1])[1]
+    writer.post(writer.group((0, 9)), "new.site", "all_gather", "dp", 4, FLOATS, known)
+    seen = read_calls(descriptor).calls
+    assert seen[-1].what == "all_gather new.site over dp" and seen[-1].group.ranks == (0, 9) and seen[-1].place
+    assert seen[-1].form == f"float32[{known[0]}, 64]" and seen[-2].form == ""
+
+
 def test_a_named_file_is_made_anew_and_junk_is_no_ring(tmp_path: Path):
     path = tmp_path / "rank-0"
     path.write_bytes(b"something else")

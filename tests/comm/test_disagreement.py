@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm.call_log import Call, Group, RankCalls
-from meshwright.comm.disagreement import Seen, diagnose, position
+from meshwright.comm.disagreement import diagnose
 from meshwright.comm.rank_report import Snapshot
+from meshwright.comm.verdict import Seen, position
 
 quickly = settings(deadline=None, max_examples=40)
 STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
@@ -156,6 +158,23 @@ def test_parts_of_an_all_to_all_may_differ_and_those_of_a_reduce_scatter_of_rows
     assert diagnose([rank.seen() for rank in ranks], 99.0).of_calls
 
 
+@pytest.mark.parametrize("lost", ["form", "name"])
+def test_a_name_that_found_no_room_on_one_ranks_heap_is_like_any_other(lost):
+    unknown = {"form": ""} if lost == "form" else {"site": "?", "operation": "?", "axis": "?", "form": ""}
+    for count in (2, 3):
+        ranks = in_step(count, 20)
+        for rank in ranks[1:]:
+            rank.calls[15:] = [replace(call, **unknown) for call in rank.calls[15:]]
+        assert diagnose([rank.seen() for rank in ranks], 99.0) is None
+    ranks = in_step(3, 20)
+    ranks[0].calls[19] = replace(ranks[0].calls[19], **unknown)
+    ranks[1].calls[19] = replace(ranks[1].calls[19], form="float32[5]")
+    verdict = diagnose([rank.seen() for rank in ranks], 99.0)
+    assert verdict.of_calls and 0 not in verdict.odd, "the other two are compared all the same"
+    ranks[0].calls[19] = replace(ranks[0].calls[19], site="other", operation="all_reduce", form="")
+    assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).of_calls, "another site is another call"
+
+
 @pytest.mark.parametrize("stages", [2, 4, 7])
 def test_a_pipeline_waits_for_its_first_stopped_stage_whoever_waits_for_whom(stages):
     """Stage s waits for stage s - 1, and so on down to the one that has stopped; the stages before it wait for it too,
@@ -212,6 +231,32 @@ def test_who_came_late_is_told_from_a_network_that_carries_nothing():
     assert (verdict.kind, verdict.odd) == ("late", (1,)) and "20.0 s after rank 0" in verdict.line
     verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 125)
     assert (verdict.kind, verdict.odd) == ("link", ()) and "nothing passes between them" in verdict.line
+
+
+@pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
+def test_where_no_host_waits_the_one_that_has_queued_less_is_named(state, ended, kind):
+    """As on CUDA: rank 1 hangs; rank 0 queues on. Rank 3 would hear from rank 1 through rank 2, which is behind too."""
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    groups = {pair: Group(pair) for pair in ((0, 1), (1, 2), (2, 3))}
+    for pair, counts in (((0, 1), (9, 4)), ((1, 2), (4, 6)), ((2, 3), (3, 5))):
+        for rank, count in zip(pair, counts, strict=True):
+            for _ in range(count):
+                ranks[rank].call("gradients", groups[pair])
+    seen = [rank.seen(state if rank.rank == 1 else "X" if rank.rank == 0 else "S") for rank in ranks]
+    verdict = diagnose(seen, 30.0)
+    assert (verdict.kind, verdict.odd, verdict.index) == (kind, (1,), 5)
+    assert re.match(
+        r"rank 1 has not entered call 5 of ranks 0,1 \(all_reduce gradients over axis\), which rank 0 queued "
+        r"25\.0 s ago at gradients\.py:1 \(f\); its last was call 4",
+        verdict.line,
+    ), verdict.line
+    assert Snapshot(seen, now=30.0).text(verdict.line)
+    assert diagnose([rank.seen() for rank in ranks], 30.0) is None, "nothing is wrong: some are faster"
+    assert diagnose([rank.seen("X") for rank in in_step(3, 5)], 30.0) is None, "all are as far"
+    for rank in ranks:
+        rank.calls = []  # overwritten by those of other groups
+    short = diagnose([each.seen(state) for each, state in zip(ranks, "XTSS", strict=True)], 30.0)
+    assert short.odd == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
 
 
 def test_ranks_of_another_host_are_said_to_be_unknown():

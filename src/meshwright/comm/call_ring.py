@@ -28,6 +28,7 @@ from meshwright.comm.call_log import Call, Group, RankCalls
 CAPACITY = 2048  # records: a step or two of a deep model
 GROUPS = 512  # groups and pairs of ranks whose calls are counted
 HEAP_BYTES = 2**17
+FORM_BYTES = HEAP_BYTES // 2  # of the heap, for dtypes and shapes: these may be without end, all other names are few
 
 _MAGIC = b"mwcalls1"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, rank, ranks, capacity, groups, process
@@ -109,7 +110,9 @@ class CallWriter:
         self._names = 0
         self._groups: dict[Hashable, int] = {}
         self._counts: list[int] = []
-        self._numbers: dict[Hashable, int] = {}  # of names
+        self._numbers: dict[Hashable, int] = {}  # of names that are on the heap, and of kinds
+        self._forms: dict[Hashable, int] = {}
+        self._form_bytes = 0
         self._places: dict[tuple[int, int], int] = {}
         self._passed_over: set[int] = set()
         self._seen: list[CodeType] = []  # kept: their ids must not be others'
@@ -127,13 +130,23 @@ class CallWriter:
         data = text.encode()[:60_000]
         start = self._heap + _NAME.size
         if start + len(data) + _NAME.size > len(self._memory) or self._names > 0xFFFF:
-            number = 0
-        else:
-            self._memory[start : start + len(data)] = data
-            _NAME.pack_into(self._memory, self._heap, len(data), crc32(data) ^ 1)
-            self._heap = start + len(data)
-            number, self._names = self._names, self._names + 1
+            return 0
+        self._memory[start : start + len(data)] = data
+        _NAME.pack_into(self._memory, self._heap, len(data), crc32(data) ^ 1)
+        self._heap = start + len(data)
+        number, self._names = self._names, self._names + 1
         self._numbers[text] = number
+        return number
+
+    def _form(self, dtype: Any, shape: Any) -> int:
+        """The number of a dtype and shape that are new; 0, which is like any other, when their part of the heap is
+        full."""
+        text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
+            self._form_bytes = FORM_BYTES  # for good: smaller ones would come and go
+            return 0
+        self._form_bytes += len(text) + _NAME.size
+        number = self._forms[dtype, shape] = self.name(text)
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
@@ -152,16 +165,17 @@ class CallWriter:
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Note that a call of `group` begins; returns its number, for `wait` and `done`. All names are written at their
-        first use."""
+        first use. A length that is another in every call stands in `shape` as "...": shapes take room for ever."""
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
         kind = self._numbers.get((site, operation, axis))
         if kind is None:
-            kind = self._numbers[site, operation, axis] = self.name(f"kind\t{site}\t{operation}\t{axis}")
-        form = self._numbers.get((dtype, shape))
+            kind = self.name(f"kind\t{site}\t{operation}\t{axis}")
+            if kind:
+                self._numbers[site, operation, axis] = kind
+        form = self._forms.get((dtype, shape))
         if form is None:
-            text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-            form = self._numbers[dtype, shape] = self.name(f"form\t{text}")
+            form = 0 if self._form_bytes == FORM_BYTES else self._form(dtype, shape)
         body = _BODY.pack(number, kind, group, form, self._place(), index, payload_bytes, monotonic_ns())
         start = self._records + number % self._capacity * _RECORD_BYTES
         self._memory[start : start + _BODY.size] = body

@@ -193,7 +193,7 @@ def all_to_all(
         source = _turned(source, axis)
     return _run(
         lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
-        call, fault, axis, output, async_op,
+        call, fault, axis, output, async_op, uneven=uneven,
     )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
     lose = None
     if fault is not None and fault.kind == "drop":
         lose = output.split(sizes)[fault.position % axis.size].zero_
-    _run(lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose)
+    _run(lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -277,7 +277,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
         return
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
-    _run(lambda: transport.reduce_scatter_rows(output, source, axis, sizes), call, fault, axis, output, False)
+    post = partial(transport.reduce_scatter_rows, output, source, axis, sizes)
+    _run(post, call, fault, axis, output, False, uneven=True)
 
 
 def barrier(axis: Axis, site: str) -> None:
@@ -344,11 +345,13 @@ class _Entered:
     payload: int
     index: int = 0  # among the calls of the group, once it is posted
 
-    def post(self, tensor: torch.Tensor) -> int:
-        """Write it to the ring of calls; its number there. Of a call that a planted fault skips, others see nothing."""
+    def post(self, tensor: torch.Tensor, uneven: bool) -> int:
+        """Write it to the ring of calls; its number there. uneven: without the number of rows, which is another in
+        every call. Of a call that a planted fault skips, others see nothing."""
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group
-        number = calls.post(group, self.site, self.operation, axis.name, self.payload, tensor.dtype, tensor.shape)
+        shape = ("...", *tensor.shape[1:]) if uneven else tensor.shape
+        number = calls.post(group, self.site, self.operation, axis.name, self.payload, tensor.dtype, shape)
         self.index = calls.count(group)
         return number
 
@@ -376,9 +379,10 @@ def _run(
     output: torch.Tensor,
     async_op: bool,
     then: Callable[[], Any] | None = None,
+    uneven: bool = False,
 ) -> Handle:
     """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
-    number = call.post(output)
+    number = call.post(output, uneven)
     try:
         works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted

@@ -1,95 +1,29 @@
 """Which rank is the odd one out, told from the calls that each of them wrote. Free of torch.
 
 Calls are compared within a group (all its ranks make the same calls in the same order), never across groups: ranks of
-different stages do different things. A rank waits for those that have not entered the call it is in; who waits for
-nobody, or in a circle, is where to look.
+different stages do different things. What ranks that agree wait for is in waiting.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from meshwright.comm.call_log import Call, Group, RankCalls, ranks_text
+from meshwright.comm.call_log import Call, Group, ranks_text
+from meshwright.comm.verdict import Seen, Verdict, calls_of, has, is_are, ranks_, waits_since
+from meshwright.comm.waiting import behind, waits
 
 LOOK_AHEAD = 16  # calls: a rank that has skipped no more than so many is called one that skipped
-LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others waiting
 
 _Signature = tuple[str, ...]
-_DEAD, _STOPPED = ("Z", "X"), ("T", "t")
-_STATES = {
-    "R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped (state T)", "t": "stopped by a debugger",
-    "Z": "ended", "X": "ended", "I": "idle",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of a rank at one moment. calls: None where its ring cannot be read (it is on another host, or has
-    not begun). state: its process's letter in /proc, empty where there is none. ended: how its process died, where that
-    is known: "was killed by signal 9 (SIGKILL)"."""
-
-    rank: int
-    calls: RankCalls | None = None
-    state: str = ""
-    ended: str = ""
-
-    @property
-    def dead(self) -> bool:
-        return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
-
-    @property
-    def running(self) -> bool:
-        return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
-
-    @property
-    def gave_up(self) -> bool:
-        return self.calls is not None and self.calls.gave_up
-
-    @property
-    def stopped(self) -> bool:
-        return self.state in _STOPPED
-
-    @property
-    def state_text(self) -> str:
-        """`stopped (state T)`, `sleeping`; how it ended where it did."""
-        return self.ended or ("gave up" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome. line: one sentence. odd: the ranks that it blames. group: whose calls show it; index: which call of
-    them. kind: dead, stopped, behind, skipped, extra, other, shape, disagree, circle, late, link."""
-
-    line: str
-    kind: str
-    odd: tuple[int, ...] = ()
-    group: Group | None = None
-    index: int = 0
-
-    @property
-    def of_calls(self) -> bool:
-        """Whether ranks made different calls: then that is the cause of all else."""
-        return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
 def diagnose(seen: Sequence[Seen], now: float) -> Verdict | None:
-    """The odd one out among the ranks seen at the time `now` (monotonic, seconds); None where no rank waits and none
-    disagrees with another."""
+    """The odd one out among the ranks seen at the time `now` (monotonic, seconds); None where none disagrees
+    with another, none waits, and none is behind others while something is wrong."""
     ranks = {each.rank: each for each in seen if each.calls is not None}
-    return _mismatch(ranks, now) or _waits(ranks, now)
-
-
-def position(seen: Seen) -> str:
-    """Where a rank is, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty where nobody knows."""
-    calls = seen.calls
-    if calls is None or calls.last is None:
-        return ""
-    return f"in {calls.waiting.name}" if calls.waiting else f"after {calls.last.name}"
-
-
-# --- ranks that make different calls
+    return _mismatch(ranks, now) or waits(ranks, now) or behind(ranks, now)
 
 
 def _mismatch(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
@@ -99,16 +33,12 @@ def _mismatch(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _groups(ranks: Mapping[int, Seen]) -> list[Group]:
-    return list(dict.fromkeys(call.group for seen in ranks.values() for call in _calls(seen) if call.group.ranks))
-
-
-def _calls(seen: Seen) -> tuple[Call, ...]:
-    return () if seen.calls is None else seen.calls.calls
+    return list(dict.fromkeys(call.group for seen in ranks.values() for call in calls_of(seen) if call.group.ranks))
 
 
 def _divergence(ranks: Mapping[int, Seen], group: Group) -> _Divergence | None:
     by_rank = {
-        rank: {call.index: call for call in _calls(ranks[rank]) if call.group == group}
+        rank: {call.index: call for call in calls_of(ranks[rank]) if call.group == group}
         for rank in group.members
         if rank in ranks
     }
@@ -116,10 +46,30 @@ def _divergence(ranks: Mapping[int, Seen], group: Group) -> _Divergence | None:
     if len(by_rank) < 2:
         return None
     for index in range(min(map(min, by_rank.values())), max(map(max, by_rank.values())) + 1):
-        here = {rank: calls[index] for rank, calls in by_rank.items() if index in calls}
+        here = _known({rank: calls[index] for rank, calls in by_rank.items() if index in calls})
+        for rank, call in here.items():
+            by_rank[rank][index] = call
         if len({_signature(call) for call in here.values()}) > 1:
             return _Divergence(group, index, here, by_rank)
     return None
+
+
+def _known(here: dict[int, Call]) -> dict[int, Call]:
+    """Names that found no room on a rank's heap (`?`, or no shape) are like any other: the call is then taken for what
+    most others make that may be the same; without the ranks of which nobody can say."""
+    if all(call.form and call.operation != "?" for call in here.values()):
+        return here
+    whole = [call for call in here.values() if call.form and call.operation != "?"]
+    found = {}
+    for rank, call in here.items():
+        like = [c for c in whole if call.operation == "?" or (c.operation, c.site) == (call.operation, call.site)]
+        votes = Counter(map(_signature, like)).most_common(2)
+        if call in whole or (call.operation != "?" and not like):
+            found[rank] = call
+        elif votes and (len(votes) == 1 or votes[0][1] > votes[1][1]):
+            same = next(c for c in like if _signature(c) == votes[0][0])
+            found[rank] = replace(call, operation=same.operation, site=same.site, axis=same.axis, form=same.form)
+    return found
 
 
 def _signature(call: Call) -> _Signature:
@@ -152,7 +102,7 @@ class _Divergence:
         expected = self._expected()
         of_group = f" of ranks {ranks_text(self.group.members)}"
         if expected is None:
-            each = ", ".join(f"{_rank(ranks[r])} makes {c.what} {c.form} at {c.place}" for r, c in self.here.items())
+            each = ", ".join(f"rank {r} makes {c.what} {c.form} at {c.place}" for r, c in self.here.items())
             line = f"ranks disagree about call {self.index}{of_group}: {each}"
             return Verdict(line, "disagree", tuple(self.here), self.group, self.index)
         odd = tuple(rank for rank, call in self.here.items() if _signature(call) != expected)
@@ -162,15 +112,15 @@ class _Divergence:
             due, where = self.here[right[0]].what, f", at {self.here[right[0]].place}"
         else:
             due, where = f"{expected[0]} {expected[1]}", ""
-        who = f"{_ranks(odd)} {_has(odd)}"
+        who = f"{ranks_(odd)} {has(odd)}"
         if wrong.site == expected[1] and wrong.operation == expected[0]:
-            others = f" where {_ranks(right)} {'pass' if len(right) > 1 else 'passes'} {expected[2]}" if right else ""
+            others = f" where {ranks_(right)} {'pass' if len(right) > 1 else 'passes'} {expected[2]}" if right else ""
             verb = "pass" if len(odd) > 1 else "passes"
             name = f"call {self.index}{of_group} ({wrong.what})"
-            line = f"{_ranks(odd)} {verb} {wrong.form} to {name}{others}, at {wrong.place}"
+            line = f"{ranks_(odd)} {verb} {wrong.form} to {name}{others}, at {wrong.place}"
             kind = "shape"
         elif self._comes_later(first, expected):
-            line = f"{who} skipped call {self.index}{of_group} ({due}){where} and {_is(odd)} in {wrong.what}, at "
+            line = f"{who} skipped call {self.index}{of_group} ({due}){where} and {is_are(odd)} in {wrong.what}, at "
             line, kind = line + wrong.place, "skipped"
         elif self._had_one_more(first, expected):
             line = (
@@ -178,11 +128,13 @@ class _Divergence:
             )
             kind = "extra"
         else:
-            line = f"{_ranks(odd)} {_is(odd)} in {wrong.what} in place of call {self.index}{of_group} ({due}){where}; "
+            line = (
+                f"{ranks_(odd)} {is_are(odd)} in {wrong.what} in place of call {self.index}{of_group} ({due}){where}; "
+            )
             line, kind = f"{line}it is at {wrong.place}", "other"
         stuck = [rank for rank in right if self.here[rank].waiting]
         if stuck:
-            line += f"; {_ranks(stuck)} {_waits_since(stuck, self.here, now)}"
+            line += f"; {ranks_(stuck)} {waits_since(stuck, self.here, now)}"
         return Verdict(line, kind, odd, self.group, self.index)
 
     def _expected(self) -> _Signature | None:
@@ -233,178 +185,3 @@ class _Divergence:
     def _had_one_more(self, rank: int, expected: _Signature) -> bool:
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _signature(after) == expected
-
-
-# --- ranks that wait
-
-
-def _waits(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Follow who waits for whom to those who wait for nobody."""
-    waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
-    waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
-    if not waiting:
-        return None
-    blockers = {rank: _not_entered(ranks, call) for rank, call in waiting.items()}
-    ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _ends(rank, blockers)))
-    if not ends:
-        return _circle(ranks, waiting, blockers, now)
-    # A rank that died or was stopped in a call has entered it, and yet the others wait for it.
-    stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
-    ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
-    absent = sorted(rank for rank in ends if rank not in ranks)
-    for is_kind in (_is_dead, _is_stopped, _is_free):
-        odd = tuple(rank for rank in ends if rank in ranks and is_kind(ranks[rank]))
-        if odd:
-            return _behind(ranks, odd, waiting, blockers, now)
-    if absent:
-        return _elsewhere(absent, waiting, blockers, now)
-    return _all_entered(ranks, [rank for rank in ends if rank in waiting], waiting, now)
-
-
-def _is_dead(seen: Seen) -> bool:
-    return seen.dead
-
-
-def _is_stopped(seen: Seen) -> bool:
-    return seen.stopped
-
-
-def _is_free(seen: Seen) -> bool:
-    return seen.calls is None or seen.calls.waiting is None
-
-
-def _not_entered(ranks: Mapping[int, Seen], call: Call) -> list[int]:
-    """The ranks that have not come to a call; those whose ring cannot be read may not have."""
-
-    def entered(rank: int) -> bool:
-        calls = ranks[rank].calls if rank in ranks else None
-        return calls is not None and calls.counts.get(call.group, 0) >= call.index
-
-    missing = [rank for rank in call.group.members if not entered(rank)]
-    known = [rank for rank in missing if rank in ranks]
-    return known or missing
-
-
-def _ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Those who wait for nobody at the end of every chain from `rank`."""
-    reached, ahead = {rank}, [rank]
-    while ahead:
-        at = ahead.pop()
-        if not blockers.get(at):
-            yield at
-        for other in blockers.get(at, ()):
-            if other not in reached:
-                reached.add(other)
-                ahead.append(other)
-
-
-def _behind(
-    ranks: Mapping[int, Seen],
-    odd: tuple[int, ...],
-    waiting: Mapping[int, Call],
-    blockers: Mapping[int, list[int]],
-    now: float,
-) -> Verdict:
-    """Ranks that others wait for, and that wait for nobody."""
-    first = ranks[odd[0]]
-    kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
-    left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
-    if not left:  # it has entered what the others wait in
-        stuck = waiting.get(odd[0]) or (first.calls.last if first.calls else None)
-        assert stuck is not None
-        left = [rank for rank, call in waiting.items() if call.group == stuck.group and rank not in odd]
-        line = f"{_ranks(odd)} {'have' if len(odd) > 1 else 'has'} not come through {stuck.name}, at {stuck.place}"
-        line += f"; {_ranks(left)} {_waits_since(left, waiting, now)}" if left else ""
-        return Verdict(f"{line}; {_its_state(first)}", kind, odd, stuck.group, stuck.index)
-    earliest = min((waiting[rank] for rank in left), key=lambda call: call.posted)
-    left = [rank for rank in left if waiting[rank].group == earliest.group]
-    odd = tuple(rank for rank in odd if rank in earliest.group.members and rank in blockers[left[0]])
-    of_group = f"of ranks {ranks_text(earliest.group.members)} "
-    line = f"{_ranks(odd)} {_has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
-    line += f"{_ranks(left)} {_waits_since(left, waiting, now)} at {earliest.place}"
-    return Verdict(f"{line}; {_doing(first, now)}; {_its_state(first)}", kind, odd, earliest.group, earliest.index)
-
-
-def _elsewhere(
-    absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
-) -> Verdict:
-    left = [rank for rank in sorted(waiting) if set(blockers[rank]) & set(absent)]
-    call = waiting[left[0]]
-    line = (
-        f"{_ranks(left)} {_waits_since(left, waiting, now)} in {call.name}, at {call.place}, for {_ranks(absent)}, "
-        "whose calls cannot be read from here (another host reports its own ranks)"
-    )
-    return Verdict(line, "behind", tuple(absent), call.group, call.index)
-
-
-def _all_entered(ranks: Mapping[int, Seen], stuck: list[int], waiting: Mapping[int, Call], now: float) -> Verdict:
-    """Everybody is in the same call: somebody came late, or nothing passes between them."""
-    call = waiting[stuck[0]]
-    entered = {
-        rank: found
-        for rank in call.group.members
-        if rank in ranks
-        for found in _calls(ranks[rank])
-        if found.group == call.group and found.index == call.index
-    }
-    first, last = (pick(entered, key=lambda rank: entered[rank].posted) for pick in (min, max))
-    late = entered[last].posted - entered[first].posted
-    if late > LATE_SHARE * (now - entered[first].posted):
-        line = f"rank {last} came to {call.name} {late:.1f} s after rank {first}, at {entered[last].place}"
-        return Verdict(f"{line}; {_its_state(ranks[last])}", "late", (last,), call.group, call.index)
-    line = f"{_ranks(list(entered))} have all entered {call.name}, at {call.place}, and agree about it, but "
-    line += f"{_ranks(stuck)} {_waits_since(stuck, waiting, now)}: nothing passes between them"
-    return Verdict(line, "link", (), call.group, call.index)
-
-
-def _circle(
-    ranks: Mapping[int, Seen], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
-) -> Verdict:
-    path = [min(waiting)]
-    while blockers[path[-1]][0] not in path:
-        path.append(blockers[path[-1]][0])
-    path = path[path.index(blockers[path[-1]][0]) :]
-    each = ", ".join(
-        f"rank {rank} in {waiting[rank].name} for rank {blockers[rank][0]} (at {waiting[rank].place})" for rank in path
-    )
-    longest = now - min(waiting[rank].posted for rank in path)
-    call = waiting[path[0]]
-    line = f"ranks have been waiting for each other for {longest:.1f} s: {each}"
-    return Verdict(line, "circle", tuple(path), call.group, call.index)
-
-
-# --- words
-
-
-def _rank(seen: Seen) -> str:
-    return f"rank {seen.rank}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks)).replace(',', ', ')}"
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _is(ranks: Sequence[int]) -> str:
-    return "are" if len(ranks) > 1 else "is"
-
-
-def _waits_since(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
-    return f"{_has(ranks)} been waiting for {longest:.1f} s"
-
-
-def _doing(seen: Seen, now: float) -> str:
-    if seen.calls is not None and seen.calls.waiting is not None:
-        return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
-    last = seen.calls.last_done if seen.calls else None
-    if last is None or last.done is None:
-        return "it has not been through any call"
-    return f"its last was {last.name}, {now - last.done:.1f} s ago, at {last.place}"
-
-
-def _its_state(seen: Seen) -> str:
-    return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from meshwright.comm.call_log import Call, Group, ranks_text
 from meshwright.comm.call_ring import read_calls
-from meshwright.comm.disagreement import Seen, Verdict, diagnose
+from meshwright.comm.disagreement import diagnose
+from meshwright.comm.verdict import Seen, Verdict
 
 MOST_RANKS = 64  # whose lines are printed
 STACK_LINES = 12

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.comm.call_ring import attach, named_file
 from meshwright.comm.rank_report import Snapshot, write_report
+from meshwright.comm.verdict import Verdict
 from meshwright.errors import RankLost
 from meshwright.train.run_directory import RunDirectory
 
@@ -40,10 +41,11 @@ class HostCalls:
         stem = f"meshwright-calls-{os.getuid()}-{run}-"
         self.report_path = directory.lost.with_stem(f"{directory.lost.stem}-{socket.gethostname()}")
         self._path = parent / f"{stem}{token}"
-        # The run directory's lock is ours: what else has its name was left by ranks that were killed.
+        # The run directory's lock is ours: what else has its name was left by ranks that were killed, as NCCL's
+        # watchdog does when one of them hangs.
         for other in parent.glob(f"{stem}*"):
             if other != self._path:
-                shutil.rmtree(other, ignore_errors=True)
+                self._report_left(other)
         self._mine = self._path / f"rank-{place.rank:05d}"
         with suppress(OSError):  # without room for it the run goes on, and a report is the poorer
             self._path.mkdir(mode=0o700, exist_ok=True)
@@ -63,19 +65,30 @@ class HostCalls:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
         except OSError:
             return error
-        files = {int(path.name.removeprefix("rank-")): path for path in self._path.glob("rank-*")}
-        rings = {rank: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for rank, path in files.items()}
+        verdict = self._say(self._path)
+        return error if verdict is None else RankLost(verdict.line)
+
+    def _report_left(self, path: Path) -> None:
+        """Report on the ranks that left `path`, and remove it: the first rank of this host that comes here does."""
+        ours = path.with_name(f"left-{path.name}")
+        with suppress(OSError):
+            path.rename(ours)
+            self._say(ours, "in the start before this one: ")
+
+    def _say(self, path: Path, when: str = "") -> Verdict | None:
+        """The verdict on the ranks whose files lie in `path`, after it has been printed and kept, and they removed."""
+        files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
+        rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)
         for descriptor in rings.values():
             os.close(descriptor)
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
         verdict = snapshot.verdict
-        if verdict is None:
-            return error
-        text = snapshot.text(verdict.line)
-        kept = write_report(self.report_path, text)
-        print(text + (f"this report is kept in {self.report_path}\n" if kept else ""), file=sys.stderr, flush=True)
-        return RankLost(verdict.line)
+        if verdict is not None:
+            text = snapshot.text(when + verdict.line)
+            kept = write_report(self.report_path, text)
+            print(text + (f"this report is kept in {self.report_path}\n" if kept else ""), file=sys.stderr, flush=True)
+        return verdict
 
     def close(self) -> None:
         """Remove this rank's file, when all went well."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright.comm.call_ring import waiting_since
-from meshwright.comm.disagreement import Seen, position
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
+from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.train.checkpoint import newest
 from meshwright.train.launcher_signals import StopSignals
@@ -266,7 +266,9 @@ class _Attempt:
     def _lost(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
         """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
         verdict = self.snapshot.verdict if self.snapshot is not None else None
-        if died and not (verdict is not None and verdict.of_calls and died[0].signal in (None, signal.SIGABRT)):
+        # NCCL's watchdog aborts the ranks that wait for one that has stopped.
+        known = verdict is not None and (verdict.of_calls or verdict.kind == "stopped")
+        if died and not (known and died[0].signal in (None, signal.SIGABRT)):
             return self._death(died[0])
         if verdict is not None:
             return f"{verdict.line}; {self._when()}"
