@@ -255,12 +255,6 @@ def test_a_rank_stands_in_its_group_where_its_coordinate_says(layout: Layout):
             assert [layout.coordinates(rank)[axis] for rank in group] == list(range(len(group)))
 
 
-def test_sharding_counts_the_ranks_that_share_one_copy():
-    assert Layout.parse("dp4 cp2").sharding == 1
-    assert Layout.parse("dp4 cp2 zero1").sharding == 8
-    assert Layout.parse("dp4 cp2 zero3 hs2").sharding == 2
-
-
 @pytest.mark.parametrize(
     ("text", "part"),
     [

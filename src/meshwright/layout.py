@@ -231,13 +231,6 @@ class Layout:
         return self.dp * self.tp * self.cp * self.pp
 
     @property
-    def sharding(self) -> int:
-        """Ranks over which ZeRO shards: dp x cp, or the group size of hsN; 1 under zero0."""
-        if self.zero == 0:
-            return 1
-        return self.hybrid or self.dp * self.cp
-
-    @property
     def expert_parallel(self) -> bool:
         """Whether experts are spread over axes of their own; if not, they are split over tp as all else is."""
         return self.ep > 1 or self.etp > 1

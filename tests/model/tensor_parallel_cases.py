@@ -36,7 +36,7 @@ def inputs(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, Documents]:
 
 
 def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, float]:
-    """How far a rank's loss, token losses, logits and each gradient are from the whole model's."""
+    """How far a rank's loss, logits and each gradient are from the whole model's."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     table, whole = parameter_table(config), whole_model(config)
@@ -66,7 +66,6 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
     loss.backward()
     errors = {
         "loss": float((loss - want).abs()),
-        "token losses": float((mine.token_losses(*batch) - whole.token_losses(*batch)).abs().max()),
         "logits": float((mine.logits(batch[0], batch[2]) - whole.logits(batch[0], batch[2])).abs().max()),
     }
     gradients = {name: parameter.grad for name, parameter in parameters.items()}

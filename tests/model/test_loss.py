@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshwright.comm.mesh import Axes
 from meshwright.model import chunks
 from meshwright.model import loss as losses
-from meshwright.model.loss import linear_cross_entropy, token_losses
+from meshwright.model.loss import linear_cross_entropy
 
 AXES = Axes.single()
 TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
@@ -40,15 +40,6 @@ def test_loss_and_gradients_equal_cross_entropy(scale: float, chunk: None):
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (ours, want)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12 * scale)
-
-
-def test_each_tokens_loss_equals_cross_entropy(chunk: None):
-    hidden, weight, targets = problem()
-    want = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
-    ours = token_losses(hidden, weight, targets, AXES)
-    torch.testing.assert_close(ours, want.detach(), rtol=1e-12, atol=1e-12)
-    assert not ours.requires_grad
-    assert ours[3:9].tolist() == [0.0] * 6
 
 
 def test_only_the_gradients_that_are_wanted_are_made(chunk: None):

@@ -38,14 +38,15 @@ SEQUENCE = 24
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_element_is_written_once_and_held_as_often_as_the_table_says(config, layout_text):
     layout, table = Layout.parse(layout_text), parameter_table(config)
+    shards = layout.dp if layout.zero else 1
     written = {row.name: torch.zeros(row.numel) for row in table.rows}
     held = {row.name: torch.zeros(row.numel) for row in table.rows}
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         for name in table.units:
-            unit = flat_unit(table, name, layout.sharding, layout, coordinates)
+            unit = flat_unit(table, name, shards, layout, coordinates)
             assert unit.numel == table.unit_numel(name, layout)
-            length = unit.padded // layout.sharding
+            length = unit.padded // shards
             start = coordinates["dp"] * length
             stop = min(start + length, unit.numel)
             flat = torch.ones(length)

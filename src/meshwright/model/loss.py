@@ -48,22 +48,6 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled(), keep)
 
 
-def token_losses(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_T: torch.Tensor,
-    axes: Axes,
-    *,
-    first_token: int = 0,
-    widest: int | None = None,
-    compiled: bool = False,
-) -> torch.Tensor:
-    """Each token's loss (nats, float32 at least), 0 where the target is -100; without gradients."""
-    with torch.no_grad():
-        head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
-        return torch.cat([chunk.losses_C for chunk in _chunks(hidden_TH, targets_T, head)])
-
-
 class _Head(NamedTuple):
     """This rank's part of the head, and how to work with it."""
 

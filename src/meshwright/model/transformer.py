@@ -23,7 +23,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
-from meshwright.model.loss import IGNORED, linear_cross_entropy, token_losses
+from meshwright.model.loss import IGNORED, linear_cross_entropy
 from meshwright.model.recompute import recomputed
 from meshwright.model.rope import RotaryTable
 from meshwright.model.stages import Stage, whole_model
@@ -175,19 +175,6 @@ class Transformer(nn.Module):
         if balance is not None:
             loss = loss + (balance - balance.detach())
         return StageOutput(units.leave("head", loss), None)
-
-    def token_losses(
-        self,
-        tokens_BS: torch.Tensor,
-        targets_BS: torch.Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
-    ) -> torch.Tensor:
-        """Each token's loss [B, S] (nats), 0 where the target is -100; for evaluation, without gradients."""
-        with torch.no_grad():
-            x_BSH = self._final(units.enter("head", self._blocks(tokens_BS, documents, units)))
-            losses_T = token_losses(x_BSH.flatten(0, 1), self.head_weight, targets_BS.flatten(), **self._loss_options)
-            return units.leave("head", losses_T).view_as(targets_BS)
 
     def hidden(
         self,

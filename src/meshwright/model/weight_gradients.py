@@ -78,13 +78,6 @@ class WeightGradients:
                 collect(parameter, gradient)
                 del gradient
 
-    def held_bytes(self) -> int:
-        """Memory that the queues keep alive: each storage once."""
-        storages = [
-            operand.untyped_storage() for q in self._queues.values() for product in q for operand in product.operands
-        ]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
 
 def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None) -> None:
     """Have the model's products leave their weight gradients to `queue` whenever it collects; None: never again."""

@@ -15,8 +15,7 @@ with expert parallelism the experts of a layer lie in a second one, between the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +72,13 @@ def loss_share(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 class DataParallel:
     """Parameters, masters and gradients of `model` on one rank, and the collective calls that keep ranks in step.
 
-    A step: `begin_step`, then for each micro-batch a forward with `units=self` and `backward`; `finish`; the optimizer
-    updates `shards`; `publish`. The model's parameters become views of flat buffers; load values into the masters
+    A step: `begin_step`, then for each micro-batch and stage of this rank a forward with `units=stage_units(stage)`
+    and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
+    `shards`; `publish`. The model's parameters become views of flat buffers; load values into the masters
     (`master_pieces(owned=False)`, then `publish`), never into the model.
 
-    In a pipeline the rank holds the units of its stages alone (`partition`), a stage runs with `stage_units(stage)`,
-    and its backward passes lie between `gradients.start` and `gradients.end`.
+    The rank holds the units of its stages alone (`partition`). Where the model is one stage, `units=self` and
+    `backward` do the same by hand.
 
     seed: initial values (a function of seed and parameter name); None keeps the values the model has, if it has memory.
     """
@@ -230,18 +230,6 @@ class DataParallel:
         it."""
         for unit in self._units.values():
             unit.publish()
-
-    @contextmanager
-    def whole_model(self) -> Iterator[None]:
-        """All parameters of this rank gathered inside, for code that uses the model without `units`. Every rank must
-        enter."""
-        for unit in self._units.values():
-            unit.fetch()
-        for unit in self._units.values():
-            unit.need()
-        yield
-        for stage in self._stages.values():
-            stage.release()
 
     # --- called by the model around each unit
 

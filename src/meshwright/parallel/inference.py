@@ -87,10 +87,6 @@ class SplitModel:
         all_reduce(total, self.mesh.pp, LOSS_SITE)
         return float(total)
 
-    def cache(self, capacity: int) -> KeyValueCache:
-        """Room for the keys and values of this rank's layers."""
-        return KeyValueCache(self.config, capacity=capacity)
-
     def next_token(
         self, tokens_BS: torch.Tensor, cache: KeyValueCache | None, choose: Callable[[torch.Tensor], int]
     ) -> int:

@@ -52,11 +52,6 @@ class Compute(Protocol):
         """Memory for what enters `stage`; its gradient has the same shape and dtype. Contiguous, with any values."""
 
 
-def execute(program: PipelineProgram, axis: Axis, compute: Compute) -> None:
-    """Run a program once (`Pipeline` keeps what is worked out beforehand for many steps)."""
-    Pipeline(program, axis).run(compute)
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     kind: Kind
