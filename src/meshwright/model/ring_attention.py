@@ -238,8 +238,9 @@ def _add_span_gradients_fused(
 
 
 def _fused(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
-    """Whether PyTorch's flash attention serves: it takes no mask, and on a CPU tiles are quicker."""
-    return q.is_cuda and first_BC is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+    """Whether PyTorch's flash attention serves: it takes no mask and no head over 256; on a CPU tiles are quicker."""
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _flash(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
