@@ -163,8 +163,10 @@ class Transformer(nn.Module):
         not, the loss keeps no gradient of the head's size until then."""
         balances: list[torch.Tensor] = []
         counted_B = None
-        if self.config.experts and torch.is_grad_enabled():  # targets in whole rows
-            counted_B = reduce_from((targets_BS != IGNORED).sum(dim=1), self.axes.cp, "router.targets")
+        if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
+            counted_B = (targets_BS != IGNORED).sum(dim=1)
+            if self.config.router_loss:  # weighs rows by their targets, those on other ranks too
+                counted_B = reduce_from(counted_B, self.axes.cp, "router.targets")
         x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
         balance = torch.stack(balances).sum() if balances else None
         if not stage.last:

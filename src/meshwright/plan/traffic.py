@@ -211,8 +211,8 @@ class _Step:
             return
         mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
         again = 2 if layout.recompute == "full" else 1
-        self.all_reduce("router.targets", layout.cp, 8 * self.rows, count)
         if config.router_loss:
+            self.all_reduce("router.targets", layout.cp, 8 * self.rows, count if mixtures else 0)
             load = 4 * self.rows * config.experts
             self.all_reduce("router.load.cp", layout.cp, load, mixtures * again)
             if layout.expert_parallel:
