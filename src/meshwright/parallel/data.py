@@ -208,6 +208,9 @@ class DataParallel:
         """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches, the true gradient
         of what this rank holds."""
         self.gradients.finish()
+        for unit in self._units.values():
+            if unit.gathering is not None:  # no pass went through it: what others gather is about to change
+                unit.need()
         self._partial.add_up()
 
     def squared_norm_share(self) -> torch.Tensor:
