@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 
 from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.partition import Partition
 from meshwright.parallel.step import ForwardBackward
+from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
+from meshwright.train.loop import model_config
+from meshwright.train.trainer import Trainer
 from meshwright.verify.problem import Problem, make_batch, share_of
 from meshwright.verify.reference import tensors_of
 
@@ -174,3 +181,36 @@ def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
     rank.passes.train(rank.micro_batches, rank.targets)
     rank.mesh.close()
     return found
+
+
+def gathers_under_way_after_a_step(problem: Problem, layout_text: str) -> dict[str, int]:
+    """How many gathers of parameters run when updates begin, after steps without a pass and with all of them."""
+    rank = Rank(problem, layout_text)
+    counts = {}
+    for what in ("published", "idle", "trained"):
+        if what == "idle":
+            rank.parallel.begin_step(0)
+            rank.parallel.finish()
+        elif what == "trained":
+            rank.parallel.publish()
+            rank.passes.train(rank.micro_batches, rank.targets)
+        counts[what] = sum(unit.gathering is not None for unit in rank.parallel._units.values())
+    rank.mesh.close()
+    return counts
+
+
+def trainer_of_another_program(text: str) -> str:
+    """What the trainer says where the last rank has read another program than the others."""
+    recipe = load_recipe_text(text, "recipe")
+    layout = recipe.parsed_layout
+    mesh = Mesh.create(layout)
+    read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
+    data = prepare(recipe.data, recipe.run.seed)
+    try:
+        with mock.patch("meshwright.train.trainer.program_of", lambda layout: read):
+            Trainer(recipe, layout, model_config(recipe, data), data, mesh)
+    except UserError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""

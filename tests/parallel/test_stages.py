@@ -12,6 +12,7 @@ from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
 from meshwright.verify.problem import Problem, scaled_down
 from tests.parallel import stage_cases as cases
+from tests.train.training_cases import recipe
 
 TIED = dataclasses.replace(scaled_down(preset("qwen3-0.6b")), layers=9)
 GPT2 = dataclasses.replace(scaled_down(preset("gpt2")), layers=9)
@@ -94,3 +95,16 @@ def test_a_last_stage_keeps_the_heads_gradient_only_for_a_backward_that_follows_
     for layout, each in (("tp2:nosp pp2:gpipe mb4", 0), ("tp2:nosp pp2 mb4", 1)):
         found = four.run(cases.head_gradients_kept, Problem(sliced, 8), layout)
         assert [rank for rank in found if rank] == [[each] * 4] * 2, layout
+
+
+def test_no_parameters_are_gathered_any_more_when_updates_begin(four):
+    for layout in ("dp4 zero1", "dp4 zero2"):
+        for counts in four.run(cases.gathers_under_way_after_a_step, Problem(TIED, 8), layout):
+            assert counts["published"] > 0 and counts["idle"] == counts["trained"] == 0, layout
+
+
+def test_ranks_with_other_programs_say_so_before_the_first_step(four, tmp_path):
+    for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 is another than that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
+        text = recipe(tmp_path, layout, model_layers=2).to_toml()
+        said = four.run(cases.trainer_of_another_program, text)
+        assert all(told in each and bool(told) == bool(each) for each in said), said

@@ -13,7 +13,7 @@ from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline_text import print_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import SCHEDULES, generate, program_of
 from meshwright.schedules.pytorch_csv import to_csv
 from meshwright.schedules.synchronous import one_f_one_b
 
@@ -99,3 +99,14 @@ def test_a_layout_refuses_exactly_what_its_schedule_refuses(name: str) -> None:
             except UserError:
                 assert not fits, (ranks, micro_batches)
     assert (refused > 0) == (name in (*BIDIRECTIONAL_SCHEDULES, "dualpipe-v", "pipedream-2bw"))
+
+
+def test_a_file_that_was_edited_is_read_again(tmp_path: Path):
+    file = tmp_path / "mine.txt"
+    layout = Layout.parse(f"pp2:@{file} mb4")
+    for name in ("gpipe", "1f1b", "gpipe"):
+        file.write_text(print_pipeline(generate(name, 2, 4)) + "\n" * (name == "1f1b"))
+        assert program_of(layout).steps == generate(name, 2, 4).steps
+    file.unlink()
+    with pytest.raises(UserError, match=r"mine\.txt"):
+        program_of(layout)

@@ -8,14 +8,17 @@ stage, or a nap (`Compute`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from meshwright.comm.collectives import Handle, barrier, transfer
-from meshwright.comm.mesh import Axis
+from meshwright.comm.collectives import Handle, all_reduce, barrier, transfer
+from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
+from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.dataflow import GRADIENT, OUTPUT
 from meshwright.program.pipeline import ARRIVING, COMPUTING, SENDING, Kind, PipelineProgram
@@ -24,6 +27,7 @@ from meshwright.schedules.transfers import with_transfers
 ACTIVATION_SITE = "pipeline.activations"
 GRADIENT_SITE = "pipeline.gradients"
 START_SITE = "pipeline.start"
+PROGRAM_SITE = "start.program"
 
 Value = tuple[int, int, int, int]
 """What passes between stages: OUTPUT or GRADIENT, and replica, stage and micro-batch of the step that made it."""
@@ -50,6 +54,28 @@ class Compute(Protocol):
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
         """Memory for what enters `stage`; its gradient has the same shape and dtype. Contiguous, with any values."""
+
+
+def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
+    """Raises UserError on every rank of `mesh` where one has another program than rank 0: ranks search or read theirs
+    on their own, and with two of them they would wait for messages that nobody sends. Its name does not count."""
+    if mesh.pp.size == 1:
+        return
+    digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
+    for column in fields(program.steps):
+        digest.update(np.asarray(getattr(program.steps, column.name), np.int64).tobytes())
+    found = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+    found[mesh.rank] = int.from_bytes(digest.digest()[:7], "little")
+    all_reduce(found, mesh.world, PROGRAM_SITE)
+    digests = found.tolist()
+    others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if others:
+        schedule = mesh.layout.schedule
+        why = "is the file" if schedule.startswith("@") else "is the version of meshwright"
+        raise UserError(
+            f"the pipeline's program {schedule} of rank {others[0]} is another than that of rank 0; {why} the same on "
+            f"every host?"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,10 +81,20 @@ def generate(
     return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
 
 
-@lru_cache(maxsize=8)
 def program_of(layout: Layout) -> PipelineProgram:
     """The program of a layout's pipeline; on one rank forward and backward of one micro-batch after the other. Raises
     UserError for numbers that the schedule cannot take, and for a file's program that is more than one plain step."""
+    version = None
+    if layout.schedule.startswith("@"):
+        with suppress(OSError):  # reading it will say what is wrong
+            state = Path(layout.schedule[1:]).stat()
+            version = state.st_mtime_ns, state.st_size
+    return _program_of(layout, version)
+
+
+@lru_cache(maxsize=8)
+def _program_of(layout: Layout, version: tuple[int, int] | None) -> PipelineProgram:
+    """The same; `version`: of the file, which is read again when it has changed."""
     name = layout.schedule
     chunks = None if name.startswith("@") or (name == "auto" and layout.chunks == 1) else layout.chunks
     try:

@@ -24,6 +24,7 @@ from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.traffic import Work, predicted_traffic
@@ -89,6 +90,7 @@ class Trainer:
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
         choose_products(layout.precision, self.device)
         program = program_of(layout)
+        check_same_everywhere(program, mesh)
         partition = Partition.of(program, config, self.table, recipe.data.sequence)
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
         self.model = Transformer(
