@@ -18,6 +18,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.train import hosts
 from meshwright.train.hosts import address_towards, interface_of, is_here
 from meshwright.train.launch_script import hosts_of, launch_script
 from meshwright.train.rendezvous import place, tensor_across_hosts
@@ -102,6 +103,19 @@ def test_an_address_has_an_interface():
     assert is_here("localhost") and not is_here("198.51.100.7")
     with pytest.raises(UserError, match='"no.such.host.invalid" is no host'):
         address_towards("no.such.host.invalid")
+
+
+def test_the_meeting_hosts_own_name_may_lead_back_to_it(monkeypatch, capsys):
+    """As on Debian, where /etc/hosts has the host's name beside 127.0.1.1."""
+    ways = {"node1": "127.0.1.1", "node1.cluster": "127.0.1.1", "localhost": "127.0.0.1", hosts._ELSEWHERE: "192.0.2.5"}
+    monkeypatch.setattr(hosts, "address_towards", lambda host: ways.get(host, host))
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node1")
+    for name in ("node1", "node1.cluster"):
+        assert hosts.main([name]) == 0 and capsys.readouterr().out == "192.0.2.5\n"
+    for loopback in ("localhost", "127.0.0.1"):  # elsewhere they mean another host
+        assert hosts.main([loopback]) == 2 and "leads back to this host alone" in capsys.readouterr().err
+    ways[hosts._ELSEWHERE] = "127.0.0.1"  # no way out
+    assert hosts.main(["node1"]) == 2
 
 
 # --- what is printed

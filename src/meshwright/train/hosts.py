@@ -24,6 +24,7 @@ from meshwright.errors import UserError
 if TYPE_CHECKING:
     from meshwright.train.rendezvous import Place
 
+_ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: no host's, so that the default route leads there
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
@@ -52,6 +53,14 @@ def address_towards(host: str) -> str:
     raise UserError(f"no way leads to {host}: {reasons[0].lower()}")
 
 
+def address_outwards() -> str | None:
+    """This host's own address on its default route, None without one."""
+    try:
+        return address_towards(_ELSEWHERE)
+    except UserError:
+        return None
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads back to the host that uses it."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -60,6 +69,11 @@ def is_loopback(address: str) -> bool:
 def is_here(host: str) -> bool:
     """Whether `host` names this host."""
     return any(is_loopback(address) or interface_of(address) is not None for address in addresses_of(host))
+
+
+def is_own_name(host: str) -> bool:
+    """Whether `host` is the name that this host gives itself, with its domain or without."""
+    return host.lower().partition(".")[0] == socket.gethostname().lower().partition(".")[0] != "localhost"
 
 
 def interface_of(address: str) -> str | None:
@@ -107,6 +121,8 @@ def main(arguments: list[str]) -> int:
             print(str(is_here(arguments[1])).lower())
             return 0
         address = address_towards(arguments[0])
+        if is_loopback(address) and is_own_name(arguments[0]):  # Debian maps it to 127.0.1.1
+            address = address_outwards() or address
         if is_loopback(address):
             raise UserError(
                 f"MASTER_ADDR={arguments[0]} leads back to this host alone ({address}): give the address by which the "
