@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.parallel.pieces import Piece
+from meshwright.plan.traffic import Work, predicted_traffic
 from meshwright.verify import verify
 from meshwright.verify.compare import _backward_order, compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid
@@ -192,8 +195,9 @@ def features(layout: Layout) -> set[str]:
     return {name for name, there in present.items() if there}
 
 
-def test_the_grid_meets_every_axis_and_every_pair():
+def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
     layouts = grid()
+    assert f"{len(layouts)} layouts of up to 8 ranks" in (repository / "docs" / "verify.md").read_text()
     assert len({str(layout) for layout in layouts}) == len(layouts)
     assert max(layout.world_size for layout in layouts) == 8
     assert len(layouts) < 120 and sum(layout.world_size == 8 for layout in layouts) < 25  # minutes, not more
@@ -216,6 +220,28 @@ def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
         assert all(config.experts for _, config in _default_models(layout, mixture=True))
         assert not any(config.experts for _, config in _default_models(layout, mixture=False))
     assert any(layout.zero == 3 for layout in MIXTURES)
+
+
+def test_the_page_lists_every_call_site(repository: Path):
+    """Those of layouts that have each axis once, which `plan/traffic.py` knows to the byte."""
+    made = set()
+    for name, notation in (
+        ("llama-3-8b", "dp4 zero1 hs2 tp4 mb2"),
+        ("gpt2", "cp2 pp2 mb2"),
+        ("gpt2", "cp2:ulysses"),
+        ("mixtral-8x7b-v0.1", "dp2 tp2:nosp cp2 ep2:etp2"),
+        ("dots-llm1", "dp2 ep2"),
+    ):
+        layout = Layout.parse(notation)
+        ulysses = layout.cp if layout.cp_method == "ulysses" else 1
+        config = scaled_down(preset(name), layout.tp, ulysses, ep=layout.ep, etp=layout.etp)
+        for rank in range(layout.world_size):
+            made |= set(predicted_traffic(config, layout, Work(batch=8, sequence=sequence_of(layout)), rank))
+    text = (repository / "docs" / "verify.md").read_text().partition("```text")[2].partition("```")[0]
+    listed = set()
+    for site, star in re.findall(r"([a-z_]+(?:\.[a-z_]+)+|embedding)(\*?)", text):
+        listed |= {site, f"{site}.backward"} if star else {site}
+    assert listed == made
 
 
 # --- what a failure says
