@@ -14,7 +14,7 @@ from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
-from meshwright.parallel.pipeline import Pipeline, execute
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.schedules.library import generate
@@ -185,5 +185,5 @@ def left_alone(absent: int) -> str:
     if mesh.rank == absent:
         return ""
     with pytest.raises(RankLost) as error:
-        execute(parse_pipeline(PASSING), mesh.pp, Toy(parse_pipeline(PASSING)))
+        Pipeline(parse_pipeline(PASSING), mesh.pp).run(Toy(parse_pipeline(PASSING)))
     return str(error.value)
