@@ -80,23 +80,27 @@ class Exchange:
     def _told(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
         """What the ranks of an axis tell this one: row i of everybody's `counts` goes to rank i, a single row to all.
 
-        Each row has one more column, by which a receiver knows that it is whole, of this call and of its own group:
-        ranks that believed wrong sizes would wait for ever or read what was never sent."""
+        Each row has one more column, by which a receiver knows that it is whole, of this call, and from whom and for
+        whom: ranks that believed wrong sizes would wait for ever or read what was never sent."""
         if axis.size == 1:
             return counts
         # Of all calls of these ranks: the same number on all of them.
-        number = (axis.communicator.calls.count(axis.calls_group) + 1) * 1_000_003 + axis.ranks[0]
-        signed = torch.cat([counts, -counts.sum(dim=1, keepdim=True) - number], dim=1)
+        number = (axis.communicator.calls.count(axis.calls_group) + 1) << 40
+        ranks, mine = counts.new_tensor(axis.ranks), axis.ranks[axis.rank]
+        to_all = len(counts) == 1
+        signature = number + (mine << 20) + (ranks[:1] if to_all else ranks)
+        signed = torch.cat([counts, (-counts.sum(dim=1) - signature)[:, None]], dim=1)
         told = signed.new_zeros(axis.size, signed.shape[1])
-        if len(signed) == 1:
+        if to_all:
             collectives.all_gather(told, signed, axis, COUNTS_SITE)
         else:
             collectives.all_to_all(told, signed, axis, COUNTS_SITE)
-        wrong = told.sum(dim=1) != -number
+        expected = number + (ranks << 20) + (axis.ranks[0] if to_all else mine)
+        wrong = told.sum(dim=1) != -expected
         if bool(wrong.any()):
-            ranks = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
+            senders = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
             raise RanksDisagree(
-                f"rank {axis.ranks[axis.rank]} got from rank {ranks} numbers of tokens that are not those of this "
+                f"rank {axis.ranks[axis.rank]} got from rank {senders} numbers of tokens that are not those of this "
                 f"call, in {COUNTS_SITE} (axis {axis.name}): the ranks are not at the same place"
             )
         return told[:, :-1]
