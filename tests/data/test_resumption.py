@@ -51,7 +51,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus: Path, tmp_
     prepare(recipe(corpus, tmp_path / "timed", tokenizer="bpe"))
     usual = time.perf_counter() - begun
     moments, kills = random.Random(1), 0
-    for _ in range(6):
+    for attempt in range(20):
+        if attempt >= 6 and kills >= 2:
+            break  # where `usual` was an unusual time, more attempts than six
         process = start(data, Path(os.devnull))
         time.sleep(moments.uniform(0, usual))
         process.send_signal(signal.SIGKILL)
