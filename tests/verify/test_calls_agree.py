@@ -21,7 +21,7 @@ def test_ranks_that_are_well_agree_about_every_call_of_every_layout():
     with _Bench("float32", lambda line: None, CollectivesRecipe()) as bench:
         for text in LAYOUTS:
             layout = Layout.parse(text)
-            name, config = _default_models(layout)[0]
+            name, config = _default_models(layout, mixture=False)[0]
             bench.verify(layout, name, config)
             snapshot = bench.ranks(layout.world_size).calls()
             assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
