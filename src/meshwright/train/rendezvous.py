@@ -9,6 +9,8 @@ import fcntl
 import math
 import os
 import re
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -201,7 +203,8 @@ def _store(place: Place, timeout: timedelta) -> Store:
 
     if place.method == "env://":
         store, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))
-        return store
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _fresh(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
     if place.method.startswith("file://"):
         path = place.method.removeprefix("file://")
         _clear_stale(path)
@@ -210,6 +213,35 @@ def _store(place: Place, timeout: timedelta) -> Store:
         return store
     host, _, port = place.method.removeprefix("tcp://").rpartition(":")
     return TCPStore(host, int(port), place.ranks, is_master=place.rank == 0, timeout=timeout)
+
+
+def _fresh(store: Store, place: Place, timeout_seconds: float) -> Store:
+    """A part of torchrun's store that belongs to this start alone: the store outlives restarts, and what killed ranks
+    left in it (where they listened) would answer for the new ones. How often a host has restarted says nothing of the
+    others, so rank 0 names the part and every rank learns the name by a word that it has just made up."""
+    from torch.distributed import PrefixStore
+
+    mine = secrets.token_hex(8)
+    if place.rank:
+        store.set(f"meshwright/meet/{place.rank}", mine)
+        name = store.get(f"meshwright/meet/{mine}").decode()
+        store.set(f"meshwright/met/{name}/{place.rank}", "here")
+        return PrefixStore(f"meshwright/{name}", store)
+    answered, missing = set(), set(range(1, place.ranks))
+    deadline = time.monotonic() + timeout_seconds
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"meshwright/met/{mine}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"meshwright/meet/{rank}"]):
+                word = store.get(f"meshwright/meet/{rank}").decode()
+                if word not in answered:  # it may be that of a rank that was killed: then another will follow
+                    answered.add(word)
+                    store.set(f"meshwright/meet/{word}", mine)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing)} did not come")
+        time.sleep(0.01)
+    return PrefixStore(f"meshwright/{mine}", store)
 
 
 _held: list[int] = []  # descriptors that stay open as long as the process
