@@ -219,7 +219,7 @@ def _fresh(store: Store, place: Place, timeout_seconds: float) -> Store:
     """A part of torchrun's store that belongs to this start alone: the store outlives restarts, and what killed ranks
     left in it (where they listened) would answer for the new ones. How often a host has restarted says nothing of the
     others, so rank 0 names the part and every rank learns the name by a word that it has just made up."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     mine = secrets.token_hex(8)
     if place.rank:
