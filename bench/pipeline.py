@@ -39,10 +39,10 @@ from meshwright.model.documents import ONE_DOCUMENT
 from meshwright.model.initialise import initial_value, place_row
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.stages import Stage
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel
-from meshwright.parallel.partition import Partition
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of

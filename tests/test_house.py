@@ -28,6 +28,7 @@ MODEL_AS_DATA = {
         "experts_json",
         "families",
         "parameters",
+        "partition",
         "presets",
         "refuse",
         "rope_scaling",

@@ -13,9 +13,9 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.partition import Partition
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of

@@ -141,7 +141,7 @@ class Row:
           ``expert_data`` for experts under expert parallelism: each block of ep x etp ranks saw other tokens.
         * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
 
-        Which ranks of pp hold the whole unit, and so sum its gradient too, `parallel.partition.Partition.holders` says.
+        Which ranks of pp hold the whole unit, and so sum its gradient too, `partition.Partition.holders` says.
         """
         axes = ["data" if self.part(layout) == "dense" else "expert_data"]
         if self.replicas(layout) > 1 and (

@@ -19,9 +19,9 @@ from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.refuse import refuse
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import flat_unit
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import MicroBatch

@@ -17,8 +17,9 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.rows import Part, padded_numel
-from meshwright.model.stages import LOOKED_UP, Stage, stages_of, units_of
+from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.library import program_of
 from meshwright.schedules.transfers import with_transfers
@@ -61,7 +62,8 @@ class _Step:
         self.table: ParameterTable = parameter_table(config)
         self.place = layout.coordinates(rank)
         self.program = with_transfers(program_of(layout))
-        self.stages = stages_of(config, self.program.stages, work.sequence)
+        self.partition = Partition.of(self.program, config, self.table, work.sequence)
+        self.stages = self.partition.stages
         self.sent: Counter[str] = Counter()
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
@@ -80,7 +82,7 @@ class _Step:
         self.pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
-            for unit in self.needed(self.stages[stage]):
+            for unit in self.partition.needed(self.stages[stage]):
                 units[unit] += count
         for unit, count in units.items():
             self.gradients(unit, count)
@@ -258,16 +260,9 @@ class _Step:
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
-    def needed(self, stage: Stage) -> tuple[str, ...]:
-        """The units whose tensors a stage computes with."""
-        needs = (need for unit in units_of(self.table, stage) for need in self.table.needed_by(unit))
-        return tuple(dict.fromkeys(needs))
-
     def gradients(self, unit: str, passes: int) -> None:
         """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
-        holders = {
-            home[stage.index] for home in self.program.placement for stage in self.stages if unit in self.needed(stage)
-        }
+        holders = self.partition.holders(unit)
         for part in self.table.unit_parts(unit, self.layout):
             data, shard, replica = AXES_OF[part]
             numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
@@ -289,9 +284,9 @@ class _Step:
         gathered: Counter[str] = Counter()
         before = None
         for kind, stage, of in self.steps():
-            units = units_of(self.table, self.stages[stage])
+            units = self.partition.units(self.stages[stage])
             if kind == Kind.FORWARD:
-                gathered.update(self.needed(self.stages[stage]))
+                gathered.update(self.partition.needed(self.stages[stage]))
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
                 gathered.update(
                     {need for unit in units if unit not in LOOKED_UP for need in self.table.needed_by(unit)}

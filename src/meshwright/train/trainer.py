@@ -19,10 +19,10 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
-from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch

@@ -17,9 +17,9 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import RanksDisagree
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
-from meshwright.parallel.partition import Partition
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
