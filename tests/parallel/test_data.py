@@ -16,9 +16,9 @@ from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
+from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.pieces import padded_numel
 from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
 
 LLAMA, GPT2 = scaled_down(preset("llama-3-8b")), scaled_down(preset("gpt2"))

@@ -9,7 +9,8 @@ import torch
 
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
-from meshwright.parallel.pieces import ALIGNMENT, flat_unit, padded_numel, part_of, pieces_of
+from meshwright.model.rows import ALIGNMENT, padded_numel
+from meshwright.parallel.pieces import flat_unit, part_of, pieces_of
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gpt2-tiny"])

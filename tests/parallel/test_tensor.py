@@ -15,9 +15,10 @@ from meshwright.model import chunks, loss
 from meshwright.model.initialise import initial_value
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
+from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.pieces import flat_unit, padded_numel, pieces_of
+from meshwright.parallel.pieces import flat_unit, pieces_of
 from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
 from meshwright.verify.reference import tensors_of
 

@@ -16,9 +16,7 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.model.parameters import ParameterTable, Row, Tensor
-from meshwright.model.rows import ALIGNMENT as ALIGNMENT
-from meshwright.model.rows import Part
-from meshwright.model.rows import padded_numel as padded_numel
+from meshwright.model.rows import Part, padded_numel
 
 
 class Columns(NamedTuple):
