@@ -235,14 +235,6 @@ class Layout:
         """Whether experts are spread over axes of their own; if not, they are split over tp as all else is."""
         return self.ep > 1 or self.etp > 1
 
-    @property
-    def expert_sharding(self) -> int:
-        """Ranks over which ZeRO shards experts: those of `expert_shard`; 1 under zero0."""
-        if self.zero == 0:
-            return 1
-        holders = self.tp * self.cp * self.dp // (self.ep * self.etp)
-        return holders if self.hybrid is None else max(1, self.hybrid * self.tp // (self.ep * self.etp))
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis, inner to outer: tp, cp, dp, pp; and, once more, on etp and ep."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
@@ -269,8 +261,7 @@ class Layout:
         if axis == "world":
             return [tuple(range(self.world_size))]
         if axis in ("shard", "replica"):
-            size = self.hybrid or self.dp * self.cp
-            blocks = [_cut(group, size) for group in self.groups("data")]
+            blocks = [_cut(group, self.hybrid or len(group)) for group in self.groups("data")]
             if axis == "shard":
                 return [block for group in blocks for block in group]
             return [members for group in blocks for members in zip(*group, strict=True)]
@@ -283,8 +274,9 @@ class Layout:
                 return [row for block in rows for row in block]
             return [members for block in rows for members in zip(*block, strict=True)]
         if axis in ("expert_shard", "expert_replica"):
-            size = self.with_(zero=self.zero or 1).expert_sharding
-            blocks = [_cut(group, size) for group in self.groups("expert_data")]
+            # How often the ranks of a sharding group, with all of theirs on tp, hold each expert.
+            copies = self.hybrid and max(1, self.hybrid * self.tp // (self.ep * self.etp))
+            blocks = [_cut(group, copies or len(group)) for group in self.groups("expert_data")]
             if axis == "expert_shard":
                 return [block for group in blocks for block in group]
             return [members for group in blocks for members in zip(*group, strict=True)]

@@ -29,11 +29,11 @@ from meshwright.toml import parse_toml, read_toml, toml_value, write_toml
 
 def _layout(text: str) -> str:
     if text == "auto":
-        raise ValueError('layout "auto" is not available in this version; name one, as in layout = "dp2 zero1"')
+        raise ValueError('"auto" is not available in this version; name one, as in layout = "dp2 zero1"')
     try:
         Layout.parse(text)
     except UserError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the key says it already
     return text
 
 
