@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import shutil
 import threading
@@ -27,15 +26,7 @@ import torch
 from meshwright.model.parameters import ParameterTable
 from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint import catalogue, slices
-from meshwright.train.checkpoint.files import (
-    in_units,
-    json_bytes,
-    opened,
-    replace_file,
-    sync_directory,
-    write_at,
-    write_file,
-)
+from meshwright.train.checkpoint.files import in_units, opened, sync_directory, write_at, write_file
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -45,16 +36,11 @@ from meshwright.train.checkpoint.manifest import (
     hash_part,
     hash_tasks,
 )
-from meshwright.train.checkpoint.model_files import (
-    DTYPE_CODES,
-    ModelFiles,
-    safetensors_header,
-    write_piece,
-)
+from meshwright.train.checkpoint.meeting import Meeting
+from meshwright.train.checkpoint.model_files import DTYPE_CODES, ModelFiles, safetensors_header, write_piece
 from meshwright.train.checkpoint.slices import Slice, slice_file, tensor_name
 from meshwright.train.checkpoint.snapshot import Snapshot
 
-_TOLD_SAVES = 8
 _CAST_ELEMENTS = 4 * 2**20
 
 
@@ -90,11 +76,12 @@ class Save:
     def __init__(
         self, target: Target, attempt: str, step: int, snapshot: Snapshot, state: bytes, validation_loss: float | None
     ) -> None:
-        self.target, self.attempt, self.step = target, attempt, step
+        self.target, self.step = target, step
         self.snapshot, self.state, self.validation_loss = snapshot, state, validation_loss
         self.cancelled = threading.Event()
         self.partial = target.directory / catalogue.partial_name(step)
         self.final = target.directory / catalogue.step_name(step)
+        self.meeting = Meeting(self.partial, attempt, target.rank, target.ranks, target.outcomes)
         self._writing = ""  # the file at work, for the error line
 
     def run(self) -> None:
@@ -124,16 +111,9 @@ class Save:
             shutil.rmtree(self.partial, ignore_errors=True)
             self._check_space()
             (self.partial / "training").mkdir(parents=True)
-            replace_file(self.partial / ".begin", self.attempt.encode(), sync=False)
+            self.meeting.begin()
             return
-
-        def begun() -> set[int]:
-            try:
-                return {0} if (self.partial / ".begin").read_text() == self.attempt else set()
-            except OSError:
-                return set()
-
-        self._wait_for(begun, {0}, "begun to write")
+        self._wait_for(self.meeting.begun, {0}, "begun to write")
 
     def _write(self) -> None:
         self.snapshot.wait()
@@ -144,7 +124,7 @@ class Save:
             sync_directory(self.partial / "training")
         sync_directory(self.partial)
         self._mark("written", [dataclasses.astuple(part) for part in own])
-        self._wait_for(lambda: self._marked("written"), set(range(self.target.ranks)), "written its part")
+        self._wait_for(lambda: self.meeting.marked("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[Slice]:
         file = slice_file(self.target.rank, self.target.ranks)
@@ -210,7 +190,7 @@ class Save:
             records[name] = [target.files.sizes[name], sha256, found]
         self._mark("hashed", records)
         if target.rank == 0:
-            self._wait_for(lambda: self._marked("hashed"), set(range(target.ranks)), "hashed its part")
+            self._wait_for(lambda: self.meeting.marked("hashed"), set(range(target.ranks)), "hashed its part")
 
     def _finish(self) -> None:
         target = self.target
@@ -220,7 +200,7 @@ class Save:
         everything = [
             Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
             for rank in range(target.ranks)
-            for kind, name, start, stop, code, file, offset, columns in self._read_mark("written", rank)
+            for kind, name, start, stop, code, file, offset, columns in self.meeting.read("written", rank)
         ]
         slices.check_coverage(target.table, everything)
         self._writing = slices.INDEX
@@ -240,14 +220,14 @@ class Save:
         except OSError as error:
             target.log(f"an old checkpoint in {target.directory} could not be deleted: {error.strerror}")
         with suppress(OSError):
-            self._tell("done")
+            self.meeting.tell("done")
 
     def _records(self) -> dict[str, FileRecord]:
         sizes: dict[str, int] = {}
         whole: dict[str, str] = {}
         blocks: dict[str, dict[int, str]] = {}
         for rank in range(self.target.ranks):
-            for name, (size, sha256, found) in self._read_mark("hashed", rank).items():
+            for name, (size, sha256, found) in self.meeting.read("hashed", rank).items():
                 sizes[name] = size
                 if sha256 is not None:
                     whole[name] = sha256
@@ -263,16 +243,8 @@ class Save:
     # --- meeting the other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        self._writing = f".{what}-{self.target.rank}"
-        replace_file(self.partial / self._writing, json.dumps(content).encode(), sync=False)
-
-    def _read_mark(self, what: str, rank: int) -> Any:
-        return json.loads((self.partial / f".{what}-{rank}").read_bytes())
-
-    def _marked(self, what: str) -> set[int]:
-        prefix = f".{what}-"
-        names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
-        return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
+        self._writing = self.meeting.name(what)
+        self.meeting.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
         deadline = time.monotonic() + self.target.timeout_seconds
@@ -292,9 +264,9 @@ class Save:
 
     def _wait_for_the_end(self) -> None:
         """Ranks other than 0: until rank 0 has said how it ended."""
-        self._wait_for(lambda: {0} if self._outcome() is not None else set(), {0}, "completed it")
-        if self._outcome() != "done":
-            raise GivenUp(self._outcome() or "")
+        self._wait_for(lambda: {0} if self.meeting.outcome() is not None else set(), {0}, "completed it")
+        if (outcome := self.meeting.outcome()) != "done":
+            raise GivenUp(outcome or "")
 
     def _keep_going(self) -> None:
         if self.cancelled.is_set():
@@ -307,47 +279,28 @@ class Save:
 
     def _others_reason(self) -> str | None:
         """What another rank says about why it cannot go on."""
-        with suppress(OSError):  # the directory is gone, or not there yet
-            failed = self._marked("failed") - {self.target.rank}
-            if failed:
-                return (self.partial / f".failed-{min(failed)}").read_text() or self._unexplained(min(failed))
-        outcome = self._outcome()
+        if failure := self.meeting.failure():
+            rank, why = failure
+            return why or self._unexplained(rank)
+        outcome = self.meeting.outcome()
         return None if outcome in (None, "done") else outcome
 
     def _reason_of_rank_0(self) -> str:
         """Why rank 0 has removed the directory; it says so just after."""
         for _ in range(100):
-            if (outcome := self._outcome()) is not None:
+            if (outcome := self.meeting.outcome()) is not None:
                 return outcome
             self.cancelled.wait(0.02)
         return self._unexplained(0)
-
-    def _tell(self, outcome: str) -> None:
-        """Rank 0: how this save ended, for the others; beside the saves before, for those who have not looked yet."""
-        outcomes = self.target.outcomes
-        outcomes[self.attempt] = outcome
-        if self.target.ranks > 1:
-            last = {attempt: outcomes[attempt] for attempt in [*outcomes][-_TOLD_SAVES:]}
-            replace_file(self.target.directory / catalogue.LAST_SAVE, json_bytes(last), sync=False)
-
-    def _outcome(self) -> str | None:
-        try:
-            outcomes: dict[str, str] = json.loads((self.target.directory / catalogue.LAST_SAVE).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return outcomes.get(self.attempt)
 
     # --- when it cannot be done
 
     def _clean_up(self, line: str) -> None:
         """Leave no trace of this rank's part; rank 0 removes everything, also what others are still making."""
         if self.target.rank:
-            marker = self.partial / f".failed-{self.target.rank}"
             with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
                 (self.partial / slice_file(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
-                replace_file(marker, line.encode(), sync=False)
-            with suppress(OSError):
-                marker.touch()  # an empty file may still fit on a full disk
+            self.meeting.fail(line)
             return
         for _ in range(100):
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -356,7 +309,7 @@ class Save:
             time.sleep(0.02)  # another rank was just making a file in it
         for _ in range(100):
             with suppress(OSError):
-                self._tell(line)
+                self.meeting.tell(line)
                 return
             self.cancelled.wait(0.05)  # a full disk has room again when the others have closed their files
 
