@@ -25,8 +25,9 @@ from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import PRESETS
 from meshwright.names import FAMILIES
-from meshwright.recipe import RESUMABLE, SCHEMA, Recipe, load_recipe
+from meshwright.recipe import SCHEMA, Recipe, load_recipe
 from meshwright.tables import is_table
+from meshwright.train.resuming import RESUMABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
