@@ -63,7 +63,7 @@ SOME = [(name, layout) for (at, layout) in enumerate(LAYOUTS) for name in [[*MOD
 
 def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
     wanted = recipe(place, layout, **{key: value for key, value in model.items() if value is not None})
-    tables = wanted._tables()
+    tables = wanted.to_tables()
     for key in [key for key, value in model.items() if value is None]:
         tables["model"].pop(key.removeprefix("model_"), None)
     return type(wanted).from_tables(tables).to_toml()
