@@ -16,7 +16,7 @@ from meshwright.model.initialise import initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients, linear
+from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients, linear
 
 FAMILIES = ["llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen2-moe-tiny"]
 ROWS, SEQUENCE = 2, 12
@@ -35,8 +35,23 @@ def batch(number: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def split(model: Transformer, queue: WeightGradients, batches: list[Any]) -> dict[str, torch.Tensor]:
-    """Gradients by name: all input gradients first, then all weight gradients, each added up as autograd would."""
+class Grads:
+    """Sums gradients as autograd does, in each parameter's `grad`; `come`: whose they were, in their order."""
+
+    def __init__(self) -> None:
+        self.come: list[torch.nn.Parameter] = []
+
+    def collect(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self.come.append(parameter)
+        assert gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def collect_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+        self.collect(parameter, dy_NY.T @ x_NX)
+
+
+def split(model: Transformer, queue: WeightGradients, sums: Grads, batches: list[Any]) -> dict[str, torch.Tensor]:
+    """Gradients by name: all input gradients first, then all weight gradients."""
     model.zero_grad()
     for number, each in enumerate(batches):
         loss = model(*each)
@@ -44,16 +59,10 @@ def split(model: Transformer, queue: WeightGradients, batches: list[Any]) -> dic
             loss.backward()
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number in range(len(batches)):
-        come: list[torch.nn.Parameter] = []
+        sums.come.clear()
         coming = queue.parameters(number)
-
-        def collect(parameter: torch.nn.Parameter, gradient: torch.Tensor, come: Any = come) -> None:
-            come.append(parameter)
-            assert gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-        queue.run(number, collect)
-        assert [names[p] for p in come] == [names[p] for p in coming]
+        queue.run(number)
+        assert [names[p] for p in sums.come] == [names[p] for p in coming]
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -69,41 +78,43 @@ def deferred_names(model: Transformer) -> set[str]:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_halves_together_are_the_whole_backward(name: str, recompute: str) -> None:
-    model, queue = build(name, recompute=recompute), WeightGradients()
+    model, sums = build(name, recompute=recompute), Grads()
+    queue = WeightGradients(sums)
     batches = [batch(number, model.config.vocabulary) for number in range(2)]
     for each in batches:
         model(*each).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    defer_weight_gradients(model, queue)
+    take_weight_gradients(model, queue)
     loss = model(*batches[0])
     with queue.collecting("a look"):
         loss.backward()
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert {names[parameter] for parameter in queue.parameters("a look")} == deferred_names(model)
-    queue.run("a look", lambda parameter, gradient: None)
-    gradients = split(model, queue, batches)
+    queue.run("a look")
+    gradients = split(model, queue, sums, batches)
     for parameter, expected in whole.items():
         torch.testing.assert_close(gradients[parameter], expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-moe-tiny"])
 def test_in_bfloat16_both_halves_give_what_autograd_gives(name: str) -> None:
-    model, queue = build(name, torch.bfloat16), WeightGradients()
+    model, sums = build(name, torch.bfloat16), Grads()
+    queue = WeightGradients(sums)
     batches = [batch(0, model.config.vocabulary)]
     model(*batches[0]).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    defer_weight_gradients(model, queue)
-    for parameter, gradient in split(model, queue, batches).items():
+    take_weight_gradients(model, queue)
+    for parameter, gradient in split(model, queue, sums, batches).items():
         error = (gradient - whole[parameter]).double().norm() / whole[parameter].double().norm()
         assert error < 2**-8, parameter
 
 
 def test_outside_of_collecting_a_backward_is_whole() -> None:
-    model, queue = build("qwen2-moe-tiny"), WeightGradients()
+    model, queue = build("qwen2-moe-tiny"), WeightGradients(Grads())
     each = batch(0, model.config.vocabulary)
     model(*each).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    defer_weight_gradients(model, queue)
+    take_weight_gradients(model, queue)
     model.zero_grad()
     model(*each).backward()
     for name, parameter in model.named_parameters():
@@ -118,15 +129,15 @@ def flops(function: Any) -> int:
 
 
 def test_neither_half_does_the_others_products() -> None:
-    model, queue = build("llama-tiny"), WeightGradients()
+    model, queue = build("llama-tiny"), WeightGradients(Grads())
     each = batch(0, model.config.vocabulary)
     loss = model(*each)
     whole = flops(loss.backward)
-    defer_weight_gradients(model, queue)
+    take_weight_gradients(model, queue)
     loss = model(*each)
     with queue.collecting(0):
         first = flops(loss.backward)
-    second = flops(lambda: queue.run(0, lambda parameter, gradient: None))
+    second = flops(lambda: queue.run(0))
     assert first + second == whole
     parameters = dict(model.named_parameters())
     assert second == sum(2 * ROWS * SEQUENCE * parameters[name].numel() for name in deferred_names(model))
@@ -145,13 +156,13 @@ class Operators(TorchDispatchMode):
 
 
 def test_experts_products_are_put_off_too() -> None:
-    model, queue = build("qwen2-moe-tiny"), WeightGradients()
-    defer_weight_gradients(model, queue)
+    model, queue = build("qwen2-moe-tiny"), WeightGradients(Grads())
+    take_weight_gradients(model, queue)
     loss = model(*batch(0, model.config.vocabulary))
     with queue.collecting(0), Operators() as first:
         loss.backward()
     with Operators() as second:
-        queue.run(0, lambda parameter, gradient: None)
+        queue.run(0)
     products = 2 * model.config.expert_layers
     for operators, inputs, weights in ((first, products, 0), (second, 0, products)):
         assert operators.calls["meshwright::grouped_product_input"] == inputs
@@ -186,8 +197,8 @@ def held_bytes(queue: WeightGradients) -> int:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_between_the_halves_memory_is_what_the_queue_holds(recompute: str) -> None:
-    model, queue = build("llama-tiny", recompute=recompute), WeightGradients()
-    defer_weight_gradients(model, queue)
+    model, queue = build("llama-tiny", recompute=recompute), WeightGradients(Grads())
+    take_weight_gradients(model, queue)
     each = batch(0, model.config.vocabulary)
     model.zero_grad(set_to_none=True)
     with Storages() as storages:
@@ -210,7 +221,7 @@ def test_between_the_halves_memory_is_what_the_queue_holds(recompute: str) -> No
     # The gradient of a block's two residual branches is one tensor: attention.output and mlp.down of neighbours share.
     assert held <= sum(sizes.values())
     assert held >= sum(sizes.values()) - config.layers * 2 * 8 * ROWS * SEQUENCE * config.hidden
-    queue.run(0, lambda parameter, gradient: None)
+    queue.run(0)
     assert held_bytes(queue) == 0
     assert sum(size for p, size in storages.alive().items() if p in alive) <= max(tables) * 8
 
@@ -220,13 +231,14 @@ def test_between_the_halves_memory_is_what_the_queue_holds(recompute: str) -> No
     [("llama-tiny", "full"), *(pytest.param(name, "none", marks=pytest.mark.exhaustive) for name in FAMILIES)],
 )
 def test_compiled_blocks_split_their_backward_too(name: str, recompute: str) -> None:
-    model, queue = build(name, recompute=recompute), WeightGradients()
+    model, sums = build(name, recompute=recompute), Grads()
+    queue = WeightGradients(sums)
     batches = [batch(0, model.config.vocabulary)]
     model(*batches[0]).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    defer_weight_gradients(model, queue)
+    take_weight_gradients(model, queue)
     model.compile_blocks(backend="aot_eager")
-    for parameter, gradient in split(model, queue, batches).items():
+    for parameter, gradient in split(model, queue, sums, batches).items():
         torch.testing.assert_close(gradient, whole[parameter], rtol=1e-10, atol=1e-12)
 
 
@@ -235,4 +247,4 @@ def test_without_a_queue_a_product_is_pytorchs_own() -> None:
     plain, ours = torch.nn.functional.linear(x, weight), linear(x, weight, None, None)
     assert type(ours.grad_fn) is type(plain.grad_fn)
     with torch.no_grad():
-        assert linear(x, weight, None, WeightGradients()).grad_fn is None
+        assert linear(x, weight, None, WeightGradients(Grads())).grad_fn is None

@@ -114,6 +114,7 @@ class Transformer(nn.Module):
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = recomputed(Block.__call__, recompute)
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self._recompute = recompute
+        self.compiled = False
         self._loss_options: dict[str, Any] = {
             "axes": self.axes,
             "first_token": self._first_token,
@@ -220,7 +221,7 @@ class Transformer(nn.Module):
         self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
-        self._loss_options["compiled"] = True
+        self.compiled = self._loss_options["compiled"] = True
 
     def _everything(self) -> Stage:
         assert self._whole, "this rank holds some stages alone"

@@ -1,9 +1,11 @@
-"""Split backward: a backward pass that computes the gradients of inputs alone and queues those of weights for later.
+"""Where the weight gradients of products go: straight into the buffer in which they are summed, or, in a split backward
+pass, into a queue for later.
 
 A linear map y = x Wᵀ needs dy W on the way back, for whoever waits for dx, and dyᵀ x, for which nobody waits before the
 optimizer's step (Qi et al. 2024, arXiv 2401.10241, section 1). While a queue collects, the second product is not
 computed: x and dy are kept until it is. Everything else of a backward pass (norms, biases, embedding, head) is done in
-the first half.
+the first half. When it is computed, it is added to the sum over micro-batches by the product itself, which saves a pass
+over the memory of every weight.
 
 Shapes: N rows, X and Y sizes in and out, E experts.
 """
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +24,40 @@ from torch import nn
 
 from meshwright.model.grouped_product import grouped_product
 
-Collect = Callable[[nn.Parameter, torch.Tensor], None]
-"""Takes a parameter's gradient, as autograd's hook does."""
+Multiply = Callable[..., torch.Tensor]
+
+
+class Sums(Protocol):
+    """Where gradients are summed."""
+
+    def collect(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient of the parameter's shape."""
+
+    def collect_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+        """Add dyᵀ x, the gradient of a parameter [Y, X]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A weight gradient to be computed: of `parameter`, by `multiply(dy, x, *rest)`."""
+    """A weight gradient to be computed: of `parameter`, by `multiply(dy, x, *rest)`; None: dyᵀ x."""
 
     parameter: nn.Parameter
-    multiply: Callable[..., torch.Tensor]
+    multiply: Multiply | None
     operands: tuple[torch.Tensor, ...]
+
+    def add_to(self, sums: Sums) -> None:
+        if self.multiply is None:
+            sums.collect_product(self.parameter, *self.operands)
+        else:
+            sums.collect(self.parameter, self.multiply(*self.operands).view(self.parameter.shape))
 
 
 class WeightGradients:
-    """What input gradients have left to do, by backward pass (a key: stage, replica and micro-batch)."""
+    """The weight gradients of a model's products on their way to `sums`, and what input gradients have left to do, by
+    backward pass (a key: stage, replica and micro-batch)."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
         self._queues: dict[Hashable, deque[_Product]] = {}
         self._collects: deque[_Product] | None = None
 
@@ -52,35 +71,28 @@ class WeightGradients:
         finally:
             self._collects = None
 
-    @property
-    def open(self) -> bool:
-        """Whether a backward pass should leave its weight gradients here now."""
-        return self._collects is not None
-
-    def put(self, parameter: nn.Parameter, multiply: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
-        """Queue `multiply(*operands)`, which gives the parameter's gradient in any shape of as many elements."""
-        assert self._collects is not None
-        self._collects.append(_Product(parameter, multiply, operands))
+    def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
+        """The parameter's gradient is `multiply(*operands)`, in any shape of as many elements; None: dyᵀ x."""
+        product = _Product(parameter, multiply, operands)
+        if self._collects is None:
+            product.add_to(self._sums)
+        else:
+            self._collects.append(product)
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
         """Whose gradients are still to come, in the order in which `run` gives them: that of the backward pass."""
         return [product.parameter for product in self._queues[key]]
 
-    def run(self, key: Hashable, collect: Collect) -> None:
-        """Compute what was queued and hand each gradient on; its operands are freed before the next."""
+    def run(self, key: Hashable) -> None:
+        """Compute what was queued; operands are freed as they have been used."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
-                product = queue.popleft()
-                gradient = product.multiply(*product.operands).view(product.parameter.shape)
-                parameter = product.parameter
-                del product
-                collect(parameter, gradient)
-                del gradient
+                queue.popleft().add_to(self._sums)
 
 
-def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None) -> None:
-    """Have the model's products leave their weight gradients to `queue` whenever it collects; None: never again."""
+def take_weight_gradients(model: nn.Module, queue: WeightGradients | None) -> None:
+    """Have the model's products give their weight gradients to `queue`; None: to autograd, as at first."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             module.weight_gradients = queue  # type: ignore[assignment]
@@ -110,17 +122,9 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         dy_NY = dy.flatten(0, -2)
         dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
-        d_weight_YX = None
-        if needs_weight and context.queue.open:
-            context.queue.put(context.weight, _transposed_product, dy_NY, x.flatten(0, -2))
-        elif needs_weight:
-            d_weight_YX = _transposed_product(dy_NY, x.flatten(0, -2))
-        return dx, d_weight_YX, dy_NY.sum(dim=0) if needs_bias else None, None
-
-
-def _transposed_product(dy_NY: torch.Tensor, x_NX: torch.Tensor) -> torch.Tensor:
-    """dyᵀ x: [Y, X]."""
-    return dy_NY.T @ x_NX
+        if needs_weight:
+            context.queue.put(context.weight, None, dy_NY, x.flatten(0, -2))
+        return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
 
 
 def grouped_linear(
@@ -151,12 +155,9 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
         dx_NX = operators.grouped_product_input(dy_NY, _stack(weight, ends_E), ends_E) if needs_x else None
-        d_weight = None
-        if needs_weight and context.queue.open:
+        if needs_weight:
             context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX, ends_E)
-        elif needs_weight:
-            d_weight = operators.grouped_product_weight(dy_NY, x_NX, ends_E).view(weight.shape)
-        return dx_NX, d_weight, None, None
+        return dx_NX, None, None, None
 
 
 @torch.compiler.disable

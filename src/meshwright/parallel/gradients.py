@@ -112,21 +112,43 @@ class GradientSums:
         if running.held is not None:
             running.held.append((parameter, gradient))
             return
+        view, stale = self._view(parameter)
+        if stale:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+        del gradient
+        self._reached(running, parameter)
+
+    def collect_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+        """`collect` of dyᵀ x; where nothing has to be rounded in between, the product itself adds it to the buffer."""
+        running = self._running
+        assert running is not None, "a gradient outside of every pass"
+        unit = self._units[self._place[parameter][0]]
+        if running.held is not None or unit.gradient.dtype != x_NX.dtype:
+            self.collect(parameter, dy_NY.T @ x_NX)
+            return
+        view, stale = self._view(parameter)
+        torch.addmm(view, dy_NY.T, x_NX, beta=0 if stale else 1, out=view)
+        self._reached(running, parameter)
+
+    def _view(self, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
+        """Where a parameter's gradient is summed, and whether what is there is to be overwritten; from now on not."""
         name, index = self._place[parameter]
         whole = self._whole(name)
-        if index in whole.stale:
-            whole.views[index].copy_(gradient)
-            whole.stale.discard(index)
-        else:
-            whole.views[index].add_(gradient)
-        del gradient
+        stale = index in whole.stale
+        whole.stale.discard(index)
+        return whole.views[index], stale
+
+    def _reached(self, running: Pass, parameter: nn.Parameter) -> None:
+        name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:
             self._advance(running)
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # else it is left for later (model/weight_gradients.py)
+        if gradient is not None:  # else it came or comes another way (model/weight_gradients.py)
             self.collect(parameter, gradient)
 
     def _advance(self, running: Pass) -> None:

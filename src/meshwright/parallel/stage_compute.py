@@ -93,7 +93,7 @@ class StageCompute:
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self.parallel.gradients.resume(self._paused.pop(key))
-        self._queue.run(key, self.parallel.gradients.collect)
+        self._queue.run(key)
         self.parallel.end_pass(part)
         self.mark("backward")
 

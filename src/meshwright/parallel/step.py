@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, StageCompute
@@ -30,9 +30,9 @@ class ForwardBackward:
         self.model, self.parallel, self.mark = model, parallel, mark
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
-        self._queue = WeightGradients() if split else None
-        if split:
-            defer_weight_gradients(model, self._queue)
+        self._queue = WeightGradients(parallel.gradients)
+        if split or not model.compiled:  # a compiled backward pass is cut where a product puts its gradient elsewhere
+            take_weight_gradients(model, self._queue)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.
