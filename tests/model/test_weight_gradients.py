@@ -16,7 +16,7 @@ from meshwright.model.initialise import initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients, linear
+from meshwright.model.weight_gradients import WeightGradients, linear, take_weight_gradients
 
 FAMILIES = ["llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen2-moe-tiny"]
 ROWS, SEQUENCE = 2, 12
