@@ -33,6 +33,7 @@ MODEL_AS_DATA = {
         "refuse",
         "rope_scaling",
         "rows",
+        "stage_times",
         "stages",
         "work",
     ),

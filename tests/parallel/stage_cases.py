@@ -14,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
@@ -31,7 +32,8 @@ class Rank:
     def __init__(self, problem: Problem, layout_text: str, dtype: torch.dtype = torch.float64) -> None:
         self.layout = Layout.parse(layout_text)
         self.mesh = Mesh.create(self.layout)
-        self.table, program = parameter_table(problem.config), program_of(self.layout)
+        self.table = parameter_table(problem.config)
+        program = program_for(self.layout, problem.config, problem.sequence)
         self.partition = Partition.of(program, problem.config, self.table, problem.sequence)
         stages = self.partition.held(self.mesh.pp.rank)
         self.model = Transformer(
@@ -207,7 +209,7 @@ def trainer_of_another_program(text: str) -> str:
     read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
     data = prepare(recipe.data, recipe.run.seed)
     try:
-        with mock.patch("meshwright.train.trainer.program_of", lambda layout: read):
+        with mock.patch("meshwright.train.trainer.program_for", lambda *arguments: read):
             Trainer(recipe, layout, model_config(recipe, data), data, mesh)
     except UserError as error:
         return str(error)

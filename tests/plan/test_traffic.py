@@ -55,7 +55,7 @@ LAYOUTS = (
     *("cp4", "cp2 tp2 bf16 mb2", "dp2 cp2 zero3 ac:full", "cp2:ulysses tp2 mb2", "dp2 cp2:ulysses ac:selective bf16"),
     *("pp4 bf16", "dp2 pp2:zb-v mb4", "tp2 pp2:interleaved:2 mb4", "tp2:nosp pp2 mb2 ac:full", "cp2 pp2 mb2"),
     *("dp2 zero1 pp2 mb4", "dp2 zero3 pp2 mb4", "dp2 zero3 pp2:zb-v mb4", "dp2 zero2 pp2:chimera mb4"),
-    *("pp4:dualpipe mb8", "tp2 pp2:gpipe mb2 ac:selective"),
+    *("pp4:dualpipe mb8", "tp2 pp2:gpipe mb2 ac:selective", "dp2 pp2:auto mb4"),
 )
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
 SOME = [(name, layout) for (at, layout) in enumerate(LAYOUTS) for name in [[*MODELS][at % len(MODELS)]]]

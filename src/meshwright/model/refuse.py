@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
-from meshwright.schedules.library import program_of
+from meshwright.model.stage_times import program_for
 
 
 def refuse(
@@ -32,7 +32,7 @@ def refuse(
         or _tensor(layout, config)
         or _sequence(layout, config, sequence, planning)
         or _context(layout, config)
-        or _pipeline(layout, config, planning)
+        or _pipeline(layout, config, sequence, planning)
         or _expert(layout, config)
     )
     if reason:
@@ -117,9 +117,10 @@ def _context(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _pipeline(layout: Layout, config: ModelConfig, planning: bool) -> str | None:
-    # What is only planned may be large, and its file elsewhere.
-    stages = layout.pp * layout.chunks if planning else program_of(layout).stages
+def _pipeline(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+    stages = layout.pp * layout.chunks
+    if stages <= config.layers and not planning:  # what is only planned may be large, and its file elsewhere
+        stages = program_for(layout, config, sequence or config.max_positions).stages
     if stages <= config.layers:
         return None
     chunks = f" x {stages // layout.pp} chunks" if stages > layout.pp else ""

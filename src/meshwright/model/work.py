@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from meshwright.model.config import ModelConfig
 
+ATTENTION_CORE = ("attention.scores", "attention.values")
+"""Products of activations alone: on the way back each is two products, and none is a weight's gradient."""
+
+RECOMPUTED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "selective": ATTENTION_CORE,
+    "full": ("attention.qkv", *ATTENTION_CORE, "attention.output", "mlp.router", "mlp.up", "mlp.down"),
+}
+"""What is computed a second time in the backward pass. Selective: the core of attention (Korthikanti et al. 2022,
+arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed."""
+
 
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
     """Keys that a token of a sequence sees, on average.

@@ -7,7 +7,7 @@ utilisation without its convention says little.
 from __future__ import annotations
 
 from meshwright.model.config import ModelConfig
-from meshwright.model.work import head_flops, keys_per_token, layer_flops
+from meshwright.model.work import RECOMPUTED, head_flops, keys_per_token, layer_flops
 
 __all__ = ["FLOPS_CONVENTION", "forward_flops_per_token", "keys_per_token", "training_flops_per_token"]
 
@@ -15,22 +15,6 @@ FLOPS_CONVENTION = (
     "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "
     "backward twice the forward, recomputation not counted, embedding lookup free"
 )
-
-# What is computed a second time in the backward pass. Selective: the core of attention (Korthikanti et al. 2022,
-# arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed.
-_RECOMPUTED: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "selective": ("attention.scores", "attention.values"),
-    "full": (
-        "attention.qkv",
-        "attention.scores",
-        "attention.values",
-        "attention.output",
-        "mlp.router",
-        "mlp.up",
-        "mlp.down",
-    ),
-}
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
@@ -53,4 +37,4 @@ def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = 
     utilisation by ``FLOPS_CONVENTION`` leaves it at "none".
     """
     forward = forward_flops_per_token(config, sequence, causal)
-    return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in _RECOMPUTED[recompute])
+    return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])

@@ -19,9 +19,9 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.partition import Partition
 from meshwright.model.rows import Part, padded_numel
+from meshwright.model.stage_times import program_for
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.program.pipeline import COMPUTING, Kind
-from meshwright.schedules.library import program_of
 from meshwright.schedules.transfers import with_transfers
 
 ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
@@ -61,7 +61,7 @@ class _Step:
         self.config, self.layout, self.work, self.rank = config, layout, work, rank
         self.table: ParameterTable = parameter_table(config)
         self.place = layout.coordinates(rank)
-        self.program = with_transfers(program_of(layout))
+        self.program = with_transfers(program_for(layout, config, work.sequence))
         self.partition = Partition.of(self.program, config, self.table, work.sequence)
         self.stages = self.partition.stages
         self.sent: Counter[str] = Counter()

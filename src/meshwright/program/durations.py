@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -106,3 +106,8 @@ class Durations:
             with_weights = np.array([1.0, 0.0, 1.0, 0.0]) * parts
             shares[Kind.WEIGHT_GRADIENT, 1:] = with_weights / (with_weights.sum() or 1.0)
         return shares
+
+
+StageDurations: TypeAlias = Callable[[int], Durations | None]
+"""How long the steps of a model last that is cut into so many stages, one duration a stage; None: it cannot be cut so.
+Durations of all numbers of stages are in one unit."""

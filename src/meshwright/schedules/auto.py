@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from meshwright.errors import UserError
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
-from meshwright.program.durations import Durations
+from meshwright.program.durations import Durations, StageDurations
 from meshwright.program.pipeline import PipelineProgram, program_of, straight, v_shaped
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
@@ -87,7 +87,7 @@ class Found:
 def find_schedule(
     ranks: int,
     micro_batches: int,
-    durations: Durations,
+    durations: Durations | StageDurations,
     memory: ArrayLike | None = None,
     chunks: int | None = None,
     seconds: float | None = None,
@@ -100,7 +100,7 @@ def find_schedule(
 def search_schedule(
     ranks: int,
     micro_batches: int,
-    durations: Durations,
+    durations: Durations | StageDurations,
     memory: ArrayLike | None = None,
     chunks: int | None = None,
     seconds: float | None = None,
@@ -111,7 +111,8 @@ def search_schedule(
     3, and arXiv 2405.15362), for times that may differ by rank or stage. Synchronous programs only.
 
     durations: of a rank's whole share of one micro-batch, one number or one a rank, of which a chunk takes 1/chunks; or
-        one a stage, which settles the number of chunks. A list of transfer times, one a boundary, settles it too.
+        one a stage, which settles the number of chunks. A list of transfer times, one a boundary, settles it too. Or
+        a function that gives those of so many stages.
     memory: most activations that a rank may hold, in micro-batches of its whole share: one number, or one a rank; None:
         no limit.
     chunks: stages on a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules of two replicas.
@@ -120,7 +121,8 @@ def search_schedule(
 
     Raises UserError for numbers that cannot be, and for a memory that no program fits, with the least that would do.
     """
-    counts = _chunk_counts(ranks, micro_batches, durations, chunks)
+    timed = _durations_by_chunks(ranks, micro_batches, durations, chunks)
+    counts = tuple(timed)
     limits = _limits(ranks, memory)
     deadline = inf if seconds is None else time.monotonic() + seconds
 
@@ -131,13 +133,14 @@ def search_schedule(
         except UserError as error:
             refused[name] = str(error)
         else:
-            candidates.append(_simulated(name, program, durations, limits))
+            candidates.append(_simulated(name, program, timed[count], limits))
     best = min((one.makespan for one in candidates if one.fits), default=inf)
 
     problems = {}
     for name, placement in _placements(ranks, counts):
         empty = program_of("", ranks, micro_batches, (placement,), ())
-        problems[name] = Problem.of(ranks, micro_batches, placement, _by_stage(empty, durations), limits)
+        by_stage = _by_stage(empty, timed[len(placement) // ranks])
+        problems[name] = Problem.of(ranks, micro_batches, placement, by_stage, limits)
     finished: list[tuple[float, str, list[Order]]] = []
     for name, problem in sorted(problems.items(), key=lambda item: item[1].lower_bound):
         if problem.lower_bound >= best * (1 - 1e-9):
@@ -153,10 +156,10 @@ def search_schedule(
         finished[0] = _go_on(problems, finished[0], deadline)
     for _, name, orders in finished:
         program = program_from("auto", problems[name], orders)
-        candidates.append(_simulated(name, program, durations, limits))
+        candidates.append(_simulated(name, program, timed[problems[name].chunks], limits))
 
     bound = min(problem.lower_bound for problem in problems.values())
-    covered = durations.overlapped is None and weight_copies == 1
+    covered = all(each.overlapped is None for each in timed.values()) and weight_copies == 1
     return _chosen(candidates, refused, bound if covered else None)
 
 
@@ -173,8 +176,10 @@ def _chosen(candidates: list[Candidate], refused: dict[str, str], bound: float |
 # What is allowed
 
 
-def _chunk_counts(ranks: int, micro_batches: int, durations: Durations, chunks: int | None) -> tuple[int, ...]:
-    """Numbers of chunks to try: what was asked for, what lists by stage settle, or 1 and 2."""
+def _durations_by_chunks(
+    ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
+) -> dict[int, Durations]:
+    """By number of chunks that is to be tried: what was asked for, what lists by stage settle, or 1 and 2."""
     for what, number in (
         ("ranks", ranks),
         ("micro-batches", micro_batches),
@@ -182,6 +187,13 @@ def _chunk_counts(ranks: int, micro_batches: int, durations: Durations, chunks: 
     ):
         if number < 1:
             raise UserError(f"auto with {number} {what}: give it 1 or more")
+    free = (1, 2) if ranks > 1 else (1,)
+    if callable(durations):
+        tried = free if chunks is None else (chunks,)
+        timed = {count: found for count in tried if (found := durations(ranks * count)) is not None}
+        if not timed:
+            raise UserError(f"auto on {ranks} ranks: the model cannot be cut into {ranks * tried[0]} stages")
+        return timed
     settled = set() if chunks is None else {chunks}
     for name in ("forward", "input_gradient", "weight_gradient", "transfer"):
         array = np.asarray(getattr(durations, name), np.float64)
@@ -194,7 +206,7 @@ def _chunk_counts(ranks: int, micro_batches: int, durations: Durations, chunks: 
         settled.add(stages // ranks)
     if len(settled) > 1:
         raise UserError(f"durations by stage are for {' and '.join(map(str, sorted(settled)))} chunks a rank; give one")
-    return tuple(settled) or ((1, 2) if ranks > 1 else (1,))
+    return dict.fromkeys(settled or free, durations)
 
 
 def _limits(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:

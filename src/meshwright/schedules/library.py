@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS, unknown
 from meshwright.names import SCHEDULES as KNOWN
-from meshwright.program.durations import Durations
+from meshwright.program.durations import Durations, StageDurations
 from meshwright.program.load import load_program, read_text
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.schedules.asynchronous import pipedream, pipedream_2bw
@@ -57,7 +57,7 @@ def generate(
     ranks: int | None = None,
     micro_batches: int | None = None,
     chunks: int | None = None,
-    durations: Durations | None = None,
+    durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
     """The program of a named schedule, or the one in a file (`@FILE`): computing steps, without transfers.
@@ -81,24 +81,24 @@ def generate(
     return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
 
 
-def program_of(layout: Layout) -> PipelineProgram:
-    """The program of a layout's pipeline; on one rank forward and backward of one micro-batch after the other. Raises
-    UserError for numbers that the schedule cannot take, and for a file's program that is more than one plain step."""
+def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
+    """The program of a layout's pipeline; on one rank forward and backward of one micro-batch after the other.
+
+    durations: of the model's stages, for `auto` (None: all alike); equal ones give the same program. For a model, ask
+    `model.stage_times.program_for`. Raises UserError for numbers that the schedule cannot take, and for a file's
+    program that is more than one plain step.
+    """
     version = None
     if layout.schedule.startswith("@"):
         with suppress(OSError):  # reading it will say what is wrong
             state = Path(layout.schedule[1:]).stat()
             version = state.st_mtime_ns, state.st_size
-    return _program_of(layout, version)
-
-
-@lru_cache(maxsize=8)
-def _program_of(layout: Layout, version: tuple[int, int] | None) -> PipelineProgram:
-    """The same; `version`: of the file, which is read again when it has changed."""
     name = layout.schedule
     chunks = None if name.startswith("@") or (name == "auto" and layout.chunks == 1) else layout.chunks
     try:
-        program = generate(name, layout.pp, layout.micro_batches, chunks)
+        program = _generated(
+            name, layout.pp, layout.micro_batches, chunks, durations if name == "auto" else None, version
+        )
     except UserError as error:
         raise UserError(f'layout "{layout}": {error}') from None
     if program.asynchronous:
@@ -110,11 +110,24 @@ def _program_of(layout: Layout, version: tuple[int, int] | None) -> PipelineProg
     return program
 
 
+@lru_cache(maxsize=8)
+def _generated(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None,
+    durations: StageDurations | None,
+    version: tuple[int, int] | None,
+) -> PipelineProgram:
+    """`generate`, once; `version`: of the file, which is read again when it has changed."""
+    return generate(name, ranks, micro_batches, chunks, durations)
+
+
 def search(
     ranks: int | None = None,
     micro_batches: int | None = None,
     chunks: int | None = None,
-    durations: Durations | None = None,
+    durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> Found:
     """What `auto` finds, with all that it tried. Arguments and errors as in `generate`."""

@@ -20,6 +20,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
@@ -29,7 +30,6 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.traffic import Work, predicted_traffic
 from meshwright.recipe import Recipe
-from meshwright.schedules.library import program_of
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.loss_scale import LossScale
@@ -89,7 +89,7 @@ class Trainer:
         self.table = parameter_table(config)
         dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
         choose_products(layout.precision, self.device)
-        program = program_of(layout)
+        program = program_for(layout, config, recipe.data.sequence)
         check_same_everywhere(program, mesh)
         partition = Partition.of(program, config, self.table, recipe.data.sequence)
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.

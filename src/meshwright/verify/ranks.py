@@ -18,13 +18,13 @@ from meshwright.errors import RanksDisagree
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import CollectivesRecipe
-from meshwright.schedules.library import program_of
 from meshwright.verify.problem import Problem, make_batch, share_of
 from meshwright.verify.reference import tensors_of
 
@@ -76,7 +76,7 @@ def run_rank(
 
 def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> RankResult:
     dtype = getattr(torch, problem.dtype)
-    table, program = parameter_table(problem.config), program_of(layout)
+    table, program = parameter_table(problem.config), program_for(layout, problem.config, problem.sequence)
     partition = Partition.of(program, problem.config, table, problem.sequence)
     stages = partition.held(mesh.pp.rank)
     model = Transformer(problem.config, axes=mesh, dtype=dtype, recompute=layout.recompute, stages=stages)
