@@ -23,8 +23,20 @@ def two():
 
 
 @pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("half")
+
+
+MIXTURE = {
+    "family": "qwen2_moe", "layers": 3, "hidden": 40, "heads": 4, "kv_heads": 2, "intermediate": 72, "experts": 4,
+    "experts_per_token": 2, "expert_intermediate": 24, "shared_intermediate": 32, "dense_layers": [1],
+}  # fmt: skip
 
 
 def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes):
@@ -66,6 +78,38 @@ def test_the_steps_are_those_of_float32_but_for_rounding(two, home, single, layo
             assert error < 0.03, (name, float(error))
 
 
+@pytest.fixture(scope="module")
+def half_alone(home):
+    """By model: four steps in float16 on one device."""
+    found = {}
+    for name, changes in (("llama", {}), ("mixture", {"model": MIXTURE})):
+        (outcome,) = run(None, home / f"alone {name}", "dp1 fp16", train_clip=0.5, **changes)
+        assert outcome["error"] == ""
+        found[name] = steps(home / f"alone {name}"), cases.whole_state([outcome])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama", "dp4 zero2 hs2"), ("llama", "dp4 zero3 hs2 mb2"), ("mixture", "dp4 zero3 hs2 ep2"),
+     ("mixture", "dp2 tp2 zero1 ep2:etp2"), ("mixture", "dp4 zero2")],
+)  # fmt: skip
+def test_mixtures_and_hybrid_sharding_take_the_steps_of_one_device(four, home, half_alone, model, layout):
+    """Both round to float16; a token whose experts are nearly equally good may be given to another one for it."""
+    place = home / f"{model} {layout}"
+    outcomes = run(four, place, f"{layout} fp16", train_clip=0.5, **{"model": MIXTURE} if model == "mixture" else {})
+    assert outcomes[0]["error"] == ""
+    lines, state = half_alone[model]
+    for ours, theirs in zip(steps(place), lines, strict=True):
+        assert ours["loss_scale"] == theirs["loss_scale"] == 65536
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
+    for (kind, name), ours in cases.whole_state(outcomes).items():
+        if kind == "exp_avg":
+            error = (ours - state[kind, name]).norm() / state[kind, name].norm()
+            assert error < (0.1 if ".mlp." in name and model == "mixture" else 0.03), (name, float(error))
+
+
 def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     """A batch of many tokens, each with a small part of the loss: float32 says what there is."""
     changes = {"train_batch": 64, "train_clip": 0.0, "model_layers": 2}
@@ -81,10 +125,15 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     assert error["scaled"] < 0.01 and error["scaled"] < error["none"], error
 
 
-def test_a_scale_too_large_is_halved_by_skips_that_all_ranks_make_and_that_do_not_count(two, home):
-    place = home / "search"
-    changes = {"train_loss_scale": 2.0**34, "train_steps": 24, "train_maximum_skipped": 0}
-    outcomes = run(two, place, "dp2 zero2 fp16", fault="keep_states", **changes)
+@pytest.mark.parametrize(
+    ("processes", "layout", "model"), [("two", "dp2 zero2", {}), ("four", "dp4 zero3 hs2 ep2", {"model": MIXTURE})]
+)
+def test_a_scale_too_large_is_halved_by_skips_that_all_ranks_make_and_that_do_not_count(
+    request, home, processes, layout, model
+):
+    place = home / f"search {processes}"
+    changes = {"train_loss_scale": 2.0**34, "train_steps": 24, "train_maximum_skipped": 0, **model}
+    outcomes = run(request.getfixturevalue(processes), place, f"{layout} fp16", fault="keep_states", **changes)
     assert outcomes[0]["error"] == ""
     lines = steps(place)
     skipped = [line["step"] for line in lines if line.get("skipped")]
