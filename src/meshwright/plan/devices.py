@@ -1,64 +1,149 @@
-"""Published peaks of accelerators, dense (data sheets often print twice that, for 2:4 sparsity), with their source."""
+"""Accelerators: published peaks (dense), memory, links, power, price, each with its source: `devices.toml`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from importlib import resources
+from typing import Any
 
 _TERA = 1e12
-_READ = "stas00/ml-engineering, compute/accelerator (read 2026-08)"
-_RECALL = "vendor data sheet, from memory"
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How devices reach each other. Bandwidths: bytes a second, one direction, per device; None: not known.
+
+    ``domain`` devices form a scale-up domain: there each sends ``scaleup`` to all together, ``pair`` to one alone (less
+    where every pair has wires of its own). ``host`` is PCIe, which also leads to the devices of a node outside the
+    domain; ``across`` leads to other nodes, of which each has ``node`` devices. Latencies: seconds of one message.
+    """
+
+    kind: str
+    name: str
+    scaleup: float
+    pair: float
+    domain: int
+    host: float | None
+    node: int
+    across: float | None
+    latency: float
+    host_latency: float
+    across_latency: float
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator. Peaks are in 10¹² operations a second, dense; None: not in hardware, or not known.
+    """An accelerator, as a program sees one. Peaks are in 10¹² operations a second, dense; None: not in hardware, or
+    not known.
 
-    ``pattern`` matches what drivers call it, as ``torch.cuda.get_device_name`` returns it. ``bf16`` and ``fp16`` are
-    matrix units that accumulate in float32, ``fp32`` is the vector units' peak.
+    ``pattern`` matches what drivers call it, as ``torch.cuda.get_device_name`` returns it (None: found by name alone).
+    ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak.
+    ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
+    product that was measured (10¹² a second), ``all_reduce_ring`` and ``all_reduce_switch`` the measured bus bandwidth
+    of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but those in ``sources``;
+    ``source_of`` knows both.
     """
 
     name: str
-    pattern: str
-    fp32: float
+    pattern: str | None
+    fp32: float | None
     tf32: float | None
-    fp16: float
+    fp16: float | None
     bf16: float | None
     fp8: float | None
     source: str
+    published: str = ""
+    architecture: str = ""
+    fp4: float | None = None
+    measured_bf16: float | None = None
+    all_reduce_ring: float | None = None
+    all_reduce_switch: float | None = None
+    memory_bytes: float = 0.0
+    memory_bandwidth: float = 0.0
+    links: Links | None = None  # of a processor there are none
+    multiprocessors: int | None = None
+    clock_hz: float | None = None
+    l2_bytes: float | None = None
+    power_watts: float | None = None
+    price: tuple[float, float] | None = None
+    note: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def peak(self, precision: str) -> float | None:
+        """Dense peak in operations a second (fp32, tf32, bf16, fp16, fp8 or fp4); None where the device has none."""
+        peak = {
+            "fp32": self.fp32,
+            "tf32": self.tf32,
+            "bf16": self.bf16,
+            "fp16": self.fp16,
+            "fp8": self.fp8,
+            "fp4": self.fp4,
+        }[precision]
+        return None if peak is None else peak * _TERA
+
+    def source_of(self, figure: str) -> str:
+        """Where a figure (the name of a field) is from."""
+        return self.sources.get(figure, self.source)
 
 
-# Longer names of a make come before shorter ones where one begins the other.
-DEVICES: tuple[Device, ...] = (
-    Device("v100", r"V100", 15.7, None, 125, None, None, _RECALL),
-    Device("a100-40", r"A100.*40GB", 19.5, 156, 312, 312, None, _READ),
-    Device("a100-80", r"A100.*80GB", 19.5, 156, 312, 312, None, _READ),
-    Device("a800", r"A800", 19.5, 156, 312, 312, None, _RECALL),
-    Device("gh200", r"GH200", 67, 494.5, 989, 989, 1979, _READ),
-    Device("h100-nvl", r"H100 NVL", 60, 418, 835, 835, 1671, _RECALL),
-    Device("h100-pcie", r"H100 (PCIe|80GB HBM2e)", 51, 378, 756, 756, 1513, _READ),
-    Device("h100-sxm", r"H100 .*(HBM3|SXM)", 67, 494.5, 989, 989, 1979, _READ),
-    Device("h800", r"H800(?! PCIe)", 67, 494.5, 989, 989, 1979, f"{_RECALL}; DeepSeek-V3 report"),
-    Device("h20", r"H20", 44, 74, 148, 148, 296, _RECALL),
-    Device("h200", r"H200(?! NVL)", 67, 494.5, 989, 989, 1979, _READ),
-    Device("gb300", r"GB300", 80, 1250, 2500, 2500, 5000, _READ),
-    Device("gb200", r"GB200", 80, 1250, 2500, 2500, 5000, _READ),
-    Device("b300", r"B300", 80, 1125, 2250, 2250, 4500, _READ),
-    Device("b200", r"B200", 80, 1125, 2250, 2250, 4500, _READ),
-    Device("l40s", r"L40S", 91.6, 183, 362, 362, 733, _READ),
-    Device("l4", r"L4", 30.3, 60, 121, 121, 242, _RECALL),
-    Device("a10g", r"A10G", 31.2, 35, 70, 70, None, f"{_RECALL}; figures differ by source (70 or 125 in fp16)"),
-    Device("a10", r"A10", 31.2, 62.5, 125, 125, None, _RECALL),
-    Device("a40", r"A40", 37.4, 74.8, 149.7, 149.7, None, _RECALL),
-    Device("rtx4090", r"RTX 4090(?! (D|Laptop))", 82.6, 82.6, 165.2, 165.2, 330.3, _RECALL),
-    Device("rtx3090", r"RTX 3090(?! Ti)", 35.6, 35.6, 71, 71, None, _RECALL),
-    # One MI250X is two devices to a program; these are one's.
-    Device("mi250x", r"MI250X", 23.95, None, 191.5, 191.5, None, _READ),
-    Device("mi300x", r"MI300X", 163.4, 653.7, 1307, 1307, 2615, _READ),
-    Device("mi325x", r"MI325X", 163.4, 653.7, 1307, 1307, 2615, _READ),
-    Device("mi355x", r"MI355X", 157.3, None, 2300, 2300, 4600, f"{_READ}; 2300 in one table, 2500 in another"),
-)
+@cache
+def _read() -> dict[str, Any]:
+    text = resources.files("meshwright.plan").joinpath("devices.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _device(name: str, entry: Mapping[str, Any]) -> Device:
+    catalogue = _read()
+    words, latencies = catalogue["sources"], catalogue["latency_seconds"]
+    peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
+    links = entry["links"]
+    sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
+    sources["latency"] = words[latencies[links["kind"]]["source"]]
+    return Device(
+        name=name,
+        pattern=entry.get("pattern"),
+        source=words[entry["source"]],
+        published=entry["published"],
+        architecture=entry["architecture"],
+        **{precision: peaks.get(precision) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")},
+        measured_bf16=measured.get("bf16"),
+        all_reduce_ring=_times(measured.get("ring"), _GIGA),
+        all_reduce_switch=_times(measured.get("switch"), _GIGA),
+        memory_bytes=memory["gb"] * _GIGA,
+        memory_bandwidth=memory["gb_per_second"] * _GIGA,
+        links=Links(
+            kind=links["kind"],
+            name=links["name"],
+            scaleup=links["scaleup"] * _GIGA,
+            pair=links["pair"] * _GIGA,
+            domain=links["domain"],
+            host=_times(links.get("host"), _GIGA),
+            node=links["node"],
+            across=_times(links.get("across"), _GIGA),
+            latency=latencies[links["kind"]]["seconds"],
+            host_latency=latencies["pcie"]["seconds"],
+            across_latency=latencies["network"]["seconds"],
+        ),
+        multiprocessors=chip.get("multiprocessors"),
+        clock_hz=_times(chip.get("clock_mhz"), 1e6),
+        l2_bytes=_times(chip.get("l2_mb"), 1e6),
+        power_watts=entry.get("power_watts"),
+        price=tuple(entry["price_usd_per_hour"]) if "price_usd_per_hour" in entry else None,
+        note=entry.get("note", ""),
+        sources=sources,
+    )
+
+
+def _times(figure: float | None, unit: float) -> float | None:
+    return None if figure is None else figure * unit
+
+
+DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _read()["devices"].items())
 
 
 @cache
@@ -73,7 +158,7 @@ def find_device(name: str) -> Device | None:
     if "MIG" in name:
         return None
     for device in DEVICES:
-        if re.search(rf"(?<![A-Za-z0-9]){device.pattern}(?![A-Za-z0-9])", name):
+        if device.pattern and re.search(rf"(?<![A-Za-z0-9]){device.pattern}(?![A-Za-z0-9])", name):
             return device
     return None
 
@@ -84,8 +169,4 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     ``precision``: fp32, tf32, bf16, fp16 or fp8. ``device_name``: a catalogue name or a driver's.
     """
     device = find_device(device_name)
-    if device is None:
-        return None
-    peaks = {"fp32": device.fp32, "tf32": device.tf32, "bf16": device.bf16, "fp16": device.fp16, "fp8": device.fp8}
-    peak = peaks[precision]
-    return None if peak is None else peak * _TERA
+    return None if device is None else device.peak(precision)
