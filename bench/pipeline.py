@@ -4,7 +4,7 @@ Both sides run the same schedule over the same stages with the same initial valu
 the stage modules of the peer are made of our blocks and our loss, so that the runtimes alone differ. In every pair of
 turns each side runs one step, in alternating order, within the same processes. Losses must agree.
 
-    python bench/pipeline.py [--pairs 8] [--only pp2-zb-v] [--small]
+    python bench/pipeline.py [--pairs 16] [--only pp2-zb-v] [--small]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from meshwright.train.optimizer import Optimizer
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 4096}
 SMALL = {"layers": 8, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 176, "vocabulary": 512}
-SEQUENCE, SMALL_SEQUENCE = 512, 64
+SEQUENCE, SMALL_SEQUENCE = 256, 64
 WARM = 2
 SEED, RATE = 0, 1e-4
 
@@ -241,7 +241,7 @@ def compare(name: str, pairs: int, small: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--only", choices=RACES)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script; nothing is written")
     arguments = parser.parse_args()
