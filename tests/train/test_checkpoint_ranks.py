@@ -20,12 +20,6 @@ from tests.train import checkpoint_cases as cases
 
 
 @pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def three():
     with LocalRanks(3) as ranks:
         yield ranks

@@ -16,18 +16,6 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("context")
 
@@ -40,26 +28,14 @@ def alone(home) -> Path:
 
 
 def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, **changes):
-    text = cases.recipe(place, layout, **CHANGES | changes).to_toml()
-    outcomes = [cases.train(text, crash_after)] if ranks is None else ranks.run(cases.train, text, crash_after)
-    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
-    return outcomes
-
-
-def assert_close(place: Path, expected: Path, rel: float = 5e-6) -> None:
-    """The same steps within rounding, as many as there are: number, loss, norm, learning rate, validation loss."""
-    found, wanted = cases.trace(place), cases.trace(expected)
-    assert found and [line[0] for line in found] == [line[0] for line in wanted[: len(found)]]
-    for ours, theirs in zip(found, wanted, strict=False):
-        numbers = [tuple(-1.0 if value is None else value for value in line[1:]) for line in (ours, theirs)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=rel), ours[0]
+    return cases.run_without_error(ranks, place, layout, crash_after, **CHANGES | changes)
 
 
 @pytest.mark.parametrize("layout", ["cp4 mb2", "cp4:ulysses zero1", "dp2 cp2 zero3 ac:selective", "tp2 cp2 zero2"])
 def test_layouts_with_cp_take_the_steps_of_one_device(four, home, alone, layout):
     place = home / layout.replace(" ", "-").replace(":", "-")
     run(four, place, f"{layout} fp32")
-    assert_close(place, alone)
+    cases.assert_same_steps(place, alone, steps=4)
 
 
 def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, alone):
@@ -73,7 +49,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, al
             assert cases.same(cases.whole_state(outcomes), states[steps - 2]), layout
         outcomes = run(ranks, place, f"{layout} fp32", train_steps=steps)
         states[steps] = cases.whole_state(outcomes)
-    assert_close(place, alone)
+    cases.assert_same_steps(place, alone)
     assert len(cases.trace(place)) == 8
 
 
@@ -93,4 +69,4 @@ def test_a_compiled_model_takes_the_same_steps(two, home, method):
     places = [home / f"{method} {name}" for name in ("eager", "compiled")]
     for place, compiled in zip(places, (False, True), strict=True):
         run(two, place, f"cp2:{method} fp32", model=model, train_compile=compiled, train_steps=2)
-    assert_close(*places)
+    cases.assert_same_steps(*places)

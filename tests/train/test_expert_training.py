@@ -33,30 +33,12 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("experts")
 
 
 def run(ranks: LocalRanks | None, place: Path, layout: str, **changes):
-    text = cases.recipe(place, f"{layout} fp32", **CHANGES | changes).to_toml()
-    outcomes = [cases.train(text)] if ranks is None else ranks.run(cases.train, text)
-    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
-    return outcomes
-
-
-def assert_close(place: Path, expected: Path, rel: float = 5e-6) -> None:
-    """The same steps within rounding: number, loss, norm, learning rate, validation loss."""
-    found, wanted = cases.trace(place), cases.trace(expected)
-    assert [line[0] for line in found] == [line[0] for line in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
-        numbers = [tuple(-1.0 if value is None else value for value in line[1:]) for line in (ours, theirs)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=rel), ours[0]
+    return cases.run_without_error(ranks, place, f"{layout} fp32", **CHANGES | changes)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "dots1"])
@@ -70,7 +52,7 @@ def test_a_run_goes_from_layout_to_layout_and_takes_the_steps_of_one_device(four
         outcomes = run(four, place, layout, model=model, train_steps=2 * number + 2, **often)
         if number:
             assert any(line.startswith(f"resumed from step-{2 * number:06d}: ") for line in outcomes[0]["said"])
-    assert_close(place, still)
+    cases.assert_same_steps(place, still)
 
 
 def test_what_spread_experts_write_every_layout_reads_bit_for_bit(four, home):

@@ -17,18 +17,6 @@ from tests.train import training_cases as cases
 
 
 @pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("half")
 

@@ -22,12 +22,6 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("pipeline")
 
@@ -41,19 +35,7 @@ def alone(home):
 
 
 def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, **changes):
-    text = cases.recipe(place, layout, **CHANGES | changes).to_toml()
-    outcomes = [cases.train(text, crash_after)] if ranks is None else ranks.run(cases.train, text, crash_after)
-    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
-    return outcomes
-
-
-def assert_close(place: Path, expected: Path, rel: float = 5e-6) -> None:
-    """The same steps within rounding: number, loss, norm, learning rate, validation loss."""
-    found, wanted = cases.trace(place), cases.trace(expected)
-    assert [line[0] for line in found] == [line[0] for line in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
-        numbers = [tuple(-1.0 if value is None else value for value in line[1:]) for line in (ours, theirs)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=rel), ours[0]
+    return cases.run_without_error(ranks, place, layout, crash_after, **CHANGES | changes)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +46,8 @@ def test_layouts_with_stages_take_the_steps_of_one_device(four, home, alone, lay
     """Thirteen rows of validation in micro-batches of two, or of one: the last of them are filled up."""
     place = home / layout.replace(" ", "-").replace(":", "-")
     outcomes = run(four, place, f"{layout} fp32")
-    assert_close(place, alone[0])
-    for key, ours in cases.whole_state(outcomes).items():
-        error = (ours - alone[1][key]).norm() / alone[1][key].norm().clamp(min=1e-3)
-        assert error < 1e-4, (key, float(error))
+    cases.assert_same_steps(place, alone[0])
+    cases.assert_same_state(outcomes, alone[1], least_norm=1e-3)
     for outcome in outcomes:
         assert outcome["result"].get("error") is None
 
@@ -82,7 +62,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data(four, home):
             assert f"resumed from step-{steps - 3:06d}: {steps - 3} of {steps} steps are done" in outcomes[0]["said"]
     still = home / "still"
     run(None, still, "dp1 fp32", train_steps=12, train_schedule="constant")
-    assert_close(place, still)
+    cases.assert_same_steps(place, still)
 
 
 def test_what_stages_write_every_layout_reads_bit_for_bit(four, home):
@@ -122,4 +102,4 @@ def test_weights_of_a_hugging_face_model_go_to_the_stages_that_hold_them(four, h
         changes = {"model": {"from": directory, "load_weights": True}, "train_steps": 2, "train_validate_every": 0}
         run(ranks, place, f"{layout} fp32", **changes)
         traces.append(place)
-    assert_close(traces[1], traces[0])
+    cases.assert_same_steps(traces[1], traces[0])

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import CheckFailed, UserError
@@ -26,29 +25,9 @@ from tests.train import training_cases as cases
 
 
 @pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """Where runs and their common cache lie."""
     return tmp_path_factory.mktemp("training")
-
-
-def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes):
-    """What `cases.train` returned on each rank; in this process where there is one rank."""
-    text = cases.recipe(place, layout, **changes).to_toml()
-    if ranks is None:
-        return [cases.train(text, crash_after, fault)]
-    return ranks.run(cases.train, text, crash_after, fault)
 
 
 def steps(place: Path) -> list[dict]:
@@ -67,7 +46,7 @@ def learnt(home):
     """A run of 40 steps on real text, validated, in this process."""
     place = home / "learnt"
     changes = {"train_steps": 40, "train_warmup": 4, "train_learning_rate": 1e-2, "train_validate_every": 20}
-    (outcome,) = run(None, place, "dp1 fp32", **changes)
+    (outcome,) = cases.run(None, place, "dp1 fp32", **changes)
     assert outcome["error"] == ""
     return place, outcome
 
@@ -125,7 +104,7 @@ def test_metrics_hold_what_they_promise(learnt):
 
 def test_fewer_lines_can_be_asked_for(home):
     place = home / "few lines"
-    run(None, place, "dp1 fp32", train_steps=8, train_log_every=3, train_validate_every=5)
+    cases.run(None, place, "dp1 fp32", train_steps=8, train_log_every=3, train_validate_every=5)
     assert [line["step"] for line in steps(place)] == [3, 5, 6, 8]  # validated steps and the last one in any case
 
 
@@ -152,41 +131,28 @@ LAYOUTS = {
 def alone(home):
     """Six steps on one device in one micro-batch."""
     place = home / "alone"
-    outcomes = run(None, place, "dp1 fp32", train_validate_every=3)
-    return cases.trace(place), cases.whole_state(outcomes)
+    outcomes = cases.run(None, place, "dp1 fp32", train_validate_every=3)
+    return place, cases.whole_state(outcomes)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
 def test_every_layout_takes_the_same_steps(ranks, layout, alone, home, request):
     place = home / layout.replace(" ", "-").replace(":", "-")
     servers = {1: lambda: None, 2: lambda: request.getfixturevalue("two"), 4: lambda: request.getfixturevalue("four")}
-    outcomes = run(servers[ranks](), place, f"{layout} fp32", train_validate_every=3)
+    outcomes = cases.run(servers[ranks](), place, f"{layout} fp32", train_validate_every=3)
     assert outcomes[0]["error"] == "" and len(outcomes) == ranks
     expected, state = alone
-    assert_close(cases.trace(place), expected)
-    for key, ours in cases.whole_state(outcomes).items():
-        error = (ours - state[key]).norm() / state[key].norm()
-        assert error < 1e-4, (key, float(error))
-
-
-def assert_close(found: list[tuple], expected: list[tuple]) -> None:
-    """Equal within the rounding of float32, step by step."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours[0] == theirs[0] and ours[3] == theirs[3]
-        assert ours[1:3] == pytest.approx(theirs[1:3], rel=5e-6), ours[0]
-        assert ours[4] == (None if theirs[4] is None else pytest.approx(theirs[4], rel=5e-6)), ours[0]
+    cases.assert_same_steps(place, expected)
+    cases.assert_same_state(outcomes, state)
 
 
 @pytest.mark.slow
 def test_a_compiled_model_takes_the_same_steps(home):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    traces = []
     for name, compiled in (("eager", False), ("compiled", True)):
-        (outcome,) = run(None, home / name, "dp1 fp32", model=model, train_compile=compiled, train_steps=3)
+        (outcome,) = cases.run(None, home / name, "dp1 fp32", model=model, train_compile=compiled, train_steps=3)
         assert outcome["error"] == ""
-        traces.append(cases.trace(home / name))
-    assert_close(*traces)
+    cases.assert_same_steps(home / "compiled", home / "eager")
 
 
 @pytest.mark.parametrize("clip", [0.25, 100.0, 0.0])
@@ -216,10 +182,10 @@ DISTURBED = {
 def test_a_run_that_crashed_ends_bit_for_bit_where_an_undisturbed_one_does(two, home, layout):
     changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4, **DISTURBED[layout]}
     whole, broken = home / f"whole {layout}", home / f"broken {layout}"
-    expected = cases.whole_state(run(two, whole, layout, **changes))
-    run(two, broken, layout, crash_after=5, **changes)
+    expected = cases.whole_state(cases.run(two, whole, layout, **changes))
+    cases.run(two, broken, layout, crash_after=5, **changes)
     assert [line["step"] for line in steps(broken)] == [1, 2, 3, 4, 5]
-    outcomes = run(two, broken, layout, **changes)
+    outcomes = cases.run(two, broken, layout, **changes)
     assert "resumed from step-000003: 3 of 8 steps are done" in outcomes[0]["said"]
     assert cases.trace(broken) == cases.trace(whole)
     assert cases.same(cases.whole_state(outcomes), expected)
@@ -233,53 +199,54 @@ def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(two, home, ranks,
     changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4}
     whole, begun = home / "other whole", home / "other begun"
     if not whole.exists():
-        run(two, whole, "dp2 zero1 fp32", **changes)
-        run(two, begun, "dp2 zero1 fp32", crash_after=5, **changes)
+        cases.run(two, whole, "dp2 zero1 fp32", **changes)
+        cases.run(two, begun, "dp2 zero1 fp32", crash_after=5, **changes)
     place = home / f"other {ranks}"
     shutil.copytree(begun, place)
-    outcomes = run(
+    outcomes = cases.run(
         {1: None, 2: two}[ranks] if ranks < 4 else request.getfixturevalue("four"), place, f"{layout} fp32", **changes
     )
     assert "resumed from step-000003: 3 of 8 steps are done" in outcomes[0]["said"]
     assert cases.trace(place)[:3] == cases.trace(whole)[:3]
-    assert_close(cases.trace(place), cases.trace(whole))
+    cases.assert_same_steps(place, whole)
 
 
 def test_one_rank_that_is_asked_to_stop_stops_all_after_a_save(two, home):
     whole, stopped = home / "not stopped", home / "stopped"
-    expected = cases.whole_state(run(two, whole, "dp2 zero2 fp32"))
-    outcomes = run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
+    expected = cases.whole_state(cases.run(two, whole, "dp2 zero2 fp32"))
+    outcomes = cases.run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
     line = "Terminated: stopped by SIGTERM after saving step 4; the same command goes on from there"
     assert [outcome["error"] for outcome in outcomes] == [line] * 2
     assert newest(stopped / "run/checkpoints").step == 4
-    outcomes = run(two, stopped, "dp2 zero2 fp32")
+    outcomes = cases.run(two, stopped, "dp2 zero2 fp32")
     assert cases.same(cases.whole_state(outcomes), expected) and cases.trace(stopped) == cases.trace(whole)
 
 
 def test_a_finished_run_started_again_says_so_and_is_left_as_it_was(home, two):
     place = home / "finished"
-    (first,) = run(None, place, "dp1 fp32", train_validate_every=3)
+    (first,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
     left = {name: (place / "run" / name).read_bytes() for name in cases.LEFT}
     before = left["metrics.jsonl"]
-    (again,) = run(None, place, "dp1 fp32", train_validate_every=3)
+    (again,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
     assert again["said"] == ["nothing to do: step-000006 has all 6 steps; raise train.steps to train on"]
-    (fewer,) = run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
+    (fewer,) = cases.run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
     assert fewer["said"] == [
         "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; raise train.steps to train on"
     ]
-    for later in (again, fewer, *run(two, place, "dp2 fp32", train_validate_every=3)[:1]):  # nothing is measured anew
+    on_two = cases.run(two, place, "dp2 fp32", train_validate_every=3)[0]
+    for later in (again, fewer, on_two):  # nothing is measured anew
         assert later["result"] == first["result"]
     assert {name: (place / "run" / name).read_bytes() for name in cases.LEFT} == left
 
     (place / "run/result.json").unlink()  # killed before it was written: what is known is said and kept
-    (unsaid,) = run(None, place, "dp1 fp32", train_validate_every=3)
+    (unsaid,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
     changing = ("measured", "tokens_per_second", "mfu", "peak_flops_per_device")
     assert {k: v for k, v in unsaid["result"].items() if k not in changing} == {
         k: v for k, v in first["result"].items() if k not in changing
     }
     assert unsaid["result"]["tokens_per_second"] > 0
     assert RunDirectory(place / "run").read_result() == unsaid["result"]
-    (more,) = run(None, place, "dp1 fp32", train_steps=7, train_validate_every=3)
+    (more,) = cases.run(None, place, "dp1 fp32", train_steps=7, train_validate_every=3)
     assert more["result"]["step"] == 7 == RunDirectory(place / "run").read_result()["step"]
     assert [line["step"] for line in steps(place)] == [*range(1, 8)]
     assert (place / "run/metrics.jsonl").read_bytes().startswith(before)
@@ -291,7 +258,7 @@ def test_a_finished_run_started_again_says_so_and_is_left_as_it_was(home, two):
 def test_the_newest_and_the_best_checkpoint_are_kept(home):
     place = home / "kept"
     changes = {"train_steps": 8, "checkpoint_every": 2, "checkpoint_keep": 1, "train_validate_every": 100}
-    (outcome,) = run(None, place, "dp1 fp32", fault="planned_validation", **changes)
+    (outcome,) = cases.run(None, place, "dp1 fp32", fault="planned_validation", **changes)
     losses = {line["step"]: line["validation_loss"] for line in steps(place) if "validation_loss" in line}
     assert losses == {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}  # whatever is saved is validated
     directory = place / "run/checkpoints"
@@ -312,7 +279,7 @@ def test_memory_for_saving_is_there_before_the_first_step(home, monkeypatch):
         reserve(keeper, pieces)
 
     monkeypatch.setattr(loop.Checkpointer, "reserve", noted)
-    (outcome,) = run(None, home / "reserved", "dp1 fp32", train_steps=2)
+    (outcome,) = cases.run(None, home / "reserved", "dp1 fp32", train_steps=2)
     assert reserved == [3 * outcome["result"]["parameters"]]  # masters and two moments
 
 
@@ -339,7 +306,7 @@ def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_d
         "train_learning_rate": 1e-9,
         "train_steps": 2,
     }
-    outcomes = run(None if layout.startswith("dp1") else two, place, layout, **changes)
+    outcomes = cases.run(None if layout.startswith("dp1") else two, place, layout, **changes)
     assert outcomes[0]["error"] == ""
     recipe = cases.recipe(place, layout, **changes)
     data = prepare(recipe.data, recipe.run.seed)
@@ -347,7 +314,7 @@ def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_d
         batch = data.split("train").batch(data.order().sample(8 * number + np.arange(8)))
         assert transformers_loss(str(source), batch) == pytest.approx(line["loss"], rel=2e-5)
     changes["model"] = {"from": str(source)}  # its shape alone
-    (outcome,) = run(None, home / f"shape {layout}", "dp1 fp32", **changes)
+    (outcome,) = cases.run(None, home / f"shape {layout}", "dp1 fp32", **changes)
     assert outcome["error"] == "" and steps(home / f"shape {layout}")[0]["loss"] == pytest.approx(6.24, abs=0.5)
 
 
@@ -358,20 +325,20 @@ def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_d
 def test_an_omitted_precision_is_resolved_said_and_kept(home, monkeypatch, faster, precision):
     place = home / f"omitted {precision}"
     monkeypatch.setattr(loop, "bf16_is_faster", lambda device: faster)
-    (outcome,) = run(None, place, "dp1", train_steps=2)
+    (outcome,) = cases.run(None, place, "dp1", train_steps=2)
     assert outcome["layout"].endswith(precision) and outcome["result"]["layout"].endswith(precision)
     assert any(line.startswith(f"layout: {outcome['layout']} on 1 cpu process x ") for line in outcome["said"])
     monkeypatch.setattr(loop, "bf16_is_faster", lambda device: not faster)  # another machine, say
-    (resumed,) = run(None, place, "dp1", train_steps=3)
+    (resumed,) = cases.run(None, place, "dp1", train_steps=3)
     assert resumed["layout"] == outcome["layout"]
 
 
 def test_the_precision_is_that_of_the_checkpoint_that_is_really_loaded(home):
     place = home / "two precisions"
-    run(None, place, "dp1 bf16", train_steps=2)
-    run(None, place, "dp1 fp32", train_steps=4)
+    cases.run(None, place, "dp1 bf16", train_steps=2)
+    cases.run(None, place, "dp1 fp32", train_steps=4)
     checkpoint_cases.flip_bit(place / "run/checkpoints/step-000004/training/rank-00000-of-00001.safetensors")
-    (resumed,) = run(None, place, "dp1", train_steps=5)
+    (resumed,) = cases.run(None, place, "dp1", train_steps=5)
     assert resumed["error"] == "" and resumed["layout"] == "bf16"
     assert any(line.startswith("resumed from step-000002") for line in resumed["said"])
     assert [line["step"] for line in steps(place)] == [1, 2, 3, 4, 5]
@@ -380,17 +347,17 @@ def test_the_precision_is_that_of_the_checkpoint_that_is_really_loaded(home):
 @pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
 def test_more_steps_on_resume_are_said_to_change_the_learning_rate_curve(home, schedule, said):
     place = home / f"longer {schedule}"
-    run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
-    (longer,) = run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
+    cases.run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
+    (longer,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
     line = "train.steps was 2 and is 3: the learning rate follows the linear curve of 3 steps from step 3 on"
     assert (line in longer["said"]) is said
-    (done,) = run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
+    (done,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
     assert not any("train.steps was" in line for line in done["said"])
 
 
 def test_bf16_keeps_float32_masters(home, two):
     place = home / "masters"
-    outcomes = run(two, place, "dp2 zero1 bf16", train_steps=2)
+    outcomes = cases.run(two, place, "dp2 zero1 bf16", train_steps=2)
     state = cases.whole_state(outcomes)
     assert {values.dtype for values in state.values()} == {torch.float32}
     masters = [values for (kind, _), values in state.items() if kind == "master"]
@@ -420,7 +387,7 @@ def test_deterministic_is_asked_of_torch_for_the_run_alone(home, monkeypatch):
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32"])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(two, home, layout):
     place = home / f"skip {layout}"
-    outcomes = run(two, place, layout, fault="skip_and_watch", train_maximum_skipped=1)  # in a row
+    outcomes = cases.run(two, place, layout, fault="skip_and_watch", train_maximum_skipped=1)  # in a row
     for outcome in outcomes:
         assert outcome["error"] == ""
         moved = [line for line in outcome["said"] if line.startswith("moved")]
@@ -439,7 +406,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(two, home, 
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero3 fp32"])
 def test_too_many_of_them_end_the_run_and_harm_no_checkpoint(two, home, layout):
     place = home / f"bad memory {layout}"
-    outcomes = run(
+    outcomes = cases.run(
         two, place, layout, fault="nan_parameter_from_step_3", checkpoint_every=2, train_maximum_skipped=2,
         train_steps=20,
     )  # fmt: skip
@@ -459,7 +426,7 @@ def test_too_many_of_them_end_the_run_and_harm_no_checkpoint(two, home, layout):
 @pytest.mark.parametrize("layout", ["dp2 zero1 fp32", "dp2 zero3 fp32"])
 def test_a_rank_that_is_slower_than_the_others_is_named(two, home, layout):
     place = home / f"slow {layout}"
-    outcomes = run(two, place, layout, fault="rank_1_sleeps", train_steps=20)
+    outcomes = cases.run(two, place, layout, fault="rank_1_sleeps", train_steps=20)
     for event, step in zip(events(place, "slow_rank"), (10, 20), strict=True):
         assert event["rank"] == 1 and event["step"] == step and event["ratio_to_median"] > 1.5
     (line,) = (line for line in outcomes[0]["said"] if line.startswith("rank 1 is slow"))  # once as long as it stays so
@@ -491,8 +458,8 @@ FIXED = {
 
 def test_a_run_goes_on_with_an_edited_recipe_where_that_is_allowed(home):
     place = home / "edited"
-    run(None, place, "dp1 fp32", train_steps=2)
-    (outcome,) = run(None, place, "dp1 mb2 fp32", **FREE)
+    cases.run(None, place, "dp1 fp32", train_steps=2)
+    (outcome,) = cases.run(None, place, "dp1 mb2 fp32", **FREE)
     assert outcome["error"] == "" and outcome["result"]["step"] == 9
 
 
@@ -500,7 +467,7 @@ def test_a_run_goes_on_with_an_edited_recipe_where_that_is_allowed(home):
 def test_what_may_not_change_is_refused_by_name_and_nothing_is_lost(home, key):
     place = home / "refused"
     if not place.exists():
-        run(None, place, "dp1 fp32", train_steps=2)
+        cases.run(None, place, "dp1 fp32", train_steps=2)
     before = (place / "run/metrics.jsonl").read_bytes()
     value, said = FIXED[key]
     model = {"model": {**cases.recipe(place, "dp1").model.model_dump(exclude_none=True), key[6:]: value}}
@@ -518,7 +485,7 @@ def test_text_that_has_changed_is_refused(home):
     place.mkdir()
     source = place / "text.txt"
     source.write_text(Path(cases.SOURCES[0]).read_text())
-    run(None, place, "dp1 fp32", train_steps=2, data_source=str(source))
+    cases.run(None, place, "dp1 fp32", train_steps=2, data_source=str(source))
     source.write_text(source.read_text().replace("argument", "ARGUMENT", 1))
     recipe = cases.recipe(place, "dp1 fp32", train_steps=3, data_source=str(source))
     with pytest.raises(
@@ -529,7 +496,7 @@ def test_text_that_has_changed_is_refused(home):
 
 def test_a_refused_start_leaves_the_recipe_that_was_run(home):
     place = home / "recipe kept"
-    run(None, place, "dp1 fp32", train_steps=2)
+    cases.run(None, place, "dp1 fp32", train_steps=2)
     kept = RunDirectory(place / "run").read_recipe()
     assert load_recipe_text(kept, "kept") == cases.recipe(place, "dp1 fp32", train_steps=2)
     recipe = cases.recipe(place, "dp1 fp32", train_steps=2, train_batch=16)

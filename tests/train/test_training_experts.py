@@ -32,12 +32,6 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("experts")
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from meshwright.collectives.named import named_programs
+from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
@@ -101,6 +103,39 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.pieces(owned=True)]
     mesh.close()
     return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
+
+
+def run(
+    ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes: Any
+) -> list[dict[str, Any]]:
+    """What `train` returned on each rank; in this process where `ranks` is None."""
+    text = recipe(place, layout, **changes).to_toml()
+    return [train(text, crash_after, fault)] if ranks is None else ranks.run(train, text, crash_after, fault)
+
+
+def run_without_error(*where: Any, **changes: Any) -> list[dict[str, Any]]:
+    """`run`, which must not end with an error."""
+    outcomes = run(*where, **changes)
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    return outcomes
+
+
+def assert_same_steps(place: Path, expected: Path, steps: int | None = None) -> None:
+    """The same steps within rounding, or the first `steps` of `expected`: number, loss, norm, learning rate,
+    validation loss."""
+    found, wanted = trace(place), trace(expected)[:steps]
+    assert found and len(found) == (steps or len(wanted)) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours[0], ours[3]) == (theirs[0], theirs[3])
+        assert ours[1:3] == pytest.approx(theirs[1:3], rel=5e-6), ours[0]
+        assert ours[4] == (None if theirs[4] is None else pytest.approx(theirs[4], rel=5e-6)), ours[0]
+
+
+def assert_same_state(outcomes: list[dict[str, Any]], expected: Values, least_norm: float = 0.0) -> None:
+    """The same state within rounding, row by row, beside the row's norm or `least_norm`."""
+    for key, ours in whole_state(outcomes).items():
+        error = (ours - expected[key]).norm() / expected[key].norm().clamp(min=least_norm)
+        assert error < 1e-4, (key, float(error))
 
 
 def whole_state(outcomes: list[dict[str, Any]]) -> Values:
