@@ -17,6 +17,7 @@ from meshwright.model.partition import Partition
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.pieces import Piece
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
@@ -63,6 +64,19 @@ def names_and_holdings(problem: Problem, layout_text: str) -> dict[str, Any]:
     }
     rank.mesh.close()
     return found
+
+
+def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None = None) -> list[Piece]:
+    """What this rank holds of the summed gradients; `backend`: of torch.compile, for the blocks."""
+    rank = Rank(problem, layout_text)
+    if backend is not None:
+        rank.model.compile_blocks(backend=backend)
+        rank.model._loss_options["compiled"] = False  # the loss alone would go through inductor
+    rank.passes.train(rank.micro_batches, rank.targets)
+    gradients = [shard.gradient for shard in rank.parallel.shards]
+    found = rank.parallel.pieces_like("gradient", gradients, owned=False)
+    rank.mesh.close()
+    return [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in found]
 
 
 def gathered_under_zero3(problem: Problem, layout_text: str) -> dict[str, Any]:

@@ -103,6 +103,19 @@ def test_no_parameters_are_gathered_any_more_when_updates_begin(four):
             assert counts["published"] > 0 and counts["idle"] == counts["trained"] == 0, layout
 
 
+@pytest.mark.slow
+def test_compiled_blocks_have_the_gradients_of_plain_ones_in_stages(four):
+    """Split backwards, two chunks on a rank, parameters that come and go and are recomputed with."""
+    problem = Problem(dataclasses.replace(LLAMA, layers=4), 8)
+    layout = "dp2 zero3 pp2:zb-v mb4 ac:selective"
+    plain = four.run(cases.gradients_of_a_step, problem, layout)
+    compiled = four.run(cases.gradients_of_a_step, problem, layout, "aot_eager")
+    for ours, theirs in zip(compiled, plain, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.name, one.start, one.stop) == (other.name, other.start, other.stop)
+            torch.testing.assert_close(one.tensor, other.tensor, rtol=1e-10, atol=1e-14)
+
+
 def test_ranks_with_other_programs_say_so_before_the_first_step(four, tmp_path):
     for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 is another than that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
         text = recipe(tmp_path, layout, model_layers=2).to_toml()
