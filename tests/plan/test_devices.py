@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from meshwright.names import PRECISIONS
-from meshwright.plan.devices import DEVICES, find_device, peak_flops
+from meshwright.plan.devices import DEVICES, Device, find_device, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,101 @@ def test_peaks_are_those_of_the_collected_table(shared_data):
             assert (peak is None) == (text in ("", "n/a")), (device, precision)
             if peak is not None:
                 assert peak == pytest.approx(float(text) * 1e12), (device, precision)
+
+
+# --- the catalogue against the table that it was made from
+
+PARTS = {"mi250x": 2}  # devices that the published part is to a program
+GH200 = {"gh200": 0, "gh200-141": 1}  # two memories in one row: "96/141"
+COLUMNS = {
+    "peak_fp8_dense_tflops": ("fp8", 1, 1),
+    "peak_fp4_dense_tflops": ("fp4", 1, 1),
+    "peak_fp32_vector_tflops": ("fp32", 1, 1),
+    "peak_tf32_dense_tflops": ("tf32", 1, 1),
+    "peak_bf16_dense_tflops": ("bf16", 1, 1),
+    "measured_bf16_matmul_tflops_MAMF": ("measured_bf16", 1, 1),
+    "hbm_gb": ("memory_gb", 1, 1),
+    "hbm_gbs": ("memory_bandwidth", 1e9, 1),
+    "scaleup_uni_gbs": ("links.scaleup", 1e9, 1),
+    "scaleup_p2p_uni_gbs": ("links.pair", 1e9, 0),
+    "scaleup_domain": ("links.domain", 1, -1),
+    "pcie_uni_gbs": ("links.host", 1e9, 0),
+    "node_gpus": ("links.node", 1, 0),
+    "inter_node_uni_gbs_per_gpu": ("links.across", 1e9, 0),
+    "tdp_w": ("power_watts", 1, 1),
+    "sm_count": ("multiprocessors", 1, 1),
+    "boost_mhz": ("clock_hz", 1e6, 0),
+}
+"""Column -> field, its unit, and of what a part of n devices has n times as much (1), as much (0), or 1/n (-1)."""
+
+
+def parts_of(device: Device, row: dict[str, str]) -> bool:
+    """Whether a device of the catalogue is that of a row of the table."""
+    if device.name in GH200:
+        return row["name"].startswith("GH200")
+    return device.published == row["name"]
+
+
+def test_the_catalogue_has_every_accelerator_of_the_table_figure_by_figure(shared_data: Path):
+    with open(shared_data / "measured" / "hardware.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    compared = 0
+    for row in rows:
+        found = [device for device in DEVICES if parts_of(device, row)]
+        assert found, f"{row['name']} is in no catalogue"
+        for device in found:
+            for column, (field, unit, power) in COLUMNS.items():
+                figure = attrgetter(field)(device)
+                text = row[column]
+                numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text.split("(")[0])]
+                if text.startswith("n/a"):
+                    numbers = []
+                assert (figure is not None) == bool(numbers), (device.name, field, text)
+                if not numbers:
+                    continue
+                if "/" in text and device.name in GH200:
+                    numbers = [numbers[GH200[device.name]]]
+                figure = figure / unit * PARTS.get(device.name, 1) ** power
+                assert min(numbers) <= figure <= max(numbers), (device.name, field, text)
+                compared += 1
+            prices = [float(number) for number in re.findall(r"[\d.]+", row["ondemand_usd_per_gpu_hour"].split("(")[0])]
+            assert device.price == ((prices[0], prices[-1]) if prices else None), device.name
+            said = row["measured_allreduce_busbw_node_gbs"].split("/")
+            ring = re.match(r"[\d.]+", said[0])
+            assert device.all_reduce_ring == (float(ring[0]) * 1e9 if ring else None), device.name
+            switch = re.match(r" ([\d.]+)", said[1]) if len(said) > 1 and "NVLS" in said[1] else None
+            assert device.all_reduce_switch == (float(switch[1]) * 1e9 if switch else None), device.name
+    assert compared > 400
+    assert find_device("v100").fp16 == 125  # "n/a (fp16 TC 125)" in the column of bf16
+
+
+def test_figures_from_memory_say_so(shared_data: Path):
+    with open(shared_data / "measured" / "hardware.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            for device in DEVICES:
+                if parts_of(device, row):
+                    assert ("from memory" in device.source) == ("recall" in row["source"].split(";")[0]), device.name
+                    if device.price is not None:
+                        read = row["price_basis"].startswith("read")
+                        assert read == ("mercatus" in device.source_of("price")), device.name
+
+
+def test_every_figure_has_a_source():
+    for device in DEVICES:
+        for field in ("bf16", "memory_bytes", "memory_bandwidth", "links", "price", "all_reduce_ring", "latency"):
+            assert len(device.source_of(field)) > 4, (device.name, field)
+
+
+def test_links_are_those_of_one_direction():
+    """NVLink of an H100: 900 GB/s are both directions together; its network adapter, 400 Gbit/s, is 50 GB/s."""
+    links = find_device("h100-sxm").links
+    assert (links.scaleup, links.across) == (450e9, 50e9)
+
+
+def test_memory_is_what_the_driver_shows_which_is_near_the_data_sheet():
+    """Data sheets' GB are GiB for some and 10^9 bytes for others: an H100's 80 are 79.6 GiB, a B300's 288 are 268.6."""
+    for device in DEVICES:
+        assert 0.97 * device.memory_gb * 1e9 < device.memory_bytes < 1.08 * device.memory_gb * 1e9, device.name
+    assert find_device("h100-sxm").memory_bytes == 81559 * 2**20
+    assert find_device("b300").memory_bytes == 275040 * 2**20
+    assert find_device("mi300x").memory_bytes == 192e9

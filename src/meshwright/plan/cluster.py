@@ -1,11 +1,36 @@
-"""What a plan is for: so many devices of a kind, in nodes, and the links inside and between them."""
+"""What a plan is for: so many devices of a kind, in nodes, and the links inside and between them.
+
+cluster("64xh100-sxm")      64 devices in nodes of 8
+cluster("2x8xa100-80")      2 nodes of 8
+cluster("cluster.toml")     a file: the fields below, or what `meshwright probe` writes
+cluster("this")             the file that `meshwright probe` has written for this machine
+cluster({"device": "h100-sxm", "devices": 64, "across_gb_per_second": 25})
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.plan.devices import Device
+from meshwright.names import PRECISIONS, unknown
+from meshwright.plan.devices import DEVICES, Device, find_device
+from meshwright.plan.measured import Measured
+from meshwright.plan.measured import read as read_measured
+from meshwright.toml import read_toml
+
+_GIGA = 1e9
+FIELDS = (
+    *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
+    *("inside_latency_seconds", "across_latency_seconds", "measured"),
+)
+DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
+"""Of a device that a cluster file describes itself; `like`: a catalogue's, whose figures hold where it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +39,6 @@ class Link:
 
     bandwidth: float
     latency: float  # seconds of one message
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What `meshwright probe` found on a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +56,209 @@ class Cluster:
 
     def peak(self, precision: str) -> float:
         """Dense peak of one device, FLOP/s. `UserError` for a precision that it lacks."""
+        if precision not in PRECISIONS:
+            raise UserError(unknown("precision", precision, PRECISIONS))
         peak = self.device.peak(precision)
         if peak is None:
-            raise UserError(f"{self.device.name} has no {precision} units, or no figure for them is known")
+            has = [name for name in PRECISIONS if self.device.peak(name) is not None]
+            raise UserError(f"{self.device.name} has no known peak for {precision}; it has {', '.join(has)}")
         return peak
 
     @property
     def nodes(self) -> int:
         return self.devices // self.devices_per_node
+
+
+def this_machine() -> Path:
+    """Where `meshwright probe` keeps what it found on this machine: $XDG_CONFIG_HOME, else ~/.config."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "meshwright" / "cluster.toml"
+
+
+def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
+    """The cluster of a shorthand, a file, "this", or a mapping of `FIELDS`; bandwidths there are in 10⁹ bytes a second,
+    one direction, per device. What is left out is the device's own. `UserError` begins with `where`, or the file."""
+    if isinstance(wanted, Mapping):
+        return _from_mapping(wanted, where)
+    if not isinstance(wanted, str):
+        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {wanted!r}")
+    text = wanted.strip()
+    if text.lower() == "this":
+        path = this_machine()
+        if not path.exists():
+            raise UserError(
+                f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
+            )
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    if text.endswith(".toml") or "/" in text or Path(text).is_file():
+        path = Path(text).expanduser()
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    return _from_shorthand(text, where)
+
+
+_COUNT = r"[-+.0-9][-+.0-9e]*"  # of which only whole numbers above 0 are right
+_EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this"
+
+
+def _from_shorthand(text: str, where: str) -> Cluster:
+    match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
+    if match is None:
+        known = find_device(text.lower())
+        hint = f"; how many of it? right would be 8x{known.name}" if known else f"; right would be {_EXAMPLES}"
+        if known is None and re.fullmatch(r"[a-z][a-z0-9-]*", text.lower()):
+            hint = f"; {_unknown_device(text)}"
+        raise UserError(f'{where} "{text}" does not say how many devices of which kind{hint}')
+    counts = [_whole(part, text, where) for part in match.groups()[:2] if part is not None]
+    device = _catalogued(match[3], f'{where} "{text}"')
+    table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
+    if len(counts) == 2:
+        table["devices_per_node"] = counts[1]
+    return replace(_from_mapping(table, f'{where} "{text}"'), name=text.lower())
+
+
+def _whole(part: str, text: str, where: str) -> int:
+    if not part.isdecimal() or int(part) < 1:
+        raise UserError(f'{where} "{text}": "{part}" devices; it takes a whole number, at least 1')
+    return int(part)
+
+
+def _catalogued(name: Any, where: str) -> Device:
+    """The device of a catalogue's name, or of a driver's."""
+    if not isinstance(name, str):
+        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {name!r}")
+    if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
+        raise UserError(
+            f"{where}: no data sheet says how fast processors train; measure with `meshwright probe`, then say this"
+        )
+    device = find_device(name.strip())
+    if device is None:
+        raise UserError(f"{where}: {_unknown_device(name)}")
+    return device
+
+
+def _unknown_device(name: str) -> str:
+    """What to say of it: where it is the beginning of some devices' names, which these are."""
+    known = [device.name for device in DEVICES]
+    begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
+    if begun:
+        return f'unknown device "{name}"; did you mean {" or ".join(begun)}?'
+    return unknown("device", name, known)
+
+
+def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
+    for key in table:
+        if key not in FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    for key in ("device", "devices"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; it takes device and devices, such as h100-sxm and 64")
+    described = isinstance(table["device"], Mapping)
+    device = _described(table["device"], where) if described else _catalogued(table["device"], where)
+    devices = _count(table["devices"], "devices", where)
+    size = _node(device, devices, table, where)
+    if devices % size:
+        few, many = devices // size * size, -(-devices // size) * size
+        right = f"{few} or {many}" if few else f"{many}"
+        raise UserError(
+            f"{where}: {devices} devices are not whole nodes of {size}; right would be {right}, or nodes of another "
+            f"size ({_factors(devices, size)})"
+        )
+    links = device.links
+    inside = across = None
+    if links is not None:
+        inside = Link(*_inside(device, size))
+        across = None if links.across is None else Link(links.across, links.across_latency)
+    inside = _link(inside, "inside", table, where, needed=size > 1)
+    across = _link(across, "across", table, where, needed=devices > size)
+    inside = inside or across or Link(math.inf, 0.0)  # a device alone
+    measured = read_measured(table["measured"], where) if "measured" in table else None
+    name = table.get("name", f"{devices}x{device.name}")
+    if not isinstance(name, str):
+        raise UserError(f"{where}: name should be text, not {name!r}")
+    return Cluster(name, device, devices, size, inside, across or inside, measured)
+
+
+def _factors(devices: int, size: int) -> str:
+    """The nearest smaller nodes that it is: nodes x devices."""
+    fits = next(each for each in range(size, 0, -1) if devices % each == 0)
+    return f"{devices // fits}x{fits}"
+
+
+def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
+    """Devices per node: as said, else what the device comes in: the larger of its node and its scale-up domain."""
+    if "devices_per_node" in table:
+        size = _count(table["devices_per_node"], "devices_per_node", where)
+    elif device.links is not None:
+        size = max(device.links.node, device.links.domain)
+    else:
+        size = devices
+    return min(size, devices)
+
+
+def _inside(device: Device, size: int) -> tuple[float, float]:
+    """Bandwidth and latency between `size` devices of a node: the scale-up link as far as its domain reaches, else the
+    way past the host. In a full mesh each has as many wires as there are others."""
+    links = device.links
+    assert links is not None
+    if size > links.domain or links.scaleup == 0:
+        assert links.host is not None, device.name
+        return links.host, links.host_latency
+    return min(max(links.scaleup, links.pair), links.pair * max(1, size - 1)), links.latency
+
+
+def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
+    """The link with what the table says of it. `UserError` where there must be one and nobody knows it."""
+    bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
+    if link is None and bandwidth not in table:
+        if needed:
+            raise UserError(f"{where}: {bandwidth} is missing, and no published figure is known")
+        return None
+    rate = _number(table[bandwidth], bandwidth, where) * _GIGA if bandwidth in table else link.bandwidth  # type: ignore[union-attr]
+    if latency in table:
+        return Link(rate, _number(table[latency], latency, where))
+    return Link(rate, link.latency if link is not None else 0.0)
+
+
+def _described(table: Mapping[str, Any], where: str) -> Device:
+    """A device that the cluster file describes."""
+    where = f"{where}: device"
+    for key in table:
+        if key not in DEVICE_FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), DEVICE_FIELDS)}")
+    said: dict[str, Any] = {}
+    for key, field, unit in (
+        ("memory_bytes", "memory_bytes", 1.0),
+        ("memory_gb_per_second", "memory_bandwidth", _GIGA),
+        ("power_watts", "power_watts", 1.0),
+    ):
+        if key in table:
+            said[field] = _number(table[key], key, where) * unit
+    peaks = table.get("peaks", {})
+    if not isinstance(peaks, Mapping):
+        raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations a second")
+    for precision, peak in peaks.items():
+        if precision not in PRECISIONS:
+            raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
+        said[precision] = _number(peak, f"peaks.{precision}", where)
+    if "like" in table:
+        base = _catalogued(table["like"], where)
+        return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
+    for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; it takes that, or like = a catalogue's name")
+    if not isinstance(table["name"], str):
+        raise UserError(f"{where}: name should be text, not {table['name']!r}")
+    empty = dict.fromkeys(PRECISIONS)
+    return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
+
+
+def _count(value: Any, key: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {value!r}")
+    return value
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+        raise UserError(f"{where}: {key} takes a number above 0, not {value!r}")
+    return float(value)

@@ -42,7 +42,8 @@ class Device:
     not known.
 
     ``pattern`` matches what drivers call it, as ``torch.cuda.get_device_name`` returns it (None: found by name alone).
-    ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak.
+    ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak. ``memory_gb``
+    is what data sheets say, ``memory_bytes`` what drivers show, where known (else the former as 10⁹ bytes).
     ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
     product that was measured (10¹² a second), ``all_reduce_ring`` and ``all_reduce_switch`` the measured bus bandwidth
     of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but those in ``sources``;
@@ -63,6 +64,7 @@ class Device:
     measured_bf16: float | None = None
     all_reduce_ring: float | None = None
     all_reduce_switch: float | None = None
+    memory_gb: float = 0.0
     memory_bytes: float = 0.0
     memory_bandwidth: float = 0.0
     links: Links | None = None  # of a processor there are none
@@ -114,7 +116,8 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         measured_bf16=measured.get("bf16"),
         all_reduce_ring=_times(measured.get("ring"), _GIGA),
         all_reduce_switch=_times(measured.get("switch"), _GIGA),
-        memory_bytes=memory["gb"] * _GIGA,
+        memory_gb=memory["gb"],
+        memory_bytes=memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
         memory_bandwidth=memory["gb_per_second"] * _GIGA,
         links=Links(
             kind=links["kind"],

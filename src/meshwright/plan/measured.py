@@ -1,0 +1,251 @@
+"""What `meshwright probe` found on a machine: times over sizes, as its cluster file keeps them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from meshwright.errors import UserError
+
+FORMS = ("forward", "input-gradient", "weight-gradient")
+"""The three products of a linear function: x Wᵀ, g W, gᵀ x."""
+
+PLACES = ("inside", "across", "world")
+"""Which ranks call a collective together: consecutive ones of a node, one of each node, everybody on all nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds over a size (bytes). Sizes rise."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, size: float) -> float:
+        """Seconds of a size: on the line between its neighbours; below the first as long as that, above the last in
+        proportion to it. A larger size that was measured faster, by noise, takes as long as the smaller ones."""
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0]:
+            return seconds[0]
+        if size >= sizes[-1]:
+            return max(seconds) * size / sizes[-1]
+        right = bisect_left(sizes, size)
+        low, high = max(seconds[:right]), max(seconds[: right + 1])
+        return low + (high - low) * (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products of one precision and form (`FORMS`), while `ranks` processes of the machine computed at once,
+    each with `threads` threads. A shape is (tokens, out, in) of the linear function; seconds are the median of one
+    product."""
+
+    precision: str
+    form: str
+    ranks: int
+    threads: int
+    shapes: tuple[tuple[int, int, int], ...]
+    seconds: tuple[float, ...]
+
+    def at(self, tokens: float, out: float, inner: float) -> float:
+        """Seconds of a product: from the rates (FLOP/s) of the measured shapes, weighted by the inverse fourth power of
+        their distance in the logarithms of the three sizes; never less than the quickest measured product took."""
+        point = (math.log2(tokens), math.log2(out), math.log2(inner))
+        total = logarithm = 0.0
+        for shape, seconds in zip(self.shapes, self.seconds, strict=True):
+            distance = sum((a - math.log2(b)) ** 2 for a, b in zip(point, shape, strict=True))
+            if distance < 1e-12:
+                return seconds
+            weight = distance**-2
+            total += weight
+            logarithm += weight * math.log(_flops(*shape) / seconds)
+        return max(_flops(tokens, out, inner) / math.exp(logarithm / total), min(self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over memory (`copy`: a tensor into another, `add`: the sum of two into a third, `silu`: a function of
+    each element), over the bytes read and written, while `ranks` processes did so at once with `threads` threads
+    each."""
+
+    name: str
+    precision: str
+    ranks: int
+    threads: int
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A call over the bytes of its whole vector: all-reduce's vector, all-gather's result, reduce-scatter's input, what
+    a rank brings to an all-to-all, the message of a send-receive. `ranks` call it together; all such groups at once."""
+
+    operation: str
+    ranks: int
+    place: str
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, on `ranks` processes of `threads` threads each. Bandwidths in bytes a second; `copies`:
+    between host and device ("to-device", "to-host"); `starts`: seconds of "rank" (a process until it has its device),
+    "meeting" (until all ranks have met), "operation" (a tiny operation: what starting one costs), by name."""
+
+    backend: str
+    ranks: int
+    threads: int
+    products: tuple[Products, ...]
+    passes: tuple[Pass, ...]
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[tuple[str, Curve], ...] = ()
+    disk_write: float | None = None
+    disk_read: float | None = None
+    starts: tuple[tuple[str, float], ...] = ()
+
+    def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
+        """The products of a precision and form while `ranks` computed at once (all, unless given): the nearest number
+        above that was measured, else the largest. None where the precision was not measured."""
+        found = [each for each in self.products if each.precision == precision and each.form == form]
+        chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
+        return chosen
+
+    def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
+        """The curve of a pass over memory, chosen likewise."""
+        found = [each for each in self.passes if each.name == name and each.precision == precision]
+        chosen = _nearest(found, self.ranks if ranks is None else ranks)
+        return None if chosen is None else chosen.curve
+
+    def collective(self, operation: str, ranks: int, place: str = "inside") -> Curve | None:
+        """The curve of an operation among so many ranks; None where that was not measured."""
+        for each in self.collectives:
+            if (each.operation, each.ranks, each.place) == (operation, ranks, place):
+                return each.curve
+        return None
+
+    def tables(self) -> dict[str, Any]:
+        """Plain tables from which `read` makes an equal object."""
+        return {
+            "backend": self.backend,
+            "ranks": self.ranks,
+            "threads": self.threads,
+            **{key: value for key in ("disk_write", "disk_read") if (value := getattr(self, key)) is not None},
+            "starts": dict(self.starts),
+            "copies": [{"name": name, **_curve_table(curve)} for name, curve in self.copies],
+            "products": [
+                {field.name: _listed(getattr(each, field.name)) for field in fields(each)} for each in self.products
+            ],
+            "passes": [_with_curve(each) for each in self.passes],
+            "collectives": [_with_curve(each) for each in self.collectives],
+        }
+
+
+def _flops(tokens: float, out: float, inner: float) -> float:
+    return 2.0 * tokens * out * inner
+
+
+def _nearest(found: list[Any], ranks: int) -> Any:
+    """Of measurements under several numbers of ranks that of the nearest number above, else of the largest; among
+    equals that with the most threads."""
+    order = sorted(found, key=lambda each: (each.ranks, -each.threads))
+    return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _curve_table(curve: Curve) -> dict[str, Any]:
+    return {"bytes": [*curve.sizes], "seconds": [*curve.seconds]}
+
+
+def _with_curve(each: Pass | Collective) -> dict[str, Any]:
+    plain = {field.name: getattr(each, field.name) for field in fields(each) if field.name != "curve"}
+    return {**plain, **_curve_table(each.curve)}
+
+
+# --- read back, from a file that may be damaged
+
+
+def read(table: Any, where: str) -> Measured:
+    """What `tables` wrote. `UserError` names the first place that is not as it was written."""
+    try:
+        return Measured(
+            backend=_text(table["backend"]),
+            ranks=_count(table["ranks"]),
+            threads=_count(table["threads"]),
+            products=tuple(_products(each) for each in table["products"]),
+            passes=tuple(
+                Pass(
+                    _text(each["name"]),
+                    _text(each["precision"]),
+                    _count(each["ranks"]),
+                    _count(each["threads"]),
+                    _curve(each),
+                )
+                for each in table["passes"]
+            ),
+            collectives=tuple(
+                Collective(_text(each["operation"]), _count(each["ranks"]), _text(each["place"]), _curve(each))
+                for each in table.get("collectives", ())
+            ),
+            copies=tuple((_text(each["name"]), _curve(each)) for each in table.get("copies", ())),
+            disk_write=None if "disk_write" not in table else _time(table["disk_write"]),
+            disk_read=None if "disk_read" not in table else _time(table["disk_read"]),
+            starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
+        )
+    except KeyError as error:
+        reason = f"{error.args[0]} is missing"
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = str(error)
+    raise UserError(f"{where}: what was measured is damaged ({reason}); run `meshwright probe` again")
+
+
+def _products(each: Mapping[str, Any]) -> Products:
+    shapes = tuple(tuple(_count(size) for size in shape) for shape in each["shapes"])
+    seconds = tuple(_time(value) for value in each["seconds"])
+    if len(shapes) != len(seconds) or not shapes:
+        raise ValueError(f"{len(shapes)} shapes, {len(seconds)} times")
+    if any(len(shape) != 3 for shape in shapes):
+        raise ValueError("a shape is tokens, out, in")
+    form = _text(each["form"])
+    if form not in FORMS:
+        raise ValueError(f'there is no form "{form}"')
+    return Products(
+        _text(each["precision"]),
+        form,
+        _count(each["ranks"]),
+        _count(each["threads"]),
+        tuple((tokens, out, inner) for tokens, out, inner in shapes),
+        seconds,
+    )
+
+
+def _curve(each: Mapping[str, Any]) -> Curve:
+    sizes, seconds = (tuple(_time(value) for value in each[key]) for key in ("bytes", "seconds"))
+    if len(sizes) != len(seconds) or not sizes:
+        raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
+    if list(sizes) != sorted(set(sizes)):
+        raise ValueError("sizes do not rise")
+    return Curve(sizes, seconds)
+
+
+def _time(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{value!r} is not a number above 0")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is not a whole number above 0")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
