@@ -91,11 +91,13 @@ class WeightGradients:
                 queue.popleft().add_to(self._sums)
 
 
-def take_weight_gradients(model: nn.Module, queue: WeightGradients | None) -> None:
-    """Have the model's products give their weight gradients to `queue`; None: to autograd, as at first."""
+def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
+    """Have the model's products give their weight gradients to `queue`, those of at least `smallest` elements; None: to
+    autograd, as at first."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
-            module.weight_gradients = queue  # type: ignore[assignment]
+            elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            module.weight_gradients = queue if elements >= smallest else None  # type: ignore[assignment]
 
 
 def linear(
@@ -104,7 +106,8 @@ def linear(
     """x Wᵀ + b for x [..., X] and W [Y, X]."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return _uncompiled(_Linear.apply, x, weight, bias, queue)
+    apply = _uncompiled if torch.compiler.is_compiling() else _apply
+    return apply(_Linear, x, weight, bias, queue)
 
 
 class _Linear(torch.autograd.Function):
@@ -133,7 +136,8 @@ def grouped_linear(
     """x Wᵀ of each row with its expert's W, of which `weight` [E x Y, X] is a stack (model/grouped_product.py)."""
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _stack(weight, ends_E), ends_E)
-    return _uncompiled(_GroupedLinear.apply, x_NX, weight, ends_E, queue)
+    apply = _uncompiled if torch.compiler.is_compiling() else _apply
+    return apply(_GroupedLinear, x_NX, weight, ends_E, queue)
 
 
 def _stack(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -160,7 +164,9 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_NX, None, None, None
 
 
-@torch.compiler.disable
-def _uncompiled(function: Any, *arguments: Any) -> torch.Tensor:
-    """What a compiled graph leaves out: a compiled backward pass could not put anything into a queue."""
-    return function(*arguments)  # type: ignore[no-any-return]
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    return function.apply(*arguments)  # type: ignore[no-any-return]
+
+
+_uncompiled = torch.compiler.disable(_apply)
+"""What a compiled graph leaves out: a compiled backward pass could not put anything into a queue."""

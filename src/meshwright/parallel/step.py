@@ -15,10 +15,14 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, StageCompute
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
+WORTH_ADDING_AT_ONCE = 2**17
+"""Elements of a weight from which a pass over its memory takes longer than to call a product that saves it."""
+
 
 class ForwardBackward:
     """Runs `program` on this rank of pp. `mark`: told of each part of the work that has ended ("pipeline": waiting for
-    another stage; "forward", "backward", "reduce")."""
+    another stage; "forward", "backward", "reduce"). `add_at_once_from`: elements of a weight from which its products
+    add their gradients to the sum themselves."""
 
     def __init__(
         self,
@@ -26,13 +30,16 @@ class ForwardBackward:
         parallel: DataParallel,
         program: PipelineProgram,
         mark: Callable[[str], None] = lambda part: None,
+        add_at_once_from: int = WORTH_ADDING_AT_ONCE,
     ) -> None:
         self.model, self.parallel, self.mark = model, parallel, mark
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
         self._queue = WeightGradients(parallel.gradients)
-        if split or not model.compiled:  # a compiled backward pass is cut where a product puts its gradient elsewhere
+        if split:
             take_weight_gradients(model, self._queue)
+        elif not model.compiled:  # a compiled backward pass is cut where a product puts its gradient elsewhere
+            take_weight_gradients(model, self._queue, add_at_once_from)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.

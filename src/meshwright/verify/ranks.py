@@ -83,7 +83,7 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
     parallel = DataParallel(
         model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype, partition=partition
     )
-    passes = ForwardBackward(model, parallel, program)
+    passes = ForwardBackward(model, parallel, program, add_at_once_from=0)  # as large models do
     result = RankResult()
     for step in range(problem.steps):
         batches = _micro_batches(problem, step, layout, mesh)
