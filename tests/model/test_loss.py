@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshwright.comm.mesh import Axes
 from meshwright.model import chunks
 from meshwright.model import loss as losses
+from meshwright.model.chunks import keeps_head_gradient
 from meshwright.model.loss import linear_cross_entropy
 
 AXES = Axes.single()
@@ -145,3 +146,12 @@ def test_a_loss_whose_backward_comes_later_keeps_nothing_of_the_weights_size(kee
     live = {reference.cdata for reference in made if not reference.expired()} - {weights}
     assert len(live) == (4 if keep else 0)
     sum(losses_kept).backward()
+
+
+def test_gradients_of_the_head_are_kept_where_they_are_small_beside_what_its_layers_keep() -> None:
+    # 8B on 8 stages, 8,192 tokens: 128,256 against 8 x 8,192 x 4; short rows; a model that keeps nothing else.
+    assert keeps_head_gradient(8192, 128_256, 4, "none", at_once=False)
+    assert keeps_head_gradient(8192, 128_256, 4, "selective", at_once=False)
+    assert not keeps_head_gradient(512, 128_256, 4, "none", at_once=False)
+    assert not keeps_head_gradient(8192, 128_256, 4, "full", at_once=False)
+    assert keeps_head_gradient(1, 128_256, 1, "full", at_once=True)

@@ -19,6 +19,7 @@ from meshwright.comm.mesh import Axes
 from meshwright.comm.operators import gather_from, reduce_from
 from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
+from meshwright.model.chunks import keeps_head_gradient
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
@@ -161,7 +162,7 @@ class Transformer(nn.Module):
     ) -> StageOutput:
         """The part of `forward` that `stage` does, given what the stage before it gave (None: it is the first). The
         last stage adds its balance to its loss, as `forward` does. `at_once`: whether its backward is what follows; if
-        not, the loss keeps no gradient of the head's size until then."""
+        not, the loss keeps no gradient of the head's size until then, unless that is small beside the rest."""
         balances: list[torch.Tensor] = []
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -174,7 +175,9 @@ class Transformer(nn.Module):
             return StageOutput(x_BSH, balance)
         x_BSH = self._final(units.enter("head", x_BSH))
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-        loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=at_once, **self._loss_options)
+        widest, layers = self._loss_options["widest"], len(stage.layers)
+        keep = keeps_head_gradient(len(targets_T), widest, layers, self._recompute, at_once)
+        loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=keep, **self._loss_options)
         if balance is not None:
             loss = loss + (balance - balance.detach())
         return StageOutput(units.leave("head", loss), None)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
-from meshwright.model.chunks import loss_chunks
+from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
 from meshwright.plan import saved_blocks as blocks
@@ -117,7 +117,7 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
             yield from blocks.layer(at, name, layer, rows.computed, input_kept and first)
     if stage.last:
         yield from blocks.norm(at, "final_norm")
-        yield from _loss(at, at_once, tp_rank)
+        yield from _loss(at, stage, at_once, tp_rank)
     elif mixtures:
         yield Entry("balance", (), "wide")
 
@@ -158,12 +158,13 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
         yield Entry("router.targets", (at.rows,), "index")
 
 
-def _loss(at: Local, at_once: bool, tp_rank: int) -> Iterator[Entry]:
+def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entry]:
     """The gradients of the summed loss, or what they are made of later (`model/loss.py`)."""
     config, layout = at.config, at.layout
     tokens, width = at.rows * at.tokens, -(-config.vocabulary // layout.tp)
-    chunks = loss_chunks(tokens, min(width, config.vocabulary), at.device)
-    if at_once:
+    widest = min(width, config.vocabulary)
+    chunks = loss_chunks(tokens, widest, at.device)
+    if keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once):
         yield Entry("head.hidden.gradient", (tokens, config.hidden), "x")
         here = max(0, min(width, config.vocabulary - tp_rank * width))  # the last ranks' rows may be fewer
         yield Entry("head.weight.gradient", (here, config.hidden), "x" if len(chunks) == 1 else "wide")
