@@ -19,6 +19,7 @@ COMMANDS = {
     "data": "Prepare a recipe's data, or show what a batch looks like.",
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
+    "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",

@@ -67,9 +67,9 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over memory (`copy`: a tensor into another, `add`: the sum of two into a third, `silu`: a function of
-    each element), over the bytes read and written, while `ranks` processes did so at once with `threads` threads
-    each."""
+    """One pass over memory, over the bytes read and written (`copy`: a tensor into one that is there, `add`: the sum of
+    two as a new one, `silu`: a function of each element, a new one too), while `ranks` processes of the machine did
+    so at once, each with `threads` threads."""
 
     name: str
     precision: str

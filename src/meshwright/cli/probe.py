@@ -1,0 +1,85 @@
+"""`meshwright probe`: measures this machine and writes the cluster file that plans for it read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from meshwright.cli.plumbing import answering, device_option, json_option, write_file
+from meshwright.cli.plumbing import command as a_command
+from meshwright.errors import UserError
+
+
+@a_command(
+    "probe",
+    "meshwright probe",
+    "meshwright probe --ranks 4 --output cluster.toml",
+    "torchrun --nnodes 2 --nproc-per-node 8 ... -m meshwright probe",
+)
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes: one for each GPU unless said, 2 without GPUs.")
+@device_option
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="F",
+    help="The cluster file; ~/.config/meshwright/cluster.toml unless said, which is what `this` means.",
+)  # fmt: skip
+@click.option(
+    "--directory", type=click.Path(path_type=Path), metavar="D", default=Path(), show_default="this one",
+    help="Where the disk is measured: where checkpoints will lie.",
+)  # fmt: skip
+@json_option
+def command(ranks: int | None, device: str, output: Path | None, directory: Path, as_json: bool) -> None:
+    """Measure this machine, compare its ranks, and write its cluster file.
+
+    Matrix products, memory, copies, collectives, the disk, what starting costs: in a minute or two. A rank or node that
+    is slower than the others is named. Started by torchrun or SLURM, it measures all hosts together.
+    """
+    with answering(as_json) as answer:
+        from meshwright.plan.cluster import this_machine
+        from meshwright.probe import report
+        from meshwright.train.probe_ranks import join, probe
+        from meshwright.train.rendezvous import join_if_started_by_others, place
+
+        path = this_machine() if output is None else output
+        if not directory.is_dir():
+            raise UserError(f"--directory: there is no directory {directory}")
+        joining = join_if_started_by_others()
+        first = not joining or place().rank == 0
+        if first:
+            _check(path, make=output is None)
+        if joining and ranks is not None:
+            raise UserError("--ranks: torchrun or SLURM has started the ranks; leave it out")
+        found = join(device, directory) if joining else probe(ranks, device, directory)
+        if not first:  # the first rank says it for all
+            return
+        tables = report.cluster_tables(found, found["kind"])
+        write_file(path, report.write_cluster_file(tables, _head(found["seconds"])))
+        answer(report.document(found, tables, str(path)), report.summary(found, tables, str(path)))
+
+
+def _check(path: Path, make: bool) -> None:
+    """Refuse a file that could not be written before anything is measured; with `make`, make its directory."""
+    try:
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {path.parent}: {error.strerror}; name a file with --output") from None
+    if not path.parent.is_dir():
+        raise UserError(f"--output: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
+
+
+def _head(seconds: float) -> list[str]:
+    import datetime
+
+    import torch
+
+    from meshwright import __version__
+
+    now = datetime.datetime.now(datetime.UTC)
+    return [
+        f"Written by `meshwright probe` {__version__} on {now:%Y-%m-%d} in {seconds:.0f} s, torch {torch.__version__}.",
+        "GB: 10^9 bytes, one direction, per device; peaks: 10^12 operations a second, the best product measured.",
+    ]

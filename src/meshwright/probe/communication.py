@@ -1,0 +1,90 @@
+"""How long collective calls take between ranks, over the bytes of their vector: the calls that training makes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.transport import Message
+from meshwright.probe.points import synchronize
+
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send-receive")
+BATCHES = 5
+_SITE = "probe"
+
+
+def axes_of(mesh: Mesh) -> list[tuple[str, Axis]]:
+    """(place, axis) of every kind of group that is measured: consecutive ranks of a host in groups of every size that
+    divides them, one rank of each host, everybody. The mesh has tp ranks on each of dp hosts. Every rank calls it."""
+    inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
+    axes = [("inside", mesh.neighbours("tp", size)) for size in inside]
+    if mesh.dp.size > 1:
+        axes.append(("across", mesh.dp))
+        if mesh.tp.size > 1:
+            axes.append(("world", mesh.world))
+    return axes
+
+
+def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
+    """Seconds of one call on a whole vector of `size` bytes, of this rank, in each of `BATCHES` batches of calls one
+    after the other. Every rank calls it with the same arguments; all groups of the axis work at once."""
+    device = mesh.device
+    call, calls_each = _call_of(axis, operation, size, device)
+    for _ in range(2):  # the first ones make connections and buffers
+        call()
+    collectives.barrier(mesh.world, _SITE)
+    begun = time.perf_counter()
+    call()
+    synchronize(device)
+    longest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64, device=device)
+    collectives.all_reduce(longest, mesh.world, _SITE, op="max").wait()
+    calls = max(1, min(500, int(seconds / BATCHES / float(longest))))
+    times = []
+    for _ in range(BATCHES):
+        collectives.barrier(mesh.world, _SITE)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(device)
+        times.append((time.perf_counter() - begun) / calls / calls_each)
+    return times
+
+
+def slowest_median(by_rank: list[list[float]]) -> float:
+    """What a collective took: in each batch the slowest rank, of all batches the median."""
+    return statistics.median(max(batch) for batch in zip(*by_rank, strict=True))
+
+
+def _call_of(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
+    """A call, and how many of the operation it makes one after the other. Vectors of float32, equal shares."""
+    share = max(1, size // 4 // axis.size)
+    whole = torch.zeros(share * axis.size, device=device)
+    mine = whole[axis.rank * share : (axis.rank + 1) * share]
+    if operation == "all-reduce":
+        return lambda: collectives.all_reduce(whole, axis, _SITE).wait(), 1
+    if operation == "all-gather":
+        return lambda: collectives.all_gather(whole, mine, axis, _SITE).wait(), 1
+    if operation == "reduce-scatter":
+        return lambda: collectives.reduce_scatter(torch.empty_like(mine), whole, axis, _SITE).wait(), 1
+    if operation == "all-to-all":
+        other = torch.empty_like(whole)
+        return lambda: collectives.all_to_all(other, whole, axis, _SITE).wait(), 1
+    assert operation == "send-receive", operation
+    message = torch.zeros(max(1, size // 4), device=device)
+    return partial(_there_and_back, message, axis), 2
+
+
+def _there_and_back(message: torch.Tensor, axis: Axis) -> None:
+    """A message from the first rank of each pair of neighbours to the second, and back."""
+    first, peer = axis.rank % 2 == 0, axis.rank ^ 1
+    if peer >= axis.size:  # the last of an odd number
+        return
+    for arrives in (not first, first):
+        for handle in collectives.transfer([Message(message, peer, arrives, _SITE, "message")], axis):
+            handle.wait()

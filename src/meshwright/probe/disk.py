@@ -1,0 +1,35 @@
+"""How fast a directory takes and gives back a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+_PIECE = 2**22
+
+
+def disk_rates(directory: Path, size: int) -> tuple[float, float] | None:
+    """Bytes a second written (until they are on the disk) and read (from the disk, where the system drops what it keeps
+    in memory when asked); None where the directory takes no file."""
+    piece = os.urandom(min(_PIECE, size))
+    pieces = max(1, size // len(piece))
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            begun = time.perf_counter()
+            for _ in range(pieces):
+                file.write(piece)
+            os.fsync(file.fileno())
+            written = time.perf_counter() - begun
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begun = time.perf_counter()
+            while file.read(_PIECE):
+                pass
+            read = time.perf_counter() - begun
+    except OSError:
+        return None
+    total = pieces * len(piece)
+    return total / written, total / read

@@ -1,0 +1,152 @@
+"""What a rank computes to be measured: matrix products over shapes and precisions, passes over memory over sizes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.plan.measured import FORMS
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASSES = {"copy": 2, "add": 3, "silu": 2}
+"""Passes over memory, and how many times the bytes of a tensor each reads and writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One thing to time. ``name``: a product's form or a pass's name; ``sizes``: (tokens, out, in), or (elements,)."""
+
+    kind: str
+    name: str
+    precision: str
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> float:
+        """What a pass reads and writes."""
+        return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. ``shapes`` of products; elements of the ``passes``' tensors; bytes of the whole ``vectors``
+    of collectives; bytes written to the ``disk``; ``seconds`` for each point."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+    passes: tuple[int, ...]
+    vectors: tuple[int, ...]
+    precisions: tuple[str, ...]
+    disk: int = 2**26
+    seconds: float = 0.04
+
+    @classmethod
+    def of(cls, device: str) -> Effort:
+        """What is measured on "cpu" and on "cuda" unless said: sizes of small models there, of large ones here."""
+        sides: tuple[tuple[int, int], ...] = (
+            (64, 64),
+            (256, 64),
+            (64, 256),
+            (256, 256),
+            (1024, 256),
+            (256, 1024),
+            (1024, 1024),
+        )
+        if device == "cpu":
+            shapes = [(tokens, *side) for tokens in (32, 256, 2048) for side in sides]
+            shapes += [(512, 4096, 1024), (256, 8192, 256)]
+            return cls(tuple(shapes), _powers(8, 24, 4), _powers(10, 24, 2), ("fp32", "bf16"))
+        sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
+        shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
+        shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
+        return cls(tuple(shapes), _powers(8, 28, 4), _powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
+
+    def points(self) -> list[Point]:
+        """All that is computed, in order."""
+        products = [
+            Point("product", form, precision, shape)
+            for precision in self.precisions
+            for form in FORMS
+            for shape in self.shapes
+        ]
+        return products + [
+            Point("pass", name, precision, (elements,))
+            for precision in self.precisions
+            if precision in ("fp32", "bf16")
+            for name in PASSES
+            for elements in self.passes
+        ]
+
+
+def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
+    return tuple(2**exponent for exponent in range(first, last + 1, step))
+
+
+def call_of(point: Point, device: torch.device) -> Callable[[], Any]:
+    """The call that a point times, on tensors of its own."""
+    dtype = DTYPES[point.precision]
+    if point.kind == "pass":
+        x = torch.randn(point.sizes[0], device=device).to(dtype)
+        if point.name == "copy":
+            return partial(torch.Tensor.copy_, torch.empty_like(x), x)
+        if point.name == "add":
+            return partial(torch.add, x, x.clone())
+        return partial(torch.nn.functional.silu, x)
+    tokens, out, inner = point.sizes
+    x = torch.randn(tokens, inner, device=device).to(dtype)
+    weight = torch.randn(out, inner, device=device).to(dtype)
+    gradient = torch.randn(tokens, out, device=device).to(dtype)
+    if point.name == "forward":
+        return partial(torch.nn.functional.linear, x, weight)
+    if point.name == "input-gradient":
+        return partial(torch.matmul, gradient, weight)
+    return partial(torch.matmul, gradient.t(), x)
+
+
+@contextmanager
+def precision_set(precision: str) -> Iterator[None]:
+    """Within it, float32 products on a GPU use tf32 units where that is the precision, and none otherwise."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def time_point(point: Point, device: torch.device, seconds: float) -> float:
+    """Seconds of one call: the median of batches within about `seconds`, three at least unless one takes longer."""
+    with torch.no_grad(), precision_set(point.precision):
+        return time_call(call_of(point, device), device, seconds)
+
+
+def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """The same of any call. A batch has as many calls as fill some of the time: a device is asked without waiting."""
+    call()  # kernels are chosen and packed here
+    once = _batch(call, device, 1)
+    if once > seconds:
+        return once
+    calls = max(1, int(seconds / 8 / once))
+    times = [_batch(call, device, calls) for _ in range(max(3, min(8, int(seconds / (calls * once)))))]
+    return statistics.median(times)
+
+
+def _batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+    synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begun) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device has been asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

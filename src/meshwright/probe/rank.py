@@ -1,0 +1,245 @@
+"""What one rank does while a machine is measured, in step with all others; rank 0 knows the result.
+
+Phases: every rank computes at once, as in training; then one rank of each host alone, with its own threads; then that
+rank with all of the host's. What processes of one machine take from each other is the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, Products
+from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
+from meshwright.probe.compare import find_slow, ratios
+from meshwright.probe.disk import disk_rates
+from meshwright.probe.points import PASSES, Effort, Point, synchronize, time_call, time_point
+
+_SITE = "probe"
+_NAME_BYTES = 256
+
+
+def mesh_of(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
+    """The mesh that `measure` wants, over the running world: consecutive ranks of a host are its axis tp, hosts dp."""
+    return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
+
+
+def measure(
+    mesh: Mesh,
+    effort: Effort,
+    cores: int,
+    directory: Path,
+    starts: dict[str, float],
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure, with the other ranks. cores: of this host, shared by its ranks. directory: what the disk is measured in.
+    starts: seconds that are known already, by name. say: is told on rank 0 what comes next.
+
+    Returns "measured" (`Measured.tables`), "hosts" (of each rank), "ratios" (of each rank, to the others, at products
+    and at memory), "slow" (fields of `compare.Slow`), "device" (name and memory) and "seconds"; alike on all ranks,
+    apart from the disk's rates, which rank 0 measures.
+    """
+    begun = time.perf_counter()
+    leader = mesh.rank == 0
+    threads = torch.get_num_threads()
+    hosts = _hosts(mesh)
+    points = effort.points()
+    phases = [(mesh.tp.size, threads)]
+    if mesh.device.type == "cpu":
+        phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
+    products: list[Products] = []
+    passes: list[Pass] = []
+    compared: list[list[float]] = []
+    for busy, each in phases:
+        if leader:
+            who = f"{busy} ranks at once" if busy > 1 else "one rank"
+            say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
+        by_rank = _compute(mesh, points, busy, each, effort.seconds)
+        compared = compared or by_rank
+        seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
+        products += _products(points, seconds, busy, each)
+        passes += _passes(points, seconds, busy, each)
+    torch.set_num_threads(threads)
+    measured = Measured(
+        backend=dist.get_backend() if dist.is_initialized() else "none",
+        ranks=mesh.tp.size,
+        threads=threads,
+        products=tuple(products),
+        passes=tuple(passes),
+        collectives=tuple(_collectives(mesh, effort, say if leader else lambda line: None)),
+        copies=tuple(_copies(mesh.device, effort)),
+        starts=tuple({**starts, **_starts(mesh.device, effort.seconds)}.items()),
+    )
+    slow, compared_as = [], {}
+    for what, kind in (("products", "product"), ("memory", "pass")):
+        chosen = [[rank[at] for at, point in enumerate(points) if point.kind == kind] for rank in compared]
+        slow += find_slow(what, chosen, hosts)
+        compared_as[what] = ratios(chosen)
+    if leader:
+        say("the disk")
+    rates = disk_rates(directory, effort.disk) if leader else None
+    tables = measured.tables()
+    if rates is not None:
+        tables["disk_write"], tables["disk_read"] = rates
+    return {
+        "measured": tables,
+        "hosts": hosts,
+        "ratios": compared_as,
+        "slow": [asdict(each) for each in slow],
+        "device": _device(mesh),
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+# --- computing
+
+
+def _compute(mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float) -> list[list[float]]:
+    """Seconds of every point by rank, while the first `busy` ranks of each host compute; of a rank that waits, none."""
+    torch.set_num_threads(threads)
+    mine = mesh.tp.rank < busy
+    times = []
+    for point in points:
+        collectives.barrier(mesh.world, _SITE)  # all begin at once
+        times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
+    collectives.barrier(mesh.world, _SITE)
+    return [rank if any(rank) else [] for rank in _gathered(mesh, times)]
+
+
+def _products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:
+    found = []
+    timed = list(zip(points, seconds, strict=True))
+    for precision in dict.fromkeys(point.precision for point in points):
+        for form in FORMS:
+            chosen = [
+                (point.sizes, took)
+                for point, took in timed
+                if (point.kind, point.precision, point.name) == ("product", precision, form)
+            ]
+            if chosen:
+                shapes, times = zip(*chosen, strict=True)
+                found.append(Products(precision, form, ranks, threads, shapes, times))
+    return found
+
+
+def _passes(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
+    found = []
+    timed = list(zip(points, seconds, strict=True))
+    for precision in dict.fromkeys(point.precision for point in points):
+        for name in PASSES:
+            chosen = [
+                (point.bytes, took)
+                for point, took in timed
+                if (point.kind, point.precision, point.name) == ("pass", precision, name)
+            ]
+            if chosen:
+                found.append(Pass(name, precision, ranks, threads, Curve(*zip(*chosen, strict=True))))
+    return found
+
+
+# --- what is between ranks, and beside them
+
+
+def _collectives(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> list[Collective]:
+    found = []
+    for place, axis in axes_of(mesh):
+        say(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
+        for operation in OPERATIONS:
+            seconds = []
+            for size in effort.vectors:
+                times = time_collective(mesh, axis, operation, size, effort.seconds * 4)
+                seconds.append(slowest_median(_gathered(mesh, times)))
+            found.append(
+                Collective(operation, axis.size, place, Curve(tuple(map(float, effort.vectors)), tuple(seconds)))
+            )
+    return found
+
+
+def _copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]]:
+    """Between pinned memory of the host and the device."""
+    if device.type != "cuda":
+        return []
+    found = []
+    for name in ("to-device", "to-host"):
+        seconds = []
+        for size in effort.vectors:
+            there = torch.empty(size, dtype=torch.uint8, device=device)
+            here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            target, source = (there, here) if name == "to-device" else (here, there)
+            seconds.append(time_call(partial(target.copy_, source, non_blocking=True), device, effort.seconds))
+        found.append((name, Curve(tuple(map(float, effort.vectors)), tuple(seconds))))
+    return found
+
+
+def _starts(device: torch.device, seconds: float) -> dict[str, float]:
+    """What an operation costs that has nothing to do: one that is only done, and one whose gradient is formed too."""
+    x = torch.zeros(16, device=device)
+    leaf = torch.zeros(16, device=device, requires_grad=True)
+
+    def differentiated() -> None:
+        y = leaf
+        for _ in range(50):
+            y = y * x
+        y.backward(x)
+
+    plain = time_call(lambda: x * x, device, seconds)
+    return {"operation": plain, "differentiated_operation": time_call(differentiated, device, seconds) / 50}
+
+
+def _device(mesh: Mesh) -> dict[str, Any]:
+    """What the driver, or the kernel, says that this rank computes on, and the memory that is its own."""
+    if mesh.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(mesh.device)
+        return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
+    return {"name": _processor(), "memory_bytes": _memory() // mesh.tp.size}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    """Bytes of memory of this machine, or of the container that this process is in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
+# --- telling each other
+
+
+def _gathered(mesh: Mesh, values: list[float]) -> list[list[float]]:
+    """The values of every rank, by rank."""
+    mine = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+    everybody = torch.empty(mesh.world.size * len(values), dtype=torch.float64, device=mesh.device)
+    collectives.all_gather(everybody, mine, mesh.world, _SITE).wait()
+    synchronize(mesh.device)
+    return [list(rank) for rank in everybody.view(mesh.world.size, -1).tolist()]
+
+
+def _hosts(mesh: Mesh) -> list[str]:
+    """The host name of every rank."""
+    name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    return [
+        bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"
+        for rank in _gathered(mesh, [float(byte) for byte in name])
+    ]

@@ -1,0 +1,140 @@
+"""Starts the ranks that measure a machine, as those of a run are started; or is one that torchrun or SLURM started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.train import rendezvous, worker
+from meshwright.train.device import agree_on_device, choose_device, one_device
+from meshwright.train.hosts import agree_on_interface
+from meshwright.train.launcher import LaunchSpec, launch
+from meshwright.train.memory import keep_freed_memory
+from meshwright.train.rendezvous import Place
+from meshwright.train.started_rank import available_cores
+
+if TYPE_CHECKING:
+    from meshwright.probe.points import Effort
+
+TIMEOUT_SECONDS = 120.0
+MOST_RANKS = 64  # processes on one machine
+
+
+def probe(
+    ranks: int | None = None,
+    device: str = "auto",
+    directory: Path = Path(),
+    effort: dict[str, Any] | None = None,
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> dict[str, Any]:
+    """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
+    what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
+    effort: fields of `Effort` in place of the usual ones.
+
+    `UserError` for a device or a number of ranks that this machine has not.
+    """
+    kind = one_device(device)
+    most = MOST_RANKS
+    if kind == "cuda":
+        import torch
+
+        most = torch.cuda.device_count()
+    ranks = (most if kind == "cuda" else 2) if ranks is None else ranks
+    if not 1 <= ranks <= most:
+        has = (
+            f"it has {most} CUDA device{'s' if most > 1 else ''}" if kind == "cuda" else f"at most {most} are measured"
+        )
+        raise UserError(f"{ranks} ranks on this machine: {has}; right would be 1 to {most}")
+    description = {
+        "device": kind,
+        "disk": str(directory.absolute()),
+        "effort": effort or {},
+        "began": time.monotonic(),
+    }
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
+        command = (sys.executable, "-P", "-m", __name__)
+        spec = LaunchSpec(description, ranks, Path(place), collective_timeout=TIMEOUT_SECONDS, command=command, log=log)
+        return launch(spec)
+
+
+def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
+    """Be a rank that torchrun, Kubernetes or SLURM started; every rank returns the result, with "rank" its own."""
+    start = rendezvous.place()
+    return _measure(start, {"device": device, "disk": str(directory.absolute()), "effort": {}}, started_by_others=True)
+
+
+def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.probe.rank import measure, mesh_of
+
+    keep_freed_memory()
+    starts: dict[str, float] = {}
+    store, host_ranks = None, start.ranks
+    if started_by_others and start.ranks > 1:
+        store = rendezvous.meet(start, TIMEOUT_SECONDS)
+        interface = agree_on_interface(start, store)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        device = agree_on_device(description["device"], start, store)
+        host_ranks = _host_ranks(start, store)
+    else:
+        device = choose_device(description["device"], start.local_rank or 0)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    if "began" in description:  # the launcher's clock is this machine's
+        starts["rank"] = time.monotonic() - description["began"]
+    if start.ranks > 1:
+        begun = time.perf_counter()
+        store = store or rendezvous.meet(start, TIMEOUT_SECONDS)
+        rendezvous.initialise(start, store, device, TIMEOUT_SECONDS)
+        starts["meeting"] = time.perf_counter() - begun
+    try:
+        mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
+        effort = _effort(mesh.device.type, description["effort"])
+        cores = max(1, available_cores())
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say)
+        return {**found, "kind": mesh.device.type, "rank": start.rank}
+    finally:
+        if start.ranks > 1 and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _effort(kind: str, said: dict[str, Any]) -> Effort:
+    from meshwright.probe.points import Effort
+
+    usual = Effort.of(kind)
+    known = {field.name: getattr(usual, field.name) for field in fields(usual)}
+    assert said.keys() <= known.keys(), said
+    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in said.items()}
+    return Effort(**{**known, **as_tuples})
+
+
+def _host_ranks(start: Place, store: Any) -> int:
+    """Ranks on each host. `UserError` where hosts have unequal numbers, or not consecutive ones."""
+    store.set(f"meshwright/host/{start.rank}", socket.gethostname())
+    hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
+    size = hosts.count(hosts[0])
+    blocks = [hosts[at : at + size] for at in range(0, len(hosts), size)]
+    if any(len(set(block)) > 1 or len(block) < size for block in blocks) or len({b[0] for b in blocks}) < len(blocks):
+        counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+        raise UserError(f"hosts are compared with equally many ranks, consecutive on each host; started were {counts}")
+    return size
+
+
+def _say(line: str) -> None:
+    print(f"probe: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    worker.main(lambda description, start: _measure(start, description))

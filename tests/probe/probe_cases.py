@@ -1,0 +1,50 @@
+"""What the tests of `test_probe.py` have ranks do."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.probe import points
+from meshwright.probe import rank as probe_rank
+from meshwright.probe.points import Effort
+
+SMALL = Effort(
+    shapes=((16, 32, 48), (64, 64, 64), (128, 256, 64)),
+    passes=(256, 4096, 65536),
+    vectors=(1024, 65536),
+    precisions=("fp32",),
+    disk=2**20,
+    seconds=0.004,
+)
+
+
+def measured(directory: str, host_ranks: int | None = None, slow: int | None = None) -> dict[str, Any]:
+    """Measure with all ranks; with `host_ranks`, each so many of them say that they are on another host. `slow`: a rank
+    that computes everything twice."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    host_ranks = host_ranks or ranks
+    node, call_of = platform.node, points.call_of
+    platform.node = lambda: f"host-{rank // host_ranks}"
+    if rank == slow:
+        points.call_of = lambda *of: _twice(call_of(*of))
+    try:
+        mesh = probe_rank.mesh_of(ranks, host_ranks, "cpu")
+        said: list[str] = []
+        found = probe_rank.measure(mesh, SMALL, 2, Path(directory), {"rank": 1.5}, said.append)
+        return {**found, "said": said, "threads": torch.get_num_threads()}
+    finally:
+        platform.node, points.call_of = node, call_of
+
+
+def _twice(call: Callable[[], Any]) -> Callable[[], None]:
+    def both() -> None:
+        call()
+        call()
+
+    return both

@@ -1,0 +1,65 @@
+"""The slow one is named, and nobody else."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from meshwright.probe.compare import THRESHOLD, Slow, find_slow, ratios
+
+
+def seconds(ranks: int, points: int, slow: dict[int, float], noise: float = 0.08) -> list[list[float]]:
+    """Times of points of very different size, with noise, some hiccups, and some ranks slower throughout."""
+    chance = random.Random(3)
+    sizes = [10 ** chance.uniform(-6, 0) for _ in range(points)]
+    return [
+        [size * slow.get(rank, 1.0) * chance.gauss(1, noise) * (8 if chance.random() < 0.1 else 1) for size in sizes]
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_slow_rank_is_named_with_how_slow_it_is(ranks: int):
+    hosts = ["one"] * ranks
+    [found] = find_slow("products", seconds(ranks, 60, {1: 1.5}), hosts)
+    assert (found.rank, found.host) == (1, "one")
+    assert found.ratio == pytest.approx(1.5, rel=0.1)
+    assert "rank 1 (on one) is slow: its matrix products take 1." in found.line
+    assert f"(limit {THRESHOLD:g})" in found.line
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_that_only_hiccup_are_not_slow(ranks: int):
+    assert find_slow("memory", seconds(ranks, 60, {0: 1.1}), ["one"] * ranks) == []
+
+
+def test_a_slow_node_is_named_in_place_of_its_ranks():
+    hosts = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    found = find_slow("memory", seconds(12, 60, dict.fromkeys(range(4, 8), 1.4)), hosts)
+    assert [(each.host, each.rank) for each in found] == [("b", None)]
+    assert "node b is slow: its passes over memory take 1." in found[0].line
+
+
+def test_a_rank_is_slow_among_those_of_its_own_slow_node():
+    hosts = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    slow = {**dict.fromkeys(range(4, 8), 1.5), 5: 3.0, 11: 2.0}
+    found = find_slow("products", seconds(12, 60, slow), hosts)
+    assert {(each.host, each.rank) for each in found} == {("b", None), ("b", 5), ("c", 11)}
+
+
+def test_of_nodes_with_one_rank_each_the_node_is_named():
+    assert find_slow("products", seconds(3, 60, {2: 2.0}), ["a", "b", "c"]) == [
+        Slow("products", "c", None, pytest.approx(2.0, rel=0.1))
+    ]
+
+
+def test_a_ratio_is_the_median_over_points_of_time_over_the_others_median():
+    times = [[1.0, 4.0, 9.0], [2.0, 2.0, 3.0], [4.0, 2.0, 6.0]]
+    by_hand = [
+        statistics.median([1 / 3, 4 / 2, 9 / 4.5]),
+        statistics.median([2 / 2.5, 2 / 3, 3 / 7.5]),
+        statistics.median([4 / 1.5, 2 / 3, 6 / 6]),
+    ]
+    assert ratios(times) == pytest.approx(by_hand)

@@ -1,0 +1,290 @@
+"""A probe's file is what ranks measured together: `plan` reads it, and the rank that was slow is in it by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.plan.cluster import cluster
+from meshwright.plan.measured import FORMS, read
+from meshwright.probe.communication import OPERATIONS, slowest_median
+from meshwright.probe.points import Effort, Point, call_of, time_call
+from meshwright.probe.report import cluster_tables, document, rate_and_latency, summary, write_cluster_file
+from meshwright.train import probe_ranks
+from tests.probe import probe_cases
+from tests.probe.probe_cases import SMALL
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def found(two_ranks: LocalRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks.run(probe_cases.measured, str(tmp_path_factory.mktemp("disk")))[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    from meshwright.probe.rank import measure, mesh_of
+
+    mesh = mesh_of(1, 1, "cpu")
+    return measure(mesh, SMALL, 1, tmp_path_factory.mktemp("disk"), {})
+
+
+def test_everything_is_measured_with_all_ranks_at_once_and_with_one(found: dict[str, Any]):
+    measured = read(found["measured"], "probe")
+    assert (measured.backend, measured.ranks, measured.threads) == ("gloo", 2, 1)
+    settings = {(each.form, each.ranks, each.threads) for each in measured.products}
+    assert settings == {(form, *setting) for form in FORMS for setting in ((2, 1), (1, 1), (1, 2))}
+    assert all(each.shapes == SMALL.shapes for each in measured.products)
+    assert {(each.name, each.ranks, each.threads) for each in measured.passes} == {
+        (name, *setting) for name in ("copy", "add", "silu") for setting in ((2, 1), (1, 1), (1, 2))
+    }
+    assert {(each.operation, each.ranks, each.place) for each in measured.collectives} == {
+        (operation, 2, "inside") for operation in OPERATIONS
+    }
+    assert found["slow"] == []
+    assert dict(measured.starts).keys() == {"rank", "operation", "differentiated_operation"}
+    assert measured.disk_write > 0 and measured.disk_read > 0
+    assert found["threads"] == 1  # as before
+    assert found["said"][-1] == "the disk"
+
+
+def test_times_are_those_of_the_work(found: dict[str, Any]):
+    """Wide limits: a machine has between a megaflop and a hundred teraflop, memory between 10 MB/s and 10 TB/s."""
+    measured = read(found["measured"], "probe")
+    for each in measured.products:
+        for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
+            assert 1e6 < 2 * tokens * out * inner / seconds < 1e14
+    for each in measured.passes:
+        assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.passes)
+        assert 1e7 < each.curve.sizes[-1] / each.curve.seconds[-1] < 1e13
+    for each in measured.collectives:
+        assert 1e-6 < each.curve.seconds[0] < 0.5
+
+
+def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: Path):
+    tables = cluster_tables(found, "cpu")
+    path = tmp_path / "cluster.toml"
+    path.write_text(write_cluster_file(tables, ["first line", "second line"]))
+    assert path.read_text().startswith("# first line\n# second line\n")
+    here = cluster(str(path))
+    assert (here.devices, here.devices_per_node, here.nodes) == (2, 2, 1)
+    measured = read(found["measured"], "probe")
+    assert here.measured is not None
+    for kept, seen in zip(here.measured.products, measured.products, strict=True):
+        assert (kept.form, kept.ranks, kept.threads, kept.shapes) == (seen.form, seen.ranks, seen.threads, seen.shapes)
+        assert kept.seconds == pytest.approx(seen.seconds, rel=1e-3)
+    best = max(
+        2 * a * b * c / seconds
+        for each in measured.products
+        if each.ranks == 2
+        for (a, b, c), seconds in zip(each.shapes, each.seconds, strict=True)
+    )
+    assert here.peak("fp32") == pytest.approx(best, rel=1e-3)
+    with pytest.raises(UserError, match="no known peak for bf16; it has fp32"):
+        here.peak("bf16")
+    message = measured.collective("send-receive", 2)
+    assert here.inside.latency == pytest.approx(min(message.seconds), rel=1e-3)
+    assert 2**20 < here.device.memory_bytes < 2**44
+
+
+def test_what_is_told_has_no_gaps(found: dict[str, Any]):
+    tables = cluster_tables(found, "cpu")
+    told = json.loads(json.dumps(document(found, tables, "here.toml"), allow_nan=False))
+    assert told["cluster_file"] == "here.toml"
+    assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= told.keys()
+    text = summary(found, tables, "here.toml")
+    for word in (
+        "products fp32",
+        "memory",
+        "all-reduce 2",
+        "send-receive 2",
+        "disk",
+        "starting",
+        "slowest",
+        "here.toml",
+    ):
+        assert word in text, word
+
+
+def test_a_rank_that_is_slow_is_named(two_ranks: LocalRanks, tmp_path: Path):
+    """Rank 1 computes everything twice."""
+    results = two_ranks.run(probe_cases.measured, str(tmp_path), None, 1)
+    for found in results:
+        assert {(each["rank"], each["what"]) for each in found["slow"]} == {(1, "products"), (1, "memory")}
+        assert found["ratios"]["products"][1] == pytest.approx(2, rel=0.25)
+        assert found["ratios"]["memory"][1] == pytest.approx(2, rel=0.25)
+    assert "warning: rank 1 (on host-0) is slow" in summary(results[0], cluster_tables(results[0], "cpu"), "here.toml")
+
+
+def test_hosts_are_measured_inside_and_across(tmp_path: Path):
+    with LocalRanks(4) as ranks:
+        found = ranks.run(probe_cases.measured, str(tmp_path), 2)[0]
+    assert found["hosts"] == ["host-0", "host-0", "host-1", "host-1"]
+    places = {(each["place"], each["ranks"]) for each in found["measured"]["collectives"]}
+    assert places == {("inside", 2), ("across", 2), ("world", 4)}
+    tables = cluster_tables(found, "cpu")
+    assert (tables["devices"], tables["devices_per_node"]) == (4, 2)
+    assert {"inside_gb_per_second", "across_gb_per_second", "across_latency_seconds"} <= tables.keys()
+
+
+def test_one_rank_needs_no_others(alone: dict[str, Any], tmp_path: Path):
+    assert alone["measured"]["collectives"] == []
+    assert alone["slow"] == [] and alone["ratios"]["products"] == [1.0]
+    path = tmp_path / "cluster.toml"
+    path.write_text(write_cluster_file(cluster_tables(alone, "cpu"), []))
+    assert cluster(str(path)).devices == 1
+
+
+def test_a_known_gpu_keeps_its_data_sheet_and_has_its_own_memory(alone: dict[str, Any]):
+    found = {**alone, "device": {"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}}
+    here = cluster(cluster_tables(found, "cuda"))
+    assert (here.device.name, here.device.memory_bytes, here.peak("bf16")) == ("h200", 150e9, 989e12)
+    found["device"]["name"] = "NVIDIA H200 MIG 1g.18gb"
+    assert cluster(cluster_tables(found, "cuda")).device.name == "NVIDIA H200 MIG 1g.18gb"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_three_products_are_those_of_a_linear_function(form: str):
+    tokens, out, inner = 5, 7, 3
+    x = torch.randn(tokens, inner, requires_grad=True)
+    weight = torch.randn(out, inner, requires_grad=True)
+    y = torch.nn.functional.linear(x, weight)
+    y.sum().backward()
+    result = call_of(Point("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
+    assert result.shape == {"forward": y, "input-gradient": x.grad, "weight-gradient": weight.grad}[form].shape
+
+
+def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatch):
+    from meshwright.probe import points
+
+    clock = {"now": 0.0, "calls": 0}
+    monkeypatch.setattr(points.time, "perf_counter", lambda: clock["now"])
+
+    def call() -> None:
+        clock["calls"] += 1
+        clock["now"] += 0.5 if clock["calls"] in (40, 90) else 0.001  # two hiccups
+
+    assert time_call(call, torch.device("cpu"), 0.2) == pytest.approx(0.001)
+
+
+def test_a_collective_takes_as_long_as_its_slowest_rank():
+    assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]]) == 8
+
+
+def test_latency_is_the_smallest_message_and_rate_what_lies_beyond():
+    from meshwright.plan.measured import Curve
+
+    sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
+    rate, latency = rate_and_latency(Curve(sizes, tuple(3e-5 + size / 2e9 for size in sizes)))
+    assert rate == pytest.approx(2e9, rel=1e-3)
+    assert latency == pytest.approx(3e-5, rel=0.05)
+
+
+def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
+    """Points times seconds, phases included: well under the five minutes that a probe may take."""
+    for device, phases in (("cpu", 3), ("cuda", 1)):
+        effort = Effort.of(device)
+        assert len(effort.points()) * effort.seconds * phases + len(effort.vectors) * 5 * effort.seconds * 8 < 90
+
+
+# --- started as ranks of a run are
+
+
+def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
+    effort = {"shapes": [[16, 16, 16]], "passes": [256], "vectors": [1024], "precisions": ["fp32"], "seconds": 0.002}
+    found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16}, log=lambda line: None)
+    assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
+    starts = found["measured"]["starts"]
+    assert starts["rank"] > starts["meeting"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [0, 65])
+def test_impossible_numbers_of_ranks_are_refused(ranks: int):
+    with pytest.raises(UserError, match="right would be 1 to 64"):
+        probe_ranks.probe(ranks, "cpu")
+
+
+def test_hosts_with_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
+    from meshwright.train.rendezvous import Place
+
+    class Store(dict):
+        set = dict.__setitem__
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [self[key].encode() for key in keys]
+
+    def size(hosts: list[str]) -> int:
+        store = Store({f"meshwright/host/{rank}": host for rank, host in enumerate(hosts)})
+        monkeypatch.setattr(probe_ranks.socket, "gethostname", lambda: hosts[0])
+        return probe_ranks._host_ranks(Place(0, len(hosts), 0, "env://", "test"), store)
+
+    assert size(["a", "a", "b", "b"]) == 2
+    assert size(["a", "b"]) == 1
+    assert size(["a", "a"]) == 2
+    for hosts in (["a", "a", "b"], ["a", "b", "a", "b"], ["a", "b", "b", "a"]):
+        with pytest.raises(UserError, match="equally many ranks, consecutive on each host; started were 2 on a"):
+            size(hosts)
+
+
+# --- the command
+
+
+def test_the_command_writes_the_file_that_this_means(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(probe_ranks, "probe", lambda *_: {**found, "kind": "cpu", "rank": 0})
+    said = command_line("probe", "--json")
+    assert said.code == 0, said.errors
+    told = json.loads(said.output)
+    assert (told["schema"], told["cluster_file"]) == (1, str(tmp_path / "config/meshwright/cluster.toml"))
+    assert cluster("this").measured is not None
+    other = tmp_path / "other.toml"
+    said = command_line("probe", "--output", other)
+    assert f"cluster file: {other}" in said.output
+    assert cluster(str(other)).measured == cluster("this").measured
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--directory", "nowhere"), "--directory: there is no directory nowhere"),
+        (("--output", "nowhere/cluster.toml"), "--output: there is no directory nowhere"),
+        (("--output", "."), "cannot write .: it is a directory"),
+        (("--device", "gpu"), 'unknown device "gpu"'),
+        (("--ranks", "0"), "--ranks"),
+        (("--rank", "2"), "did you mean --ranks?"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments: tuple[str, ...], line: str, command_line: Callable[..., Any]):
+    said = command_line("probe", *arguments)
+    assert said.code == 2
+    assert line in said.errors
+    assert said.errors.count("\n") == 1
+
+
+def test_a_rank_of_torchrun_that_is_not_the_first_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(probe_ranks, "join", lambda *_: {"rank": 1})
+    said = command_line("probe", "--output", tmp_path / "cluster.toml")
+    assert (said.code, said.output, list(tmp_path.iterdir())) == (0, "", [])
+    assert "leave it out" in command_line("probe", "--ranks", "2").errors
