@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 from meshwright.errors import UserError
@@ -51,8 +53,10 @@ class Products:
     seconds: tuple[float, ...]
 
     def at(self, tokens: float, out: float, inner: float) -> float:
-        """Seconds of a product: from the rates (FLOP/s) of the measured shapes, weighted by the inverse fourth power of
-        their distance in the logarithms of the three sizes; never less than the quickest measured product took."""
+        """Seconds of a product: a start, operations and bytes at constant rates (`_fit`), times the factor by which the
+        measured shapes differ from that, weighted by the inverse fourth power of their distance in the logarithms of
+        the three sizes. A measured shape takes what was measured."""
+        costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
         total = logarithm = 0.0
         for shape, seconds in zip(self.shapes, self.seconds, strict=True):
@@ -61,8 +65,8 @@ class Products:
                 return seconds
             weight = distance**-2
             total += weight
-            logarithm += weight * math.log(_flops(*shape) / seconds)
-        return max(_flops(tokens, out, inner) / math.exp(logarithm / total), min(self.seconds))
+            logarithm += weight * math.log(seconds / _cost(costs, _loads(self.precision, *shape)))
+        return _cost(costs, _loads(self.precision, tokens, out, inner)) * math.exp(logarithm / total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +147,59 @@ class Measured:
         }
 
 
-def _flops(tokens: float, out: float, inner: float) -> float:
-    return 2.0 * tokens * out * inner
+_ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def _loads(precision: str, tokens: float, out: float, inner: float) -> tuple[float, float, float]:
+    """What a product costs: a start, its operations, the bytes that it reads and writes."""
+    moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
+    return 1.0, 2.0 * tokens * out * inner, moved
+
+
+def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
+    return sum(cost * load for cost, load in zip(costs, loads, strict=True))
+
+
+@cache
+def _fit(products: Products) -> tuple[float, ...]:
+    """Seconds of a start, an operation and a byte, none negative, that fit the products with the least squares of
+    relative errors: of all choices of which are zero, the best whose others are not negative."""
+    rows = [
+        [load / seconds for load in _loads(products.precision, *shape)]
+        for shape, seconds in zip(products.shapes, products.seconds, strict=True)
+    ]
+    scales = [max(column) for column in zip(*rows, strict=True)]
+    rows = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
+    best, least = (0.0, 1.0 / scales[1], 0.0), math.inf
+    for kept in (kept for size in (1, 2, 3) for kept in combinations(range(3), size)):
+        found = _least_squares([[row[at] for at in kept] for row in rows])
+        if found is None or min(found) < 0:
+            continue
+        costs = [0.0] * 3
+        for at, cost in zip(kept, found, strict=True):
+            costs[at] = cost
+        error = sum((sum(c * v for c, v in zip(costs, row, strict=True)) - 1) ** 2 for row in rows)
+        if error < least * (1 - 1e-9):
+            best, least = (costs[0] / scales[0], costs[1] / scales[1], costs[2] / scales[2]), error
+    return best
+
+
+def _least_squares(rows: list[list[float]]) -> list[float] | None:
+    """x with the least squares of rows x - 1: the normal equations, by elimination; None where x is not determined."""
+    size = len(rows[0])
+    matrix = [
+        [sum(row[a] * row[b] for row in rows) for b in range(size)] + [sum(row[a] for row in rows)] for a in range(size)
+    ]
+    for at in range(size):
+        pivot = max(range(at, size), key=lambda row: abs(matrix[row][at]))
+        if abs(matrix[pivot][at]) < 1e-12:
+            return None
+        matrix[at], matrix[pivot] = matrix[pivot], matrix[at]
+        for row in range(size):
+            if row != at:
+                factor = matrix[row][at] / matrix[at][at]
+                matrix[row] = [a - factor * b for a, b in zip(matrix[row], matrix[at], strict=True)]
+    return [matrix[at][size] / matrix[at][at] for at in range(size)]
 
 
 def _nearest(found: list[Any], ranks: int) -> Any:
