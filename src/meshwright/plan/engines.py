@@ -1,0 +1,169 @@
+"""Whose kernels are priced: a few facts of each training engine that decide how much work a step is.
+
+What is not said of an engine here is the same for all: the model's mathematics, the layout, the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.errors import UserError
+from meshwright.names import unknown
+
+Fusion = Literal["eager", "kernels", "compiled"]
+AttentionKernel = Literal["scores", "flash-1", "flash-2", "flash-3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a training engine does.
+
+    fusion: "eager", every elementwise operation is a kernel; "kernels", norms, activations, rotary positions and the
+        softmax are one each; "compiled", everything between two products is about one kernel.
+    attention: "scores", they are written to memory; else the generation of the flash kernel.
+    hopper_attention: the same on devices that came after 2022, where it is another.
+    dropout: whether the published runs had dropout.
+    selective: what selective recomputation repeats: the core of attention, or everything between products.
+    stops_early: whether a block that is computed again stops before a last product that nobody needs.
+    loss_bytes: moved for each logit between the head's products, there and back.
+    gradient_bytes: of an element of gradients that are summed over micro-batches and ranks.
+    accumulates: weight gradients are added to their sum by the product itself ("fused"), by a pass after it ("added"),
+        or copied into the buffer that is sent ("copied").
+    overlaps_data: whether sums over data-parallel ranks run beside the backward pass. Gathers of parameters (ZeRO-3)
+        run beside the computation in every engine here.
+    overlaps_tensor: whether the sums of input gradients over tp run beside the weight gradients of the same product.
+    scatters: ranks of tp each send their part of what goes to the next stage and gather it there (arXiv:2104.04473,
+        section 4.1), though they hold the same.
+    """
+
+    name: str
+    source: str
+    fusion: Fusion = "eager"
+    attention: AttentionKernel = "flash-2"
+    hopper_attention: AttentionKernel | None = None
+    dropout: bool = False
+    selective: Literal["core", "elementwise"] = "core"
+    stops_early: bool = True
+    loss_bytes: float = 40.0
+    gradient_bytes: int = 4
+    accumulates: Literal["fused", "added", "copied"] = "added"
+    overlaps_data: bool = True
+    overlaps_tensor: bool = False
+    scatters: bool = False
+
+    def compiled(self) -> Engine:
+        """The same with its blocks compiled (torch.compile)."""
+        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS))
+
+
+_COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
+
+_TORCH_LOSS = 40.0
+"""PyTorch's cross-entropy of bf16 logits: to float32 (2 + 4), log-softmax (read twice, written: 12), its backward
+(zeros 4, read twice and written: 12) and back to bf16 (4 + 2)."""
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "meshwright",
+            "src/meshwright/model: layers.py, attention.py, loss.py, recompute.py",
+            selective="elementwise",
+            loss_bytes=64.0,  # loss.py, _statistics and _to_gradient_, kernel by kernel
+        ),
+        Engine(
+            "megatron",
+            "NVIDIA/Megatron-LM; Shoeybi et al. 2019 (arXiv:1909.08053); Narayanan et al. 2021 (arXiv:2104.04473, "
+            "section 4.2: fused bias-GELU, bias-dropout-add and scale-mask-softmax); Korthikanti et al. 2022 "
+            "(arXiv:2205.05198); LinearWithGradAccumulationAndAsyncCommunication; fused attention of Transformer "
+            "Engine on Hopper and later",
+            fusion="kernels",
+            attention="scores",
+            hopper_attention="flash-3",
+            dropout=True,
+            stops_early=False,
+            loss_bytes=60.0,  # vocab_parallel_cross_entropy on float32 logits, kernel by kernel
+            accumulates="fused",
+            overlaps_data=False,
+            overlaps_tensor=True,
+            scatters=True,
+        ),
+        Engine(
+            "megatron-core",
+            "NVIDIA/Megatron-LM, core with Transformer Engine and flash attention on every device, "
+            "--overlap-grad-reduce",
+            fusion="kernels",
+            hopper_attention="flash-3",
+            stops_early=False,
+            loss_bytes=20.0,
+            accumulates="fused",
+            overlaps_tensor=True,
+            scatters=True,
+        ),
+        Engine(
+            "zero-bubble",
+            "sail-sg/zero-bubble-pipeline-parallelism, a fork of Megatron-LM: examples/pretrain_zero_bubble.sh "
+            "(--use-flash-attn, dropout at its default); Qi et al. 2023 (arXiv:2401.10241)",
+            fusion="kernels",
+            dropout=True,
+            stops_early=False,
+            loss_bytes=60.0,
+            accumulates="fused",
+            overlaps_data=False,
+            overlaps_tensor=True,
+            scatters=True,
+        ),
+        Engine(
+            "megatron-deepspeed",
+            "bigscience-workshop/Megatron-DeepSpeed (BLOOM: arXiv:2211.05100, section 3.4)",
+            fusion="kernels",
+            attention="scores",
+            hopper_attention="flash-2",
+            dropout=True,
+            stops_early=False,
+            loss_bytes=60.0,
+            overlaps_data=False,
+        ),
+        Engine(
+            "torchtitan",
+            "pytorch/torchtitan: FSDP2 with bf16 parameters and float32 reduction, scaled_dot_product_attention "
+            "(arXiv:2410.06511)",
+            loss_bytes=_TORCH_LOSS,
+            accumulates="copied",
+        ),
+        Engine(
+            "llm-foundry",
+            "mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, bf16 throughout (PURE), the Triton kernel of "
+            "flash attention 1, no dropout, no biases",
+            attention="flash-1",
+            hopper_attention="flash-2",
+            loss_bytes=_TORCH_LOSS,
+            gradient_bytes=2,
+            accumulates="copied",
+        ),
+        Engine(
+            "nanotron",
+            "huggingface/nanotron: flash attention 2, Triton norms, float32 gradient sums",
+            fusion="kernels",
+            stops_early=False,
+            loss_bytes=60.0,
+        ),
+        Engine(
+            "deepspeed",
+            "microsoft/DeepSpeed ZeRO on eager PyTorch models: gradients summed in the type of the parameters",
+            loss_bytes=_TORCH_LOSS,
+            gradient_bytes=2,
+            accumulates="copied",
+        ),
+    )
+}
+
+
+def engine(name: str | Engine, *, compile: bool = False) -> Engine:
+    """The engine of a name, with its blocks compiled if asked for; `UserError` with the nearest name."""
+    if isinstance(name, str):
+        if name not in ENGINES:
+            raise UserError(unknown("engine", name, ENGINES))
+        name = ENGINES[name]
+    return name.compiled() if compile else name
