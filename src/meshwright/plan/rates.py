@@ -1,0 +1,159 @@
+"""How long one operation takes on a device, and one collective on a cluster: a few constants for all (rates.toml), in
+shares of what data sheets promise; where `probe` has measured the machine, what it measured.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster, Link
+from meshwright.plan.engines import AttentionKernel, Engine
+from meshwright.plan.operations import Operation
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+
+BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
+
+
+@cache
+def constants() -> Mapping[str, Any]:
+    """What rates.toml says."""
+    return tomllib.loads(resources.files("meshwright.plan").joinpath("rates.toml").read_text(encoding="utf-8"))
+
+
+def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
+    """The kernel that an engine takes on these devices."""
+    if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
+        return engine.attention
+    return engine.hopper_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds to start a kernel."""
+
+    peak: float
+    product: float
+    memory: float
+    product_launch: float
+    memory_launch: float
+    hopper: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster, precision: str) -> Rates:
+        """`precision`: fp32, tf32, bf16, fp16 or fp8. `UserError` where the device lacks it, or its memory's speed is
+        not known."""
+        device, found = cluster.device, constants()
+        peak, products, memory = cluster.peak(precision), found["products"], found["memory"]
+        if not device.memory_bandwidth:
+            raise UserError(f"{device.name}: the bandwidth of its memory is not known")
+        share = products["of_peak"]
+        if device.measured_bf16 and device.bf16:
+            share = products["of_measured"] * device.measured_bf16 / device.bf16
+        return cls(
+            products["sustained"] * peak,
+            products["sustained"] * share * peak,
+            memory["efficiency"] * device.memory_bandwidth,
+            products["launch_seconds"],
+            memory["launch_seconds"],
+            device.architecture not in BEFORE_HOPPER,
+        )
+
+    def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
+        """The time of an operation, all of its count. `kernel`: that of attention."""
+        moving = one.bytes / self.memory
+        if one.kind == "product":
+            return one.count * (self.product_launch + math.hypot(one.flops / self.product, moving))
+        if one.kind == "attention":
+            name = "flash-2-hopper" if kernel == "flash-2" and self.hopper else kernel
+            forward, backward = constants()["attention"][name]
+            share = backward if one.phase == "input" else forward
+            return one.count * (self.product_launch + math.hypot(one.flops / (share * self.peak), moving))
+        return one.count * (self.memory_launch + moving)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate: how many, and how many of them share a node."""
+
+    ranks: int
+    in_node: int
+
+    @property
+    def nodes(self) -> int:
+        return max(1, -(-self.ranks // self.in_node))
+
+
+def collective_seconds(cluster: Cluster, operation: Collective, group: Group, size: float) -> float:
+    """The time of a collective on a vector of `size` bytes (of all ranks together; of an all-to-all, what one rank
+    has; of a send, the message).
+
+    wire bytes: all-reduce 2 s (n - 1) / n, the others s (n - 1) / n, which are the least that a rank can send. Across
+    nodes the ranks of a node share the wire and send over all their links at once; rings cross each node's border once.
+    """
+    ranks = group.ranks
+    if ranks <= 1 or size <= 0:
+        return 0.0
+    found = constants()["collectives"]
+    if operation == "send":
+        link = cluster.inside if group.nodes == 1 else cluster.across
+        bandwidth = pair_bandwidth(cluster) if group.nodes == 1 else link.bandwidth * found["efficiency"]["across"]
+        return float(found["pair_seconds"] + link.latency + size / bandwidth)
+    wire = size * (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
+    if operation == "all-to-all" and group.nodes > 1:
+        away = size * (ranks - group.in_node) / ranks
+        inside = _curve(size * (group.in_node - 1) / ranks, _inside(cluster, operation, group.in_node), "inside")
+        return float(found["start_seconds"] + max(inside, _curve(away, _across(cluster.across, 1), "across")))
+    if group.nodes == 1:
+        return float(found["start_seconds"] + _curve(wire, _inside(cluster, operation, ranks), "inside"))
+    rings = 2 if operation == "all-reduce" else 1
+    hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
+    if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
+        hops = min(
+            hops, 2 * math.log2(group.nodes) * cluster.across.latency + 2 * group.in_node * cluster.inside.latency
+        )
+    bandwidth = _across(cluster.across, group.in_node)
+    if group.in_node > 1:  # the ring also runs inside of nodes
+        bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
+    return float(found["start_seconds"] + hops + _curve(wire, bandwidth, "across"))
+
+
+def _curve(wire: float, bandwidth: float, where: str) -> float:
+    """Seconds for so many bytes: small messages do not fill the pipes."""
+    ramp = constants()["collectives"]["ramp_seconds"][where]
+    return wire / bandwidth + math.sqrt(wire * ramp / bandwidth)
+
+
+def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
+    """Bytes a second of large messages inside a node."""
+    found, device = constants()["collectives"], cluster.device
+    known = _measured_share(cluster)
+    if operation == "all-reduce" and device.all_reduce_switch and ranks >= found["switch_ranks"]:
+        return device.all_reduce_switch * known
+    if device.all_reduce_ring and known:
+        return device.all_reduce_ring * known
+    return float(cluster.inside.bandwidth * found["efficiency"]["inside"])
+
+
+def _measured_share(cluster: Cluster) -> float:
+    """What the devices were measured with is the catalogue's link: another one is as much slower or faster."""
+    links = cluster.device.links
+    return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
+
+
+def _across(link: Link, in_node: int) -> float:
+    return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
+
+
+def pair_bandwidth(cluster: Cluster) -> float:
+    """Bytes a second from one device to another of its node."""
+    links, share = cluster.device.links, constants()["collectives"]["efficiency"]["pair"]
+    pair = links.pair if links is not None and links.pair else cluster.inside.bandwidth
+    return float(share * min(pair, cluster.inside.bandwidth))
