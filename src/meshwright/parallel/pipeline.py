@@ -19,18 +19,16 @@ from meshwright.comm.collectives import Handle, all_reduce, barrier, transfer
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
+from meshwright.program.answers import Value, answers_to, carries, reads
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.dataflow import GRADIENT, OUTPUT
-from meshwright.program.pipeline import ARRIVING, COMPUTING, SENDING, Kind, PipelineProgram
+from meshwright.program.pipeline import ARRIVING, COMPUTING, Kind, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
 
 ACTIVATION_SITE = "pipeline.activations"
 GRADIENT_SITE = "pipeline.gradients"
 START_SITE = "pipeline.start"
 PROGRAM_SITE = "start.program"
-
-Value = tuple[int, int, int, int]
-"""What passes between stages: OUTPUT or GRADIENT, and replica, stage and micro-batch of the step that made it."""
 
 
 class Compute(Protocol):
@@ -208,7 +206,7 @@ class _Run:
 def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
     """This rank's steps, group by group."""
     s, last = program.steps, program.stages - 1
-    answers = _answers(program, rank)
+    answers = answers_to(program, rank)
     groups: list[_Group] = []
     for at in s.of_rank(rank):
         if not groups or s.group[at] != s.group[at - 1]:
@@ -221,58 +219,11 @@ def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
                 makes = OUTPUT, replica, stage, micro_batch
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
                 makes = GRADIENT, replica, stage, micro_batch
-            reads = _reads(program, at)
-            groups[-1].steps.append(_Step(kind, stage, replica, micro_batch, reads, makes, tuple(answers.get(at, ()))))
+            what = reads(program, at)
+            groups[-1].steps.append(_Step(kind, stage, replica, micro_batch, what, makes, tuple(answers.get(at, ()))))
         else:
-            value = _carries(program, at)
+            value = carries(program, at)
             enters, site = (value[2] + 1, ACTIVATION_SITE) if value[0] == OUTPUT else (value[2], GRADIENT_SITE)
             arrives, name = kind in ARRIVING, program.describe(at)
             groups[-1].transfers.append(_Transfer(value, program.peer(at), arrives, enters, site, name))
     return groups
-
-
-def _reads(program: PipelineProgram, at: int) -> Value | None:
-    """What a computing step reads from another stage."""
-    s = program.steps
-    kind, stage, replica, micro_batch = (int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch))
-    if kind == Kind.FORWARD:
-        return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
-    if kind == Kind.WEIGHT_GRADIENT or stage == program.stages - 1:
-        return None
-    return GRADIENT, replica, stage + 1, micro_batch
-
-
-def _carries(program: PipelineProgram, at: int) -> Value:
-    """What a transfer carries."""
-    s = program.steps
-    kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
-    ahead = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-    maker = stage if kind in SENDING else stage - 1 if ahead else stage + 1
-    return OUTPUT if ahead else GRADIENT, int(s.replica[at]), maker, int(s.micro_batch[at])
-
-
-def _answers(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """By step of this rank: which of its messages have been used when what the step reads is there.
-
-    A neighbour sends its answer after it has used what it was sent before, in the order of its own steps.
-    """
-    s = program.steps
-    transfers = [at for at in s.of_rank(rank) if s.kind[at] in SENDING or s.kind[at] in ARRIVING]
-    ours = {_carries(program, at) for at in transfers if s.kind[at] in SENDING}
-    used: dict[int, list[tuple[int, Value]]] = {}  # by neighbour, latest first: group there, what it reads of ours
-    sent: dict[Value, int] = {}  # what neighbours send to this rank: group there
-    for neighbour in {program.peer(at) for at in transfers}:
-        used[neighbour] = []
-        for at in reversed(s.of_rank(neighbour)):
-            if s.kind[at] in COMPUTING and (value := _reads(program, at)) in ours and value is not None:
-                used[neighbour].append((int(s.group[at]), value))
-            elif s.kind[at] in SENDING and program.peer(at) == rank:
-                sent[_carries(program, at)] = int(s.group[at])
-    found: dict[int, list[Value]] = {}
-    for at in s.of_rank(rank):
-        value = _reads(program, at) if s.kind[at] in COMPUTING else None
-        if value is not None and value in sent:
-            waiting = used[program.placement[value[1]][value[2]]]
-            while waiting and waiting[-1][0] < sent[value]:
-                found.setdefault(at, []).append(waiting.pop()[1])
-    return found

@@ -1,0 +1,301 @@
+"""The memory of one rank in a training step, itemised: what stays, what waits between a forward and its backward as the
+pipeline's program orders them, and what is there for a moment. The peak is the highest moment of the whole step.
+
+Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas and ZeRO-1. The
+moments of ZeRO-2 and 3, of the other axes and of CUDA follow from the engine's code and are not measured yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.partition import Partition
+from meshwright.model.refuse import refuse
+from meshwright.model.stage_times import program_for
+from meshwright.model.stages import Stage
+from meshwright.names import unknown
+from meshwright.plan.moments import Moment, StageMoments, Ways
+from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
+from meshwright.plan.states import Flat, flats_of, kept_buffers, states
+from meshwright.program.answers import Value, answers_to, carries, reads
+from meshwright.program.pipeline import ARRIVING, COMPUTING, Kind, PipelineProgram
+from meshwright.schedules.transfers import with_transfers
+
+CATEGORIES = (
+    *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),
+    "unexplained",
+)
+ENGINES = ("meshwright",)
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+OF_STATE = {
+    "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
+    "optimizer": "optimizer",
+}  # fmt: skip
+
+WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
+
+CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
+"""Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
+performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor, or several of a kind, that memory holds when it is fullest. stage: of the pipeline, None where it
+    belongs to none; first, last: from when to when it is there."""
+
+    category: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    stage: int | None
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """items: what there is at the highest moment, `moment`; peak_bytes: their sum but for "framework", which torch's
+    allocator does not count. between_steps: bytes that stay. framework: the least and the most, in bytes."""
+
+    items: tuple[Item, ...]
+    peak_bytes: int
+    moment: str
+    between_steps: int
+    framework: tuple[int, int] = (0, 0)
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes at the highest moment; every category is there."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for item in self.items:
+            found[item.category] += item.bytes
+        return found
+
+
+def ledger(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    batch: int,
+    sequence: int,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    parameter_dtype: str | None = None,
+    engine: str = "meshwright",
+    rank: int = 0,
+    documents: bool = False,
+    device: str = "cpu",
+    routed: Mapping[int, Routed] | None = None,
+) -> Ledger:
+    """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
+
+    precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
+    in its place ("float64" in tests). documents: whether rows pack several. device: "cpu" (gloo) or "cuda" (NCCL).
+    `UserError` where the layout cannot be, or a name is unknown.
+    """
+    if engine not in ENGINES:
+        raise UserError(unknown("engine", engine, ENGINES))
+    refuse(layout, config, batch, sequence, planning=True)
+    name = precision or layout.precision or "fp32"
+    if parameter_dtype is None and name not in DTYPES:
+        raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
+    dtype = parameter_dtype or DTYPES[name]
+    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed)
+    return step.ledger()
+
+
+class _Step:
+    """One rank's step, from the first thing to the last."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        batch: int,
+        sequence: int,
+        optimizer: str,
+        dtype: str,
+        rank: int,
+        documents: bool,
+        device: str,
+        routed: Mapping[int, Routed] | None,
+    ) -> None:
+        self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
+        self.documents, self.device, self.routed = documents, device, routed
+        self.master = "float64" if dtype == "float64" else "float32"
+        self.rows = batch // (layout.dp * layout.micro_batches)
+        self.place = layout.coordinates(rank)
+        self.table: ParameterTable = parameter_table(config)
+        self.program: PipelineProgram = with_transfers(program_for(layout, config, sequence))
+        self.partition = Partition.of(self.program, config, self.table, sequence)
+        self.units = self.partition.units_at(self.place["pp"])
+        self.flats = flats_of(self.table, layout, self.units)
+        self.states = list(states(self.flats, dtype, self.master, optimizer))
+        self.stages: dict[tuple[int, bool], StageMoments] = {}
+        self.passes = Counter(
+            int(self.program.steps.stage[at])
+            for at in self.program.steps.of_rank(self.place["pp"])
+            if self.program.steps.kind[at] == Kind.FORWARD
+        )
+
+    def ledger(self) -> Ledger:
+        stay = list(self._staying())
+        base = sum(item.bytes for item in stay)
+        best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
+        alive: dict[tuple[str, str, int], int] = {}
+        for moment, now in self._moments(alive):
+            here = now + moment.bytes
+            if best[1] is None or here > best[0]:
+                best = here, moment, dict(alive)
+        transient, moment_found, others = best
+        assert moment_found is not None
+        items = [*stay, *self._at(moment_found, others)]
+        total = base + transient
+        framework = (0, 0) if self.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
+        items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
+        assert sum(item.bytes for item in items) == total + framework[1]
+        return Ledger(tuple(items), total, moment_found.name, base, framework)
+
+    def _staying(self) -> Iterator[Item]:
+        for state in self.states:
+            yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
+        if any(stage.layers for stage in self.partition.held(self.place["pp"])):
+            for table in position_tables(self.config, self.sequence, self.dtype):
+                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
+        tokens = self.sequence // self.layout.cp
+        shape = self.layout.micro_batches * self.rows, tokens
+        for name in ("batch.tokens", "batch.targets"):
+            yield Item("workspace", name, shape, "int64", 8 * shape[0] * shape[1], None, "start of step", "end of step")
+        if self.documents:
+            whole = shape[0], self.sequence
+            size = 8 * whole[0] * whole[1]
+            yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
+
+    # --- through the program
+
+    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[Moment, int]]:
+        """Every moment worth a look, and what there is beside it; `alive` says of what (category, name, stage)."""
+        s, rank = self.program.steps, self.place["pp"]
+        answers = answers_to(self.program, rank)
+        left = dict(self.passes)
+        at_once = self._followed_at_once()
+        leaving: dict[Value, int] = {}
+        now = 0
+
+        def change(category: str, name: str, stage: int, size: int) -> None:
+            nonlocal now
+            key = category, name, stage
+            alive[key] = alive.get(key, 0) + size
+            now += size
+            assert alive[key] >= 0, (key, size)
+            if not alive[key]:
+                del alive[key]
+
+        under_way: tuple[Flat, ...] = ()
+        for at in s.of_rank(rank):
+            kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
+            key = stage, int(s.replica[at]), int(s.micro_batch[at])
+            if kind not in COMPUTING:
+                value = carries(self.program, at)
+                if kind in ARRIVING:
+                    change("communication", "arriving", value[2], self._stream())
+                else:
+                    leaving[value] = self._stream()
+                continue
+            part = self.stage(stage, key in at_once)
+            what = reads(self.program, at)
+            for value in answers.get(at, ()):
+                change("communication", "made", value[2], -leaving.pop(value))
+            if what is not None:  # it becomes the stage's input, or the gradient that its moments count
+                here = self.program.placement[what[1]][what[2]] == rank
+                change("communication", "made" if here else "arriving", what[2], -self._stream())
+            kept = FOLLOWED if key in at_once else WAITING
+            if kind == Kind.FORWARD:
+                between = part.under_way(under_way, later=self.passes[stage] - left[stage] > 1)
+                for moment in part.forward():
+                    yield moment.beside(between), now
+                change("activations", kept, stage, part.kept)
+            else:
+                split = kind == Kind.INPUT_GRADIENT
+                if kind != Kind.WEIGHT_GRADIENT:
+                    left[stage] -= 1
+                    change("activations", kept, stage, -part.kept)
+                ways = Ways(self.passes[stage] - left[stage] > 1, left[stage] == 0, under_way)
+                for moment in (
+                    part.weight_gradients(ways) if kind == Kind.WEIGHT_GRADIENT else part.backward(split, ways)
+                ):
+                    yield moment, now
+                if kind != Kind.BACKWARD:
+                    change("activations", QUEUE, stage, part.queue if split else -part.queue)
+                if not split:
+                    under_way = tuple(part.residue(ways)) or under_way
+            makes = kind == Kind.FORWARD and stage < self.program.stages - 1
+            if makes or (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0):
+                change("communication", "made", stage, self._stream())
+
+    def stage(self, index: int, at_once: bool) -> StageMoments:
+        """A stage of this rank, for a forward that its backward follows at once or does not."""
+        if (index, at_once) not in self.stages:
+            self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
+        return self.stages[index, at_once]
+
+    def _stage(self, stage: Stage, at_once: bool) -> StageMoments:
+        def saved(layout: Layout) -> list[Saved]:
+            return saved_activations(
+                self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
+                parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
+            )  # fmt: skip
+
+        sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.documents, self.dtype, self.device)
+        flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
+        kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
+        return StageMoments(
+            sizes, stage, self.partition.units(stage), kept, whole, flats,
+            self.dtype, self.master, kept_buffers(self.flats), self.table.tied,
+        )  # fmt: skip
+
+    def _stream(self) -> int:
+        """Bytes of what passes between stages."""
+        sizes = next(iter(self.stages.values()), None) or self.stage(
+            self.partition.held(self.place["pp"])[0].index, False
+        )
+        return sizes.stream
+
+    def _followed_at_once(self) -> set[tuple[int, int, int]]:
+        """The forwards that are followed at once by their own backward (`parallel/step.py`)."""
+        s = self.program.steps
+        found: set[tuple[int, int, int]] = set()
+        before: tuple[int, int, int] | None = None
+        for at in s.of_rank(self.place["pp"]):
+            if s.kind[at] not in COMPUTING:
+                continue
+            key = int(s.stage[at]), int(s.replica[at]), int(s.micro_batch[at])
+            if s.kind[at] in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and key == before:
+                found.add(key)
+            before = key if s.kind[at] == Kind.FORWARD else None
+        return found
+
+    def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+        """What there is at a moment beside what stays."""
+        for (category, name, of), size in others.items():
+            if name in (WAITING, FOLLOWED):
+                part = self.stage(of, name == FOLLOWED)
+                count = size // part.kept
+                for each in part.saved:
+                    title = each.name if count == 1 else f"{each.name} x {count}"
+                    yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
+                continue
+            yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
+        stage = None if moment.part is None else moment.part.stage.index
+        for each in moment.saved():
+            yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
+        for extra in moment.extras:
+            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, moment.name, moment.name)

@@ -1,0 +1,125 @@
+"""What each rank does in the tests of the ledger: a few steps of training, of which the last is watched by PyTorch's
+record of its allocator."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import Documents
+from meshwright.model.parameters import parameter_table
+from meshwright.model.partition import Partition
+from meshwright.model.stage_times import program_for
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.step import ForwardBackward
+from meshwright.plan.ledger import Ledger, ledger
+from meshwright.recipe import TrainRecipe
+from meshwright.train.optimizer import Optimizer
+
+
+class Step(NamedTuple):
+    """A step to watch: `batch` rows over all ranks."""
+
+    config: ModelConfig
+    layout: str
+    batch: int = 4
+    sequence: int = 64
+    optimizer: str = "adamw"
+    momentum: float = 0.0
+    dtype: str = "float32"
+
+
+class Measured(NamedTuple):
+    """Bytes: at most in the step, before it, by kind of state; and what the ledger says."""
+
+    peak: int
+    before: int
+    states: dict[str, int]
+    predicted: Ledger
+    where: str
+
+
+def measure(step: Step) -> Measured:
+    """The third step of a run, of which the first two made what stays."""
+    torch.manual_seed(0)
+    gc.collect()
+    of_others = live_bytes()
+    layout, dtype = Layout.parse(step.layout), getattr(torch, step.dtype)
+    mesh, table = Mesh.create(layout), parameter_table(step.config)
+    program = program_for(layout, step.config, step.sequence)
+    partition = Partition.of(program, step.config, table, step.sequence)
+    model = Transformer(
+        step.config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute,
+        stages=partition.held(mesh.pp.rank),
+    )  # fmt: skip
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
+    train = TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3, optimizer=step.optimizer, momentum=step.momentum)
+    optimizer = Optimizer(parallel.shards, train)
+    passes = ForwardBackward(model, parallel, program)
+    rows = step.batch // (layout.dp * layout.micro_batches)
+    micro_batches: list[Any] = []
+    for _ in range(layout.micro_batches):
+        numbers = torch.randint(0, step.config.vocabulary, (rows, step.sequence + 1))
+        parts = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
+        micro_batches.append(part_of_rows(*parts, Documents(), mesh))
+    del numbers, parts
+
+    def once() -> None:
+        targets = count_targets((targets for _, targets, _ in micro_batches), mesh)
+        passes.train(micro_batches, targets)
+        optimizer.step(1e-3)
+        parallel.publish()
+        parallel.zero_gradients()
+
+    for _ in range(2):
+        once()
+    gc.collect()
+    before = live_bytes() - of_others
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        once()
+    peak, where = _highest(profile)
+    tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
+    states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
+    kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
+    predicted = ledger(
+        step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
+        rank=mesh.rank,
+    )  # fmt: skip
+    mesh.close()
+    return Measured(before + peak, before, states, predicted, where)
+
+
+def live_bytes() -> int:
+    """Memory of all tensors that there are, each storage once."""
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _highest(profile: Any) -> tuple[int, str]:
+    """The most bytes above the beginning, and the operators around that time."""
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    now = highest = 0
+    when = 0
+    for at, size in changes:
+        now += size
+        if now > highest:
+            highest, when = now, at
+    around = [
+        each
+        for each in events
+        if each.name() != "[memory]" and each.start_ns() <= when <= each.start_ns() + each.duration_ns()
+    ]
+    return highest, " > ".join(each.name() for each in around)

@@ -1,0 +1,105 @@
+"""The ledger's states are those of the engine exactly, and its peak is that of PyTorch's allocator within a percent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.parallel import buffers
+from meshwright.plan import moments, states
+from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
+from meshwright.train import optimizer
+from tests.plan.ledger_cases import Measured, Step, measure
+
+LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
+SMALL = 20_000
+"""Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
+
+
+def check_states(found: Measured) -> None:
+    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
+    for item in found.predicted.items:
+        kind = item.name.rpartition(".")[2]
+        if item.name.startswith("gradient_buffer."):
+            said["gradient_buffers"] += item.bytes
+        elif item.first == "start" and item.category in ("parameters", "gradients"):
+            said[item.category] += item.bytes
+        elif item.category == "optimizer":
+            said["masters" if kind == "master" else "optimizer"] += item.bytes
+    assert said == found.states
+    assert abs(found.predicted.between_steps - found.before) < SMALL
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(LLAMA, "dp1", 4, 128), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16"), Step(LLAMA, "ac:full", 4, 128),
+        Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
+    ],
+    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer}",
+)  # fmt: skip
+def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
+    found = measure(step)
+    check_states(found)
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
+
+
+def test_ranks_hold_what_was_said() -> None:
+    with LocalRanks(4) as ranks:
+        for step in (Step(LLAMA, "dp4 zero1", 8, 128, dtype="bfloat16"),):
+            for found in ranks.run(measure, step):
+                check_states(found)
+                assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (step, found.where)
+
+
+def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
+    assert states.REDUCTIONS_IN_FLIGHT == buffers.REDUCTIONS_IN_FLIGHT
+    assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
+    assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
+    from meshwright.model import loss, tiled_attention
+
+    assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
+    assert (moments.TILE_QUERIES, moments.TILE_SCORES) == (tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES)
+
+
+def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:
+    return ledger(preset("llama-3-8b"), Layout.parse(layout), batch=batch, sequence=4096, rank=rank, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp8 zero3 mb2 bf16", "tp8 bf16", "pp8:zb-h1 mb16 bf16", "tp2 pp4 mb8 ac:full bf16"]
+)
+def test_the_items_are_the_peak(layout: str) -> None:
+    found = of(layout)
+    by_category = found.by_category()
+    assert list(by_category) == list(CATEGORIES)
+    assert sum(by_category.values()) == found.peak_bytes + by_category["framework"]
+
+
+def test_the_first_stage_of_1f1b_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1: at most p, stage i at most p - i."""
+    kept = []
+    for rank in range(4):
+        items = of("pp4 mb16 bf16", rank=rank).items
+        inputs = [item for item in items if item.name.split(" x ")[0].endswith("attention.qkv.input")]
+        layers = {item.name.split(" x ")[0] for item in inputs}
+        one = 64 // 16 * 4096 * 4096 * 2
+        kept.append(sum(item.bytes for item in inputs) / one / len(layers))
+    assert kept == [4, 3, 2, 1]
+
+
+def test_zero_makes_a_rank_hold_less() -> None:
+    peaks = [of(f"dp8 zero{zero} mb2 ac:full bf16").peak_bytes for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match='unknown optimizer "adamq"; did you mean "adam"'):
+        ledger(LLAMA, Layout(), batch=1, sequence=8, optimizer="adamq")
+    with pytest.raises(UserError, match='unknown engine "mesh"'):
+        ledger(LLAMA, Layout(), batch=1, sequence=8, engine="mesh")
