@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -328,6 +330,20 @@ def test_a_parameter_without_part_in_the_loss_gets_zero():
     parallel.finish()
     rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}
+
+
+def test_nothing_keeps_what_nobody_trains_any_more():
+    """Memory, and on a mesh the connections of its groups."""
+    model = Transformer(LLAMA)
+    parallel = DataParallel(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
+    parallel.begin_step(1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    parallel.backward(model(tokens, tokens, units=parallel))
+    parallel.finish()
+    left = [weakref.ref(parallel), weakref.ref(parallel.gradients), weakref.ref(parallel.shards[0].gradient)]
+    del model, parallel, tokens
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 def test_the_norm_of_millions_keeps_its_digits():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -46,8 +48,16 @@ class GradientSums:
         self._place = {
             parameter: (name, index) for name, bound in parameters.items() for index, parameter in enumerate(bound)
         }
+        # PyTorch keeps hooks where Python's garbage collector does not look: a strong reference would never be freed.
+        take = WeakMethod(self._take)
+
+        def taken(parameter: torch.Tensor) -> None:
+            found = take()
+            assert found is not None, "a backward pass through a model whose gradients nobody sums any more"
+            found(parameter)
+
         for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.register_post_accumulate_grad_hook(taken)
         self._in_flight: deque[_Reduction] = deque()
         self.begin({})
 
@@ -146,7 +156,7 @@ class GradientSums:
         if not running.missing[name]:
             self._advance(running)
 
-    def _take(self, parameter: nn.Parameter) -> None:
+    def _take(self, parameter: Any) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:  # else it came or comes another way (model/weight_gradients.py)
             self.collect(parameter, gradient)
