@@ -222,6 +222,11 @@ def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
     assert any(layout.zero == 3 for layout in MIXTURES)
 
 
+def test_mixtures_that_nothing_balances_have_stages_too():
+    config = dataclasses.replace(preset("mixtral-8x7b-v0.1"), router_loss=0.0)
+    assert verify("pp2 mb2", model=config)["passed"]
+
+
 def test_the_page_lists_every_call_site(repository: Path):
     """Those of layouts that have each axis once, which `plan/traffic.py` knows to the byte."""
     made = set()

@@ -114,7 +114,8 @@ class StageCompute:
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
-        if balance is not None:  # of this stage's mixtures, in the sum of token losses
+        # What this stage's mixtures add to the sum of token losses; nothing, where no loss and no bias balances them.
+        if balance is not None and balance.requires_grad:
             roots.append(balance)
             gradients.append(torch.full_like(balance, 1 / self._targets))
         torch.autograd.backward(roots, gradients)
