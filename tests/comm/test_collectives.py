@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh, axis_of
+from meshwright.comm.mesh import Mesh, axis_of, calls_under_way
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
 
@@ -339,6 +340,25 @@ def test_on_one_device_calls_copy_nothing():
     collectives.barrier(mesh.world, "test")
     assert mesh.record.table() == []
     assert not dist.is_initialized()
+
+
+def nobody_waits(world_size: int) -> tuple[float, int]:
+    """A call that is posted, and whose handle is dropped while its messages are still on their way."""
+    mesh = Mesh.create(Layout(dp=world_size))
+    for _ in range(3):
+        whole = torch.zeros(world_size * 300_000)
+        time.sleep(0.05 * mesh.rank)  # the first has posted its receives long before anything arrives
+        collectives.all_gather(whole, torch.ones(300_000), mesh.data, "test.gather", async_op=True)
+        del whole
+    mesh.close()
+    total = torch.ones(300_000)
+    collectives.all_reduce(total, Mesh.create(Layout(dp=world_size)).data, "test.sum")
+    return float(total.mean()), len(calls_under_way)
+
+
+def test_a_call_that_nobody_waits_for_does_not_stand_in_the_way_of_the_next():
+    with LocalRanks(3, timeout=30.0) as own:
+        assert own.run(nobody_waits, 3) == [(3.0, 0)] * 3
 
 
 def test_a_call_that_failed_fails_whenever_it_is_waited_for():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from meshwright.comm import transport
 from meshwright.comm.call_ring import process_calls
 from meshwright.comm.faults import Fault
-from meshwright.comm.mesh import Axis, Communicator
+from meshwright.comm.mesh import Axis, Communicator, calls_under_way
 from meshwright.comm.transport import Message
 from meshwright.errors import RankLost
 
@@ -57,6 +58,7 @@ class Handle:
             raise self._error
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
+        calls_under_way.pop(self, None)
         begun = time.perf_counter()
         if works and self._communicator is not None:
             self._communicator.calls.wait(self._call)
@@ -74,6 +76,17 @@ class Handle:
             self._communicator.waited_seconds += time.perf_counter() - begun
         for finish in finishers:
             finish()
+
+    def settle(self, seconds: float) -> None:
+        """Let the transfers come through, for nobody: of a call whose result is not wanted any more. What is lost then,
+        nobody misses."""
+        works, self._works, self._finishers = self._works, (), []
+        calls_under_way.pop(self, None)
+        with suppress(RuntimeError, RankLost):
+            for work in works:
+                work.wait() if self._timeout is None else work.wait(timedelta(seconds=seconds))
+            if works and self._communicator is not None:
+                self._communicator.calls.done(self._call)
 
 
 DONE = Handle()
@@ -226,6 +239,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
             handle.then(m.tensor.zero_)
         elif fault is not None:
             handle.then(partial(communicator.faults.spoil_result, fault, m.tensor))
+        calls_under_way[handle] = communicator
         handles.append(handle)
     return handles
 
@@ -390,6 +404,8 @@ def _run(
     handle = Handle(works, call, _timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
-    if not async_op:
+    if async_op:
+        calls_under_way[handle] = axis.communicator
+    else:
         handle.wait()
     return handle

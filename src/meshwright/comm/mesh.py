@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,20 @@ from meshwright.layout import Layout
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
 EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
 """What the axes of experts are where these are spread like all else."""
+
+
+class UnderWay(Protocol):
+    """A call that was posted and that nobody has waited for yet."""
+
+    def settle(self, seconds: float) -> None: ...
+
+
+calls_under_way: dict[UnderWay, Communicator] = {}
+"""They are held here until they are waited for, though their caller may have dropped them: a transfer whose buffer is
+freed before it is through stands in its connection for good, and with it every later message from that rank."""
+
+SETTLING_SECONDS = 10.0
+"""How long the end of a mesh waits for such calls; ranks that end well all made them."""
 
 
 class Communicator:
@@ -242,7 +256,10 @@ class Mesh:
         self.faults.plant(fault, other)
 
     def close(self) -> None:
-        """Give the connections of this mesh's own groups back (those of the world stay). Every rank calls it."""
+        """Give the connections of this mesh's own groups back (those of the world stay), once what is under way on them
+        is through. Every rank calls it."""
+        for call in [call for call, whose in calls_under_way.items() if whose is self.communicator]:
+            call.settle(SETTLING_SECONDS)
         self.communicator.programs.close()
         for key, axes in list(_axes.items()):  # what holds a group keeps its connections and threads
             axes[:] = [axis for axis in axes if axis.communicator is not self.communicator]
