@@ -182,8 +182,9 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
             except UserError as error:
                 return str(error)
 
+        stores = clients(name)  # kept to the end: the first one's is the server
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(agreed, range(2), clients(name)))
+            return list(pool.map(agreed, range(2), stores))
 
     monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS))
     assert both("two") == ["cuda:0", "cuda:1"]
