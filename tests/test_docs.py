@@ -408,3 +408,12 @@ def test_a_run_leaves_what_the_documentation_says(
 
     [files] = [rows for header, rows in tables(training) if header[0] == "file"]
     assert {path.name for path in directory.path.iterdir()} - {".lock"} <= {row[0].strip("`/") for row in files}
+
+
+def test_the_page_of_all_layouts_says_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    layouts_page = importlib.import_module("layouts_page")
+    result = json.loads((REPOSITORY / "bench" / "results" / "layouts.json").read_text())
+    assert layouts_page.PAGE.read_text() == layouts_page.page(result)
+    run = [line for lines in result["tables"].values() for line in lines if "refused" not in line]
+    assert len(run) >= 200 and all(line["relative_error"] <= result["tolerance"] for line in run)
