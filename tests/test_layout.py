@@ -246,6 +246,7 @@ def test_the_groups_of_every_axis_partition_the_ranks(layout: Layout, axis: str)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     assert len({len(group) for group in groups}) == 1
     assert all(list(group) == sorted(group) for group in groups)
+    assert {len(group) for group in layout.groups(axis)} == {layout.group_size(axis)}
 
 
 @given(layouts())

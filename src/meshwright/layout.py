@@ -282,6 +282,21 @@ class Layout:
             return [members for group in blocks for members in zip(*group, strict=True)]
         raise ValueError(unknown("group", axis, GROUPS))
 
+    def group_size(self, axis: str) -> int:
+        """Ranks in a group of an axis (as `groups` names them), without making the groups."""
+        if axis in (*AXES, "ep", "etp"):
+            return int(getattr(self, axis))
+        if axis == "world":
+            return self.world_size
+        if axis in ("data", "shard", "replica"):
+            data = self.cp * self.dp
+            shard = self.hybrid or data
+            return {"data": data, "shard": shard, "replica": data // shard}[axis]
+        experts = self.ep * self.etp
+        data = self.tp * self.cp * self.dp // experts
+        shard = max(1, self.hybrid * self.tp // experts) if self.hybrid else data
+        return {"expert_data": data, "expert_shard": shard, "expert_replica": data // shard}[axis]
+
     def _together(self, *axes: str) -> list[tuple[int, ...]]:
         """Groups of the ranks that agree on every coordinate except `axes`."""
         groups: dict[tuple[int, ...], list[int]] = {}

@@ -64,7 +64,7 @@ def named_programs(
     Raises UserError in one line that starts with `where` of the key, such as `collectives.all_reduce`.
     """
     found: dict[tuple[str, str], Named] = {}
-    sizes = {axis: len(layout.groups(axis)[0]) for axis in AXES}
+    sizes = {axis: layout.group_size(axis) for axis in AXES}
     for key, operation in OPERATIONS.items():
         value = getattr(collectives, key)
         if value == "native":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
 
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable
@@ -29,6 +32,7 @@ def whole_model(config: ModelConfig) -> Stage:
     return Stage(0, range(config.layers), first=True, last=True)
 
 
+@lru_cache(maxsize=1024)
 def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
     """The model cut into `count` stages, none without a layer.
 
@@ -58,29 +62,26 @@ def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
 
 def _cut(costs: list[float], count: int) -> list[int]:
     """Where each of `count` runs of the costs ends."""
-    sums = [0.0, *accumulate(costs)]
     size = len(costs)
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    # One run of the layers [start, end): what it costs, by [end, start]; nothing is no run.
+    cost = np.where(np.tri(size + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], math.inf)
 
-    def best(limit: float, worth: bool) -> list[list[tuple[float, int]]]:
-        """table[k][i]: for the first i costs in k runs of at most `limit`, the smallest maximum (or, if `worth`, sum of
-        squares) and where the last run starts."""
-        table = [[(math.inf, 0)] * (size + 1) for _ in range(count + 1)]
-        table[0][0] = (0.0, 0)
-        for k in range(1, count + 1):
-            for i in range(k, size + 1):
-                for start in range(k - 1, i):  # of equal ones the first, whose last run is the longest
-                    before, cost = table[k - 1][start][0], sums[i] - sums[start]
-                    if cost > limit:
-                        continue
-                    value = before + cost * cost if worth else max(before, cost)
-                    if value < table[k][i][0] * (1 - 1e-12):
-                        table[k][i] = (value, start)
-        return table
+    def best(limit: float, worth: bool) -> tuple[float, list[np.ndarray]]:
+        """For all costs in `count` runs of at most `limit` the smallest maximum (or, if `worth`, sum of squares); and
+        for each number of runs and each end where the last run starts."""
+        one = np.where(cost <= limit, cost, math.inf)
+        value, starts = np.where(np.arange(size + 1) == 0, 0.0, math.inf), []
+        for _ in range(count):
+            table = value[None, :] + one * one if worth else np.maximum(value[None, :], one)
+            least = table.min(axis=1)
+            starts.append((table <= least[:, None] * (1 + 1e-12)).argmax(axis=1))  # of equal ones the longest last run
+            value = least
+        return float(value[size]), starts
 
-    least = best(math.inf, worth=False)[count][size][0]
-    table = best(least * (1 + 1e-9), worth=True)
-    ends, end = [size], size
-    for k in range(count, 1, -1):
-        end = table[k][end][1]
-        ends.append(end)
+    least, _ = best(math.inf, worth=False)
+    _, starts = best(least * (1 + 1e-9), worth=True)
+    ends = [size]
+    for k in range(count - 1, 0, -1):
+        ends.append(int(starts[k][ends[-1]]))
     return ends[::-1]

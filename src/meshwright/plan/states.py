@@ -81,7 +81,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 def shard_count(layout: Layout, part: Part) -> int:
     """Over how many ranks ZeRO shards a part."""
-    return len(layout.groups(AXES_OF[part][1])[0])
+    return layout.group_size(AXES_OF[part][1])
 
 
 def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:

@@ -27,6 +27,13 @@ class Columns:
             np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
         )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, column.name).tobytes() for column in fields(self)))
+
     @cached_property
     def group_index(self) -> Integers:
         """Number of each step's group among all groups of all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from meshwright.program.dataflow import Dataflow
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.order import Integers
 from meshwright.program.pipeline import Component, Kind, PipelineProgram
-from meshwright.program.progress import run, waits
+from meshwright.program.progress import Waits, run, waits
 
 __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 
@@ -134,8 +134,7 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     that and more). Raises ProgramError for a program that cannot go on, with what it waits for; UserError for lists of
     durations of a wrong length and for durations that add up to infinity.
     """
-    flow, s = Dataflow(program), program.steps
-    wait = waits(flow)
+    (flow, wait), s = _prepared(program), program.steps
     transfer = durations.table("transfer", program)
     delay = transfer[s.replica[wait.maker], wait.boundary]
     group_start, group_end, order = run(program, wait, _group_durations(program, durations), delay)
@@ -146,6 +145,13 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
         end[wait.leaves] = start[wait.leaves] + delay
         end[wait.arrives] = np.maximum(start[wait.arrives], end[wait.leaves])
     return PipelineTiming(program, start, end, np.array(order, np.int64), flow)
+
+
+@lru_cache(maxsize=16)
+def _prepared(program: PipelineProgram) -> tuple[Dataflow, Waits]:
+    """What a program's simulations have in common."""
+    flow = Dataflow(program)
+    return flow, waits(flow)
 
 
 def _group_durations(program: PipelineProgram, durations: Durations) -> Floats:

@@ -110,7 +110,7 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
     return program
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _generated(
     name: str,
     ranks: int,
