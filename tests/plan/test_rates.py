@@ -14,7 +14,7 @@ from meshwright.plan.cluster import Cluster, Link
 from meshwright.plan.devices import find_device
 from meshwright.plan.engines import ENGINES
 from meshwright.plan.operations import Operation
-from meshwright.plan.rates import Group, Rates, attention_kernel, collective_seconds, constants, pair_bandwidth
+from meshwright.plan.rates import Collectives, Group, Rates, attention_kernel, constants, pair_bandwidth
 
 
 def of(name: str, devices: int = 8, across: float = 25e9) -> Cluster:
@@ -55,7 +55,7 @@ def test_large_all_reduces_inside_a_node_are_told_within_a_fifth(shared_data: Pa
             if row["collective"] == "all_reduce" and row["nodes"] == "1" and size >= 1e6 and "pairwise" not in where:
                 cluster = of("h100-sxm" if "H100" in where else "a100-80")
                 ranks = int(row["ranks"])
-                told = collective_seconds(cluster, "all-reduce", Group(ranks, ranks), size)
+                told = Collectives(cluster).seconds("all-reduce", Group(ranks, ranks), size)
                 errors[where, ranks].append(abs(told / float(row["time_us"]) / 1e-6 - 1))
     assert len(errors) == 4
     assert all(statistics.mean(found) < 0.2 for found in errors.values())
@@ -65,7 +65,7 @@ def test_four_nodes_of_b200_reach_what_was_read_of_their_network():
     """stas00/ml-engineering: 16 MiB reach an eighth of the network, 1 GiB seven tenths, both within a factor of 1.5."""
     cluster = of("b200", 32, across=50e9)
     for size, share in ((2**24, 0.125), (2**30, 0.70)):
-        seconds = collective_seconds(cluster, "all-reduce", Group(32, 8), size)
+        seconds = Collectives(cluster).seconds("all-reduce", Group(32, 8), size)
         reached = 2 * 31 / 32 * size / seconds / (8 * 50e9)
         assert share / 1.5 < reached < share * 1.5
 
@@ -91,19 +91,19 @@ def test_a_small_product_takes_what_starting_it_takes_and_a_thin_one_what_memory
 def test_links_decide_which_way_is_slow():
     inside, across, spread = Group(8, 8), Group(8, 4), Group(8, 1)
     cluster = of("a100-80", 16)
-    times = [collective_seconds(cluster, "all-reduce", group, 1e8) for group in (inside, across, spread)]
+    times = [Collectives(cluster).seconds("all-reduce", group, 1e8) for group in (inside, across, spread)]
     assert times == sorted(times)
-    assert collective_seconds(cluster, "all-reduce", Group(1, 1), 1e8) == 0.0
+    assert Collectives(cluster).seconds("all-reduce", Group(1, 1), 1e8) == 0.0
     # A node's ranks cross its border over all their links at once.
-    gathered = collective_seconds(cluster, "all-gather", Group(16, 8), 1e9)
+    gathered = Collectives(cluster).seconds("all-gather", Group(16, 8), 1e9)
     assert gathered > 15 / 16 * 1e9 / (8 * 25e9)
     assert pair_bandwidth(of("mi300x")) < pair_bandwidth(of("h100-sxm"))  # every pair has wires of its own there
 
 
 def test_a_gather_takes_half_an_all_reduce_in_rings():
     cluster = of("a100-80")
-    both = collective_seconds(cluster, "all-gather", Group(8, 8), 1e9) * 2
-    assert collective_seconds(cluster, "all-reduce", Group(8, 8), 1e9) == pytest.approx(both, rel=0.05)
+    both = Collectives(cluster).seconds("all-gather", Group(8, 8), 1e9) * 2
+    assert Collectives(cluster).seconds("all-reduce", Group(8, 8), 1e9) == pytest.approx(both, rel=0.05)
 
 
 def test_a_switch_that_reduces_helps_all_reduce_alone_and_from_five_ranks_on():
@@ -111,7 +111,7 @@ def test_a_switch_that_reduces_helps_all_reduce_alone_and_from_five_ranks_on():
 
     def bus(operation: str, ranks: int) -> float:
         wire = 4e9 * (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
-        return wire / collective_seconds(h100, operation, Group(ranks, ranks), 4e9)  # type: ignore[arg-type]
+        return wire / Collectives(h100).seconds(operation, Group(ranks, ranks), 4e9)  # type: ignore[arg-type]
 
     assert bus("all-reduce", 8) > 1.2 * bus("all-gather", 8)
     assert bus("all-reduce", 4) == pytest.approx(bus("all-gather", 4), rel=0.1)

@@ -17,7 +17,7 @@ from meshwright.model.stages import Stage, stages_of, whole_model
 from meshwright.plan.communication import calls, group_of, held
 from meshwright.plan.engines import ENGINES
 from meshwright.plan.operations import operations
-from meshwright.plan.rates import Group, Rates
+from meshwright.plan.rates import Collectives, Group, Rates
 from meshwright.plan.step_time import PARTS, StepTime, step_time
 from tests.plan.test_rates import of
 
@@ -87,7 +87,7 @@ def test_layers_take_what_was_measured(shared_data: Path):
     config = dataclasses.replace(config, intermediate=24576, layers=3)
     cluster, megatron = of("a100-80"), ENGINES["megatron"]
     rates, stage = Rates.of(cluster, "fp16"), Stage(1, range(1, 2), first=False, last=False)
-    seen = 0
+    seen, collectives = 0, Collectives(cluster)
     with (shared_data / "measured" / "training_runs.csv").open() as file:
         for row in csv.DictReader(file):
             if not row["metric"].startswith("layer_"):
@@ -99,7 +99,7 @@ def test_layers_take_what_was_measured(shared_data: Path):
             for one in operations(config, layout, 4, 2048, stage, megatron):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
             for call in calls(config, layout, 4, 2048, stage, megatron, cluster):
-                seconds += call.seconds(cluster) * ((call.phase == "forward") == forward and call.beside is None)
+                seconds += call.seconds(collectives) * ((call.phase == "forward") == forward and call.beside is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row
             seen += 1
     assert seen == 10

@@ -65,6 +65,11 @@ class Cluster:
         return peak
 
     @property
+    def kind(self) -> str:
+        """What torch calls its devices: "cpu" where `meshwright probe` has measured processors, else "cuda"."""
+        return "cpu" if self.measured is not None and self.measured.backend == "gloo" else "cuda"
+
+    @property
     def nodes(self) -> int:
         return self.devices // self.devices_per_node
 

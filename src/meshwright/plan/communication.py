@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -16,11 +16,10 @@ from meshwright.model.stages import Stage
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.engines import Engine
 from meshwright.plan.operations import Phase
-from meshwright.plan.rates import Collective, Group, collective_seconds
+from meshwright.plan.rates import Collective, Collectives, Group
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """So many collectives of one micro-batch. axis: tensor, context or expert. size: bytes, as `collective_seconds`
     takes them. beside: what runs at the same time: attention of the same layer, or weight gradients."""
 
@@ -29,27 +28,22 @@ class Call:
     operation: Collective
     group: Group
     size: float
-    count: float
+    count: float  # type: ignore[assignment]  # not what tuples call so
     beside: Literal["attention", "weight"] | None = None
 
-    def seconds(self, cluster: Cluster) -> float:
-        return self.count * collective_seconds(cluster, self.operation, self.group, self.size)
+    def seconds(self, collectives: Collectives) -> float:
+        return self.count * collectives.seconds(self.operation, self.group, self.size)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
     """The ranks of a group of an axis, and how many of them share a node. Ranks follow each other, inner to outer: tp,
-    cp, dp, pp; etp, ep and what is left inside a stage. Axes as in `Layout.groups`; `shard` and `replica` too."""
-    data, experts = layout.cp * layout.dp, layout.ep * layout.etp
-    ranks, stride = {
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, layout.tp),
-        "data": (data, layout.tp),
-        "shard": (layout.hybrid or data, layout.tp),
-        "replica": (data // (layout.hybrid or data), layout.tp * (layout.hybrid or data)),
-        "etp": (layout.etp, 1),
-        "ep": (layout.ep, layout.etp),
-        "expert_data": (layout.tp * data // experts, experts),
-    }[axis]
+    cp, dp, pp; etp, ep and what is left inside a stage. Axes as in `Layout.groups`."""
+    experts, ranks = layout.ep * layout.etp, layout.group_size(axis)
+    stride = {
+        "tp": 1, "cp": layout.tp, "data": layout.tp, "shard": layout.tp,
+        "replica": layout.tp * layout.group_size("shard"), "etp": 1, "ep": layout.etp, "expert_data": experts,
+        "expert_shard": experts, "expert_replica": experts * layout.group_size("expert_shard"),
+    }[axis]  # fmt: skip
     return Group(ranks, max(1, min(ranks, cluster.devices_per_node // stride)))
 
 

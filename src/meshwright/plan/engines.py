@@ -35,6 +35,8 @@ class Engine:
     overlaps_tensor: whether the sums of input gradients over tp run beside the weight gradients of the same product.
     scatters: ranks of tp each send their part of what goes to the next stage and gather it there (arXiv:2104.04473,
         section 4.1), though they hold the same.
+    axes, schedules, zero: beside data parallelism what a search may choose from: axes of the layout, pipelines, levels
+        of ZeRO.
     """
 
     name: str
@@ -51,6 +53,9 @@ class Engine:
     overlaps_data: bool = True
     overlaps_tensor: bool = False
     scatters: bool = False
+    axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    zero: tuple[int, ...] = (0, 1)
 
     def compiled(self) -> Engine:
         """The same with its blocks compiled (torch.compile)."""
@@ -71,6 +76,8 @@ ENGINES: dict[str, Engine] = {
             "src/meshwright/model: layers.py, attention.py, loss.py, recompute.py",
             selective="elementwise",
             loss_bytes=64.0,  # loss.py, _statistics and _to_gradient_, kernel by kernel
+            schedules=("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
+            zero=(0, 1, 2, 3),
         ),
         Engine(
             "megatron",
@@ -113,6 +120,7 @@ ENGINES: dict[str, Engine] = {
             overlaps_data=False,
             overlaps_tensor=True,
             scatters=True,
+            schedules=("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
         ),
         Engine(
             "megatron-deepspeed",
@@ -124,6 +132,7 @@ ENGINES: dict[str, Engine] = {
             stops_early=False,
             loss_bytes=60.0,
             overlaps_data=False,
+            axes=("tp", "pp"),
         ),
         Engine(
             "torchtitan",
@@ -131,6 +140,8 @@ ENGINES: dict[str, Engine] = {
             "(arXiv:2410.06511)",
             loss_bytes=_TORCH_LOSS,
             accumulates="copied",
+            schedules=("1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"),
+            zero=(0, 3),
         ),
         Engine(
             "llm-foundry",
@@ -141,6 +152,8 @@ ENGINES: dict[str, Engine] = {
             loss_bytes=_TORCH_LOSS,
             gradient_bytes=2,
             accumulates="copied",
+            axes=(),
+            zero=(0, 3),
         ),
         Engine(
             "nanotron",
@@ -155,6 +168,8 @@ ENGINES: dict[str, Engine] = {
             loss_bytes=_TORCH_LOSS,
             gradient_bytes=2,
             accumulates="copied",
+            axes=(),
+            zero=(0, 1, 2, 3),
         ),
     )
 }

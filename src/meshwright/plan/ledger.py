@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -111,6 +112,17 @@ def ledger(
     return step.ledger()
 
 
+@lru_cache(maxsize=16)
+def _table(config: ModelConfig) -> ParameterTable:
+    return parameter_table(config)
+
+
+@lru_cache(maxsize=16)
+def _complete(program: PipelineProgram) -> PipelineProgram:
+    """With its messages, once for all ranks."""
+    return with_transfers(program)
+
+
 class _Step:
     """One rank's step, from the first thing to the last."""
 
@@ -132,13 +144,14 @@ class _Step:
         self.master = "float64" if dtype == "float64" else "float32"
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
-        self.table: ParameterTable = parameter_table(config)
-        self.program: PipelineProgram = with_transfers(program_for(layout, config, sequence))
+        self.table = _table(config)
+        self.program = _complete(program_for(layout, config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_at(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
+        self._moments_of: dict[tuple[int, int, Ways | None], Moment] = {}
         self.passes = Counter(
             int(self.program.steps.stage[at])
             for at in self.program.steps.of_rank(self.place["pp"])
@@ -182,8 +195,9 @@ class _Step:
     # --- through the program
 
     def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[Moment, int]]:
-        """Every moment worth a look, and what there is beside it; `alive` says of what (category, name, stage)."""
-        s, rank = self.program.steps, self.place["pp"]
+        """The highest moment of every step, and what there is beside it; `alive` says of what (category, name,
+        stage)."""
+        rank = self.place["pp"]
         answers = answers_to(self.program, rank)
         left = dict(self.passes)
         at_once = self._followed_at_once()
@@ -200,9 +214,8 @@ class _Step:
                 del alive[key]
 
         under_way: tuple[Flat, ...] = ()
-        for at in s.of_rank(rank):
-            kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
-            key = stage, int(s.replica[at]), int(s.micro_batch[at])
+        for at, kind, *place in self._steps():
+            stage, key = place[0], (place[0], place[1], place[2])
             if kind not in COMPUTING:
                 value = carries(self.program, at)
                 if kind in ARRIVING:
@@ -220,8 +233,7 @@ class _Step:
             kept = FOLLOWED if key in at_once else WAITING
             if kind == Kind.FORWARD:
                 between = part.under_way(under_way, later=self.passes[stage] - left[stage] > 1)
-                for moment in part.forward():
-                    yield moment.beside(between), now
+                yield self._highest(part, kind).beside(between), now
                 change("activations", kept, stage, part.kept)
             else:
                 split = kind == Kind.INPUT_GRADIENT
@@ -229,10 +241,7 @@ class _Step:
                     left[stage] -= 1
                     change("activations", kept, stage, -part.kept)
                 ways = Ways(self.passes[stage] - left[stage] > 1, left[stage] == 0, under_way)
-                for moment in (
-                    part.weight_gradients(ways) if kind == Kind.WEIGHT_GRADIENT else part.backward(split, ways)
-                ):
-                    yield moment, now
+                yield self._highest(part, kind, ways), now
                 if kind != Kind.BACKWARD:
                     change("activations", QUEUE, stage, part.queue if split else -part.queue)
                 if not split:
@@ -240,6 +249,19 @@ class _Step:
             makes = kind == Kind.FORWARD and stage < self.program.stages - 1
             if makes or (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0):
                 change("communication", "made", stage, self._stream())
+
+    def _highest(self, part: StageMoments, kind: int, ways: Ways | None = None) -> Moment:
+        """The first of a step's highest moments: they are the same for every micro-batch."""
+        key = id(part), kind, ways
+        if key not in self._moments_of:
+            if ways is None:
+                moments = part.forward()
+            elif kind == Kind.WEIGHT_GRADIENT:
+                moments = part.weight_gradients(ways)
+            else:
+                moments = part.backward(kind == Kind.INPUT_GRADIENT, ways)
+            self._moments_of[key] = max(moments, key=lambda moment: moment.bytes)
+        return self._moments_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
         """A stage of this rank, for a forward that its backward follows at once or does not."""
@@ -271,17 +293,22 @@ class _Step:
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
         """The forwards that are followed at once by their own backward (`parallel/step.py`)."""
-        s = self.program.steps
         found: set[tuple[int, int, int]] = set()
         before: tuple[int, int, int] | None = None
-        for at in s.of_rank(self.place["pp"]):
-            if s.kind[at] not in COMPUTING:
+        for _, kind, *key in self._steps():
+            if kind not in COMPUTING:
                 continue
-            key = int(s.stage[at]), int(s.replica[at]), int(s.micro_batch[at])
-            if s.kind[at] in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and key == before:
-                found.add(key)
-            before = key if s.kind[at] == Kind.FORWARD else None
+            now = key[0], key[1], key[2]
+            if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and now == before:
+                found.add(now)
+            before = now if kind == Kind.FORWARD else None
         return found
+
+    def _steps(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each of this rank's steps its number, kind, stage, replica and micro-batch."""
+        s, own = self.program.steps, self.program.steps.of_rank(self.place["pp"])
+        columns = (column[own.start : own.stop].tolist() for column in (s.kind, s.stage, s.replica, s.micro_batch))
+        return list(zip(own, *columns, strict=True))
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
         """What there is at a moment beside what stays."""

@@ -69,6 +69,29 @@ class Moment:
         return [] if self.part is None else self.part.saved_at(self.place, self.back)
 
 
+def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int) -> int:
+    """What the weight gradients of a layer need: inputs of its products and gradients of their results. whole: what is
+    kept where nothing is computed again; x: bytes of an element."""
+    config, layout = at.config, at.layout
+    names = ("qkv.input", "output.input", "up.input", "down.input")
+    found = 0
+    for each in whole:
+        if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
+            found += each.bytes
+    hidden, tokens = config.hidden, at.rows * at.tokens
+    found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
+    if config.has_experts(layer):
+        width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
+        rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
+        found += rows * (hidden + 2 * width) * x
+        if config.shared_intermediate:
+            found += tokens * (hidden + 2 * config.shared_intermediate // layout.tp) * x
+    else:
+        width = config.intermediate // layout.tp * (2 if config.gated else 1)
+        found += tokens * (hidden + width) * x
+    return found
+
+
 class StageMoments:
     """A stage on one rank.
 
@@ -292,25 +315,8 @@ class StageMoments:
         yield Extra("workspace", "tiles of attention", count * per_head * heads * rows * self.wide)
 
     def queued(self, unit: str) -> int:
-        """What the weight gradients of a layer need: inputs of its products and gradients of their results."""
-        at, config, layout = self.at, self.at.config, self.at.layout
-        names = ("qkv.input", "output.input", "up.input", "down.input")
-        found = 0
-        for each in self.whole:
-            if each.name.startswith(f"{unit}.") and each.name.endswith(names):
-                found += each.bytes
-        hidden, tokens = config.hidden, self.tokens
-        found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * self.x
-        if config.has_experts(int(unit.split(".")[1])):
-            width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
-            rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
-            found += rows * (hidden + 2 * width) * self.x
-            if config.shared_intermediate:
-                found += tokens * (hidden + 2 * config.shared_intermediate // layout.tp) * self.x
-        else:
-            width = config.intermediate // layout.tp * (2 if config.gated else 1)
-            found += tokens * (hidden + width) * self.x
-        return found
+        """What the weight gradients of a layer need."""
+        return queued_bytes(self.at, self.whole, int(unit.split(".")[1]), self.x)
 
     # --- what ZeRO adds
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.model.chunks import keeps_head_gradient
@@ -30,8 +29,7 @@ FLASH_BACKWARD = 2.5
 et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One kernel-sized piece of work of one micro-batch on one rank; all numbers are of one, of which there are
     `count`.
 
@@ -46,7 +44,7 @@ class Operation:
     flops: float
     bytes: float
     shape: tuple[float, float, float] | None = None
-    count: float = 1.0
+    count: float = 1.0  # type: ignore[assignment]  # not what tuples call so
 
 
 def operations(

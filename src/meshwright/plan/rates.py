@@ -10,14 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, Link
 from meshwright.plan.engines import AttentionKernel, Engine
 from meshwright.plan.operations import Operation
+from meshwright.program.durations import Floats
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
 
@@ -79,8 +83,7 @@ class Rates:
         return one.count * (self.memory_launch + moving)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Ranks that communicate: how many, and how many of them share a node."""
 
     ranks: int
@@ -91,28 +94,70 @@ class Group:
         return max(1, -(-self.ranks // self.in_node))
 
 
-def collective_seconds(cluster: Cluster, operation: Collective, group: Group, size: float) -> float:
-    """The time of a collective on a vector of `size` bytes (of all ranks together; of an all-to-all, what one rank
-    has; of a send, the message).
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a collective over the size of its vector: a start, so much a byte, so much the root of a byte (small
+    messages do not fill the pipes)."""
 
-    wire bytes: all-reduce 2 s (n - 1) / n, the others s (n - 1) / n, which are the least that a rank can send. Across
-    nodes the ranks of a node share the wire and send over all their links at once; rings cross each node's border once.
+    start: Floats | float
+    byte: Floats | float
+    root: Floats | float
+
+    def at(self, size: Sizes) -> Sizes:
+        """Seconds of a vector of `size` bytes, or of each of many; nothing is sent for none."""
+        seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
+        return seconds
+
+
+NOTHING = Cost(0.0, 0.0, 0.0)
+
+
+class Collectives:
+    """The collectives of a cluster, by operation and group."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._costs: dict[tuple[Collective, Group], tuple[Cost, ...]] = {}
+
+    def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
+        """The time of a collective on a vector of `size` bytes (of all ranks together; of an all-to-all, what one rank
+        has; of a send, the message), or on each of many."""
+        first, *more = self.costs(operation, group)
+        seconds = first.at(size)
+        for each in more:
+            seconds = np.maximum(seconds, each.at(size))
+        return seconds
+
+    def costs(self, operation: Collective, group: Group) -> tuple[Cost, ...]:
+        """What a collective of a group costs; of several, that which takes longest."""
+        if (operation, group) not in self._costs:
+            self._costs[operation, group] = _costs(self.cluster, operation, group)
+        return self._costs[operation, group]
+
+
+def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:
+    """wire bytes: all-reduce 2 s (n - 1) / n, the others s (n - 1) / n, which are the least that a rank can send.
+    Across nodes the ranks of a node share the wire and send over all their links at once; rings cross each node's
+    border once.
     """
     ranks = group.ranks
-    if ranks <= 1 or size <= 0:
-        return 0.0
+    if ranks <= 1:
+        return (NOTHING,)
     found = constants()["collectives"]
+    start = float(found["start_seconds"])
     if operation == "send":
         link = cluster.inside if group.nodes == 1 else cluster.across
         bandwidth = pair_bandwidth(cluster) if group.nodes == 1 else link.bandwidth * found["efficiency"]["across"]
-        return float(found["pair_seconds"] + link.latency + size / bandwidth)
-    wire = size * (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
+        return (Cost(float(found["pair_seconds"] + link.latency), 1 / bandwidth, 0.0),)
+    share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
     if operation == "all-to-all" and group.nodes > 1:
-        away = size * (ranks - group.in_node) / ranks
-        inside = _curve(size * (group.in_node - 1) / ranks, _inside(cluster, operation, group.in_node), "inside")
-        return float(found["start_seconds"] + max(inside, _curve(away, _across(cluster.across, 1), "across")))
+        away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
+        return (
+            _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
+            _ramped(start, away, _across(cluster.across, 1), "across"),
+        )
     if group.nodes == 1:
-        return float(found["start_seconds"] + _curve(wire, _inside(cluster, operation, ranks), "inside"))
+        return (_ramped(start, share, _inside(cluster, operation, ranks), "inside"),)
     rings = 2 if operation == "all-reduce" else 1
     hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
     if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
@@ -122,13 +167,13 @@ def collective_seconds(cluster: Cluster, operation: Collective, group: Group, si
     bandwidth = _across(cluster.across, group.in_node)
     if group.in_node > 1:  # the ring also runs inside of nodes
         bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
-    return float(found["start_seconds"] + hops + _curve(wire, bandwidth, "across"))
+    return (_ramped(start + hops, share, bandwidth, "across"),)
 
 
-def _curve(wire: float, bandwidth: float, where: str) -> float:
-    """Seconds for so many bytes: small messages do not fill the pipes."""
+def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
+    """Of a vector of which a rank sends a `share`: wire / bandwidth + sqrt(wire ramp / bandwidth)."""
     ramp = constants()["collectives"]["ramp_seconds"][where]
-    return wire / bandwidth + math.sqrt(wire * ramp / bandwidth)
+    return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
 
 
 def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
