@@ -1,0 +1,163 @@
+"""What a layout costs before it runs: time, memory, and whether it fits.
+
+meshwright.plan.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8", sequence=8192, batch=512)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.parameters import parameter_table
+from meshwright.model.refuse import refuse
+from meshwright.plan import engines
+from meshwright.plan.cluster import Cluster, cluster
+from meshwright.plan.engines import Engine
+from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.plan.memory import RankMemory, fullest
+from meshwright.plan.models import model_of
+from meshwright.plan.space import Problem
+from meshwright.plan.step_time import StepTime, default_precision, step_time
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A layout's price. `memory`: of the fullest rank. `warnings`: what is priced less surely than the rest."""
+
+    problem: Problem
+    layout: Layout
+    time: StepTime
+    memory: RankMemory
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.device_bytes <= self.problem.cluster.device.memory_bytes
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        problem = self.problem
+        return problem.batch * problem.sequence / self.time.seconds / problem.cluster.devices
+
+    @property
+    def model_flops_per_device(self) -> float:
+        """FLOP/s, by `FLOPS_CONVENTION`."""
+        problem = self.problem
+        return training_flops_per_token(problem.config, problem.sequence) * self.tokens_per_second_per_device
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops_per_device / self.problem.cluster.peak(self.problem.precision)
+
+    def document(self) -> dict[str, Any]:
+        """As `plan --json` prints it."""
+        return {
+            "layout": str(self.layout),
+            "fits": self.fits,
+            "memory_gib": self.memory.gib(),
+            "step_seconds": self.time.seconds,
+            "step_seconds_low": self.time.low,
+            "step_seconds_high": self.time.high,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "model_tflops_per_device": self.model_flops_per_device / 1e12,
+            "mfu": self.mfu,
+            "flops_convention": FLOPS_CONVENTION,
+            "breakdown_seconds": dict(self.time.breakdown),
+            "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+        } | ({"warnings": list(self.warnings)} if self.warnings else {})
+
+
+def problem_of(
+    model: ModelConfig | str | Path | Mapping[str, Any],
+    wanted: Cluster | str | Mapping[str, Any],
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    documents: float = 1.0,
+) -> Problem:
+    """What is planned, checked. `UserError` names what is unknown, with the nearest known name."""
+    for name, value in (("sequence", sequence), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name}: takes a whole number, at least 1, not {value!r}")
+    where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
+    config = model_of(model)
+    chosen = precision or default_precision(where)
+    where.peak(chosen)
+    return Problem(
+        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents
+    )
+
+
+def evaluate(
+    model: ModelConfig | str | Path | Mapping[str, Any],
+    cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str,
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    documents: float = 1.0,
+) -> Estimate:
+    """Time and memory of one layout.
+
+    model: a preset, a Hugging Face directory, a config.json or its content, a recipe; cluster: a shorthand, a file,
+    "this", or a mapping (`plan.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
+    kernels and buffers are priced (`plan.engines`); documents: in a row, on average. Raises UserError for unknown names
+    and for a layout that cannot be, with the reason.
+    """
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    problem = problem_of(
+        model, cluster, sequence=sequence, batch=batch, engine=engine, compile=compile, optimizer=optimizer,
+        precision=parsed.precision, documents=documents,
+    )  # fmt: skip
+    return priced(problem, parsed)
+
+
+def priced(problem: Problem, layout: Layout) -> Estimate:
+    """`evaluate` of a problem that is made."""
+    layout = layout.with_(precision=problem.precision)
+    refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
+    if layout.offload is not None:
+        raise UserError(f'layout "{layout}": offloading is not priced yet; leave offload:{layout.offload} out')
+    time = step_time(
+        problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
+        optimizer=problem.optimizer, documents=problem.documents,
+    )  # fmt: skip
+    return Estimate(problem, layout, time, fullest(problem, layout), tuple(_warnings(problem, layout)))
+
+
+def _warnings(problem: Problem, layout: Layout) -> list[str]:
+    found = []
+    config, engine = problem.config, problem.engine
+    if config.planning_only:
+        found.append(f"{config.family} can be planned but not run: {config.planning_only}")
+    if engine.name == "meshwright":
+        try:
+            refuse(layout, config, problem.batch, problem.sequence, problem.cluster.devices)
+        except UserError as error:
+            if not config.planning_only:
+                found.append(f"meshwright train refuses it: {error}")
+    if problem.sequence > config.max_positions:
+        found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
+    if problem.precision == "fp8":
+        found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
+    if problem.compile:
+        found.append("memory is that of blocks that are not compiled")
+    return found
+
+
+def model_document(config: ModelConfig) -> dict[str, int]:
+    """Parameters, and those that a token computes with."""
+    table = parameter_table(config)
+    return {"parameters": table.numel, "active_parameters": table.active_numel}

@@ -1,0 +1,75 @@
+"""Where the time of a micro-batch goes, operation by operation: sizes, arithmetic intensity, what binds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.model.stages import stages_of
+from meshwright.plan.bubbles import places_of
+from meshwright.plan.micro_batch import ITEMSIZE
+from meshwright.plan.operations import Operation, operations
+from meshwright.plan.rates import Rates, attention_kernel
+from meshwright.plan.space import Problem
+from meshwright.plan.step_time import followed_at_once
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An operation in one phase, all of its count. intensity: FLOPs a byte; bound: "compute", "memory" or "start" (of
+    kernels), whichever takes longest."""
+
+    name: str
+    phase: str
+    count: float
+    shape: tuple[float, ...]
+    flops: float
+    bytes: float
+    seconds: float
+    share: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def document(self) -> dict[str, object]:
+        """As `--json` says it."""
+        return {
+            "operation": self.name, "phase": self.phase, "count": self.count, "shape": list(self.shape),
+            "flops": self.flops, "bytes": self.bytes, "intensity": self.intensity, "bound": self.bound,
+            "seconds": self.seconds, "share": self.share,
+        }  # fmt: skip
+
+
+def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
+    """The operations of one micro-batch on a rank of the pipeline, longest first."""
+    rates = Rates.of(problem.cluster, problem.precision)
+    kernel = attention_kernel(problem.engine, problem.cluster)
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
+    stages = stages_of(problem.config, layout.pp * layout.chunks, problem.sequence)
+    for at in places_of(layout.schedule, layout.pp, layout.chunks)[pp_rank]:
+        for one in operations(
+            problem.config, layout, rows, problem.sequence, stages[at], problem.engine,
+            itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
+            at_once=followed_at_once(layout),
+        ):  # fmt: skip
+            found.setdefault((one.name, one.phase), []).append((one, rates.seconds(one, kernel)))
+    whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
+    return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
+
+
+def _longest(row: Row) -> float:
+    return -row.seconds
+
+
+def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> Row:
+    count = sum(one.count for one, _ in each)
+    flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
+    seconds = sum(took for _, took in each)
+    first = each[0][0]
+    starts = count * (rates.product_launch if first.kind in ("product", "attention") else rates.memory_launch)
+    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
+    bound = max(parts, key=lambda part: parts[part])
+    return Row(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)

@@ -1,0 +1,69 @@
+"""Plans by the line: a request as a JSON object, its answer as another (`meshwright plan --jobs`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import unknown
+from meshwright.plan.estimate import model_document, priced, problem_of
+from meshwright.plan.search import search
+
+FIELDS = {
+    "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
+    "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "documents": (int, float),
+}  # fmt: skip
+NEEDED = ("model", "cluster", "sequence", "batch")
+
+
+def answer(line: str) -> dict[str, Any]:
+    """What `plan --json` says of one request, or {"error": ...} in a line."""
+    try:
+        return _answer(_request(line))
+    except UserError as error:
+        return {"error": " ".join(str(error).split())}
+
+
+def _request(line: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"a request is a JSON object, not {type(found).__name__}")
+    found = {key: value for key, value in found.items() if value is not None}
+    for key, value in found.items():
+        if key not in FIELDS:
+            raise UserError(unknown("field", key, FIELDS))
+        if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
+            raise UserError(f"{key}: takes {_kind(key)}, not {json.dumps(value)}")
+    for key in NEEDED:
+        if key not in found:
+            raise UserError(f"{key} is missing; a request has {', '.join(NEEDED)}")
+    return found
+
+
+def _kind(key: str) -> str:
+    words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
+    return " or ".join(dict.fromkeys(words[each] for each in FIELDS[key]))
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    layout = Layout.parse(request["layout"]) if "layout" in request else None
+    problem = problem_of(
+        request["model"], request["cluster"], sequence=request["sequence"], batch=request["batch"],
+        engine=request.get("engine", "meshwright"), compile=request.get("compile", False),
+        optimizer=request.get("optimizer", "adamw"), precision=layout.precision if layout else None,
+        documents=float(request.get("documents", 1.0)),
+    )  # fmt: skip
+    sizes = model_document(problem.config)
+    if layout is not None:
+        return {"model": sizes, "layouts": [priced(problem, layout).document()]}
+    found = search(problem, request.get("top", 5))
+    return {
+        "model": sizes, "layouts": [one.document() for one in found.best], "searched": found.searched,
+        "search_seconds": found.seconds,
+    }  # fmt: skip

@@ -1,0 +1,174 @@
+"""The memory of every rank of a pipeline, and whether it fits on a device.
+
+Ours is the ledger's, tensor by tensor. Of another engine it is what was published of it: its bytes of each parameter,
+what it keeps of a layer, as many micro-batches as its schedule has under way, and its logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.stages import Stage, stages_of
+from meshwright.plan.bubbles import in_flight, places_of
+from meshwright.plan.communication import group_of, held
+from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, Item, ledger
+from meshwright.plan.micro_batch import ITEMSIZE
+from meshwright.plan.published import PUBLISHED, LayerShape, published_layer, state_bytes
+from meshwright.plan.space import Problem
+from meshwright.plan.states import optimizer_kinds
+
+GIB = 2.0**30
+CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
+"""The parts of the peak in an answer; communication and logits are part of the workspace there."""
+
+SLACK = 0.05
+"""Of the peak, on CUDA: what the allocator holds beyond it, in pieces that fit nothing (3 to 7 % as others report)."""
+
+
+_STORED = {"fp8": "bf16"}
+"""What a precision of products keeps parameters and activations in."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank of the pipeline when its memory is fullest. peak_bytes: as PyTorch's allocator counts; beside it the
+    device holds `framework_bytes` and, unexplained, `slack_bytes`. exact: tensor by tensor, not in closed form."""
+
+    pp_rank: int
+    items: tuple[Item, ...]
+    peak_bytes: int
+    moment: str
+    framework_bytes: int
+    slack_bytes: int
+    exact: bool
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device altogether."""
+        return self.peak_bytes + self.framework_bytes + self.slack_bytes
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes of the peak, by category of the ledger."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for item in self.items:
+            found[item.category] += item.bytes
+        found["framework"], found["unexplained"] = self.framework_bytes, self.slack_bytes
+        return found
+
+    def gib(self) -> dict[str, float]:
+        """As answers say it: the parts add up to the peak."""
+        found = self.by_category()
+        parts = {name: found[name] / GIB for name in CONTRACT}
+        parts["workspace"] += (found["communication"] + found["logits"]) / GIB
+        parts["peak"] = self.peak_bytes / GIB
+        return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
+
+
+def by_layers(items: Iterable[Item]) -> list[Item]:
+    """The items, those of layers that differ in nothing but the layer's number as one; largest first."""
+    found: dict[tuple[str, ...], list[Item]] = {}
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for item in items:
+        layer = re.match(r"layers\.(\d+)\.?(.*)", item.name)
+        name = layer[2] if layer else item.name
+        key = name, item.category, str(item.shape), item.dtype, str(layer is None), item.first if layer is None else ""
+        found.setdefault(key, []).append(item)
+        if layer:
+            numbers.setdefault(key, []).append(int(layer[1]))
+    merged = []
+    for alike, same in found.items():
+        layers = sorted(set(numbers.get(alike, ())))
+        name = same[0].name if len(layers) < 2 else f"{alike[0]}, {len(layers)} layers ({layers[0]} to {layers[-1]})"
+        merged.append(replace(same[0], name=name, bytes=sum(item.bytes for item in same)))
+    return sorted(merged, key=lambda item: -item.bytes)
+
+
+def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
+    """Of the ranks at one place of the pipeline. Raises what `ledger` raises."""
+    cuda = problem.cluster.kind == "cuda"
+    context = int(CUDA_CONTEXT[1]) if cuda else 0
+    if problem.engine.name == "meshwright":
+        found = ledger(
+            problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
+            precision=_STORED.get(problem.precision, problem.precision),
+            rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
+            device=problem.cluster.kind,
+        )  # fmt: skip
+        items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
+        peak, moment = found.peak_bytes, found.moment
+    else:
+        items = tuple(_published(problem, layout, pp_rank))
+        peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
+    slack = round(SLACK * peak) if cuda else 0
+    return RankMemory(pp_rank, items, peak, moment, context, slack, problem.engine.name == "meshwright")
+
+
+def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
+    """Places of the pipeline whose memory differs: of all ranks with the same stages the first and the last, one of
+    which has the most under way. The others are between them."""
+    stages = _stages(problem.config, layout, problem.sequence)
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, place in enumerate(places_of(layout.schedule, layout.pp, layout.chunks)):
+        kind = tuple((len(stages[at].layers), stages[at].first, stages[at].last) for at in place)
+        found.setdefault(kind, []).append(rank)
+    return sorted({rank for ranks in found.values() for rank in (ranks[0], ranks[-1])})
+
+
+def _stages(config: ModelConfig, layout: Layout, sequence: int) -> tuple[Stage, ...]:
+    return stages_of(config, layout.pp * layout.chunks, sequence)
+
+
+def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
+    """Another engine's memory, in lines that add up to its peak."""
+    config, engine, sequence = problem.config, problem.engine, problem.sequence
+    x = ITEMSIZE[problem.precision]
+    stages = _stages(config, layout, sequence)
+    place = [stages[at] for at in places_of(layout.schedule, layout.pp, layout.chunks)[pp_rank]]
+    sizes = held(config, layout)
+    dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
+    narrow = x == 2
+    moments = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if narrow else 0.0)
+    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_data")):
+        if not numel:
+            continue
+        ranks = group_of(layout, axis, problem.cluster).ranks
+        one = state_bytes(layout.zero, ranks, narrow, wide_gradients=engine.gradient_bytes == 4)
+        optimizer = moments / (ranks if layout.zero else 1)
+        for category, each in (("parameters", one.weights), ("gradients", one.gradients), ("optimizer", optimizer)):
+            yield _line(category, f"{kind} {category}", numel * each)
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    shape = LayerShape(rows, sequence, config, layout, engine.attention != "scores", engine.dropout)
+    whose = engine.name if engine.name in PUBLISHED else "megatron"
+    flying = min(float(in_flight(layout.schedule, layout.pp, layout.chunks)[0][pp_rank]), layout.micro_batches)
+    layers = sum(len(stage.layers) for stage in place)
+    for name, size in published_layer(whose, shape).items():
+        yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+    if layout.recompute != "none":
+        whole = LayerShape(rows, sequence, config, layout.with_(recompute="none"), shape.flash, shape.dropout)
+        again = sum(published_layer(whose, whole).values()) - sum(published_layer(whose, shape).values())
+        yield _line("activations", "a layer computed again", again * x / 2)
+    tokens = rows * sequence / layout.cp
+    if any(stage.last for stage in place):  # in the type of the model, and in float32 for the loss and its gradient
+        yield _line("logits", "logits", tokens * -(-config.vocabulary // layout.tp) * (x + 8))
+    if layout.zero == 3:
+        layer = max(sum(sizes.layer), sum(sizes.mixture))
+        yield _line("communication", "gathered layers", 2 * layer * x)
+
+
+def _line(category: str, name: str, size: float) -> Item:
+    return Item(category, name, (), "", round(size), None, "start", "end")
+
+
+@lru_cache(maxsize=64)
+def fullest(problem: Problem, layout: Layout) -> RankMemory:
+    """The rank that needs the most."""
+    return max((memory_of(problem, layout, rank) for rank in unlike_ranks(problem, layout)), key=_size)
+
+
+def _size(rank: RankMemory) -> int:
+    return rank.device_bytes

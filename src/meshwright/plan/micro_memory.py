@@ -1,0 +1,127 @@
+"""Bytes that a rank keeps of one micro-batch, in the pieces that `micro_batch` times, and of each parameter: in closed
+form for a search. Of a layout that is looked at, the ledger says it tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.model.chunks import loss_chunks
+from meshwright.model.stages import Stage
+from meshwright.plan.micro_batch import LayerKind, layer_examples
+from meshwright.plan.moments import SLICE_LOGITS, queued_bytes
+from meshwright.plan.published import PUBLISHED, LayerShape, state_bytes
+from meshwright.plan.saved import Saved, local_sizes, saved_activations
+from meshwright.plan.space import Problem, Way
+from meshwright.plan.states import optimizer_kinds
+from meshwright.program.durations import Floats
+
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes of one micro-batch: kept of a layer of each kind, of the first stage and the last one beside their layers;
+    `split`: of a layer of which only weight gradients are left; `passing`: what is there beside it while a layer or the
+    loss is worked on."""
+
+    layers: dict[LayerKind, float]
+    split: dict[LayerKind, float]
+    first: float
+    last: float
+    passing: float
+
+
+class KeptBytes:
+    """What an engine keeps, by way. It grows with the rows, so that one row says all."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.dtype = DTYPES[problem.precision]
+        self.x = 4 if self.dtype == "float32" else 2
+        self.examples = layer_examples(problem.config)
+        self.device = problem.cluster.kind
+        self.ours = problem.engine.name == "meshwright"
+        self._rows: dict[Layout, Kept] = {}
+
+    def of(self, way: Way) -> Kept:
+        if way.layout not in self._rows:
+            self._rows[way.layout] = self._row(way.layout)
+        row, rows = self._rows[way.layout], way.rows
+        layers, split = ({kind: rows * size for kind, size in each.items()} for each in (row.layers, row.split))
+        passing = rows * row.passing + self.logits(way)
+        return Kept(layers, split, rows * row.first, rows * row.last, passing)
+
+    def _row(self, layout: Layout) -> Kept:
+        sequence, config = self.problem.sequence, self.problem.config
+        stream = float(sequence // layout.cp * config.hidden * self.x)
+        stream /= layout.tp if layout.tensor_sequence_parallel else 1
+        if not self.ours:
+            shape = LayerShape(1, sequence, config, layout, self.problem.engine.attention != "scores")
+            published = PUBLISHED.get(self.problem.engine.name, PUBLISHED["megatron"])
+            kept = sum(size for _, size in published.kept(shape)) * self.x / 2
+            unlike = LayerShape(1, sequence, config, layout.with_(recompute="none"), shape.flash)
+            again = sum(size for _, size in published.kept(unlike)) * self.x / 2 - kept
+            every = dict.fromkeys(self.examples, kept)
+            return Kept(every, every, 0.0, stream, again + 2 * stream)
+        masked = self.problem.documents > 1
+        sizes = local_sizes(config, layout, 1, sequence, masked, self.dtype, self.device)
+
+        def tensors(of: Layout, stage: Stage) -> list[Saved]:
+            return saved_activations(
+                config, of, 1, sequence, stage=stage, parameter_dtype=self.dtype, device=self.device, documents=masked
+            )
+
+        def saved(of: Layout, stage: Stage) -> float:
+            return sum(each.bytes for each in tensors(of, stage))
+
+        empty = saved(layout, Stage(1, range(0), first=False, last=False))
+        layers, split, most = {}, {}, 0.0
+        for kind, at in self.examples.items():
+            one = Stage(1, range(at, at + 1), first=False, last=False)
+            layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)
+            every_one = tensors(layout.with_(recompute="none"), one)
+            split[kind] = float(queued_bytes(sizes, every_one, at, self.x))
+            whole = sum(each.bytes for each in every_one) - empty
+            most = max(most, whole - layers[kind] if layout.recompute != "none" else 0.0)
+        first = saved(layout, Stage(0, range(0), first=True, last=False))
+        last = saved(layout, Stage(1, range(0), first=False, last=True)) - empty - self.head(layout)
+        return Kept(layers, split, first, last, most + 4 * stream)
+
+    def head(self, layout: Layout) -> float:
+        """Bytes of the gradient of the head's weight, which is there once for all rows."""
+        config = self.problem.config
+        tokens = self.problem.sequence // layout.cp
+        width = -(-config.vocabulary // layout.tp)
+        chunks = loss_chunks(tokens, min(width, config.vocabulary), self.device)
+        return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
+
+    def logits(self, way: Way) -> float:
+        """Bytes of the logits that are there at once, and of the head's gradient."""
+        config, layout = self.problem.config, way.layout
+        tokens = way.rows * self.problem.sequence // layout.cp
+        width = -(-config.vocabulary // layout.tp)
+        if not self.ours:
+            return float(tokens * width * (self.x + 4 + 4))
+        longest = max(loss_chunks(tokens, min(width, config.vocabulary), self.device))
+        at_once = longest if self.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
+        return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout)
+
+
+def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
+    """Bytes of parameters, gradients and the optimizer's state of `numel` parameters of a rank, whose ZeRO group has
+    `shards` ranks."""
+    if problem.engine.name != "meshwright":
+        narrow = problem.precision in ("bf16", "fp16", "fp8")
+        one = state_bytes(0, 1, narrow, wide_gradients=problem.engine.gradient_bytes == 4)
+        moments = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if narrow else 0.0)
+        weights, gradients, optimizer = one.weights, one.gradients, moments
+    else:
+        x = 4.0 if problem.precision in ("fp32", "tf32") else 2.0
+        weights, gradients = x, 4.0
+        optimizer = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if x < 4 else 0.0)
+    return (
+        numel * weights / (shards if zero == 3 else 1)
+        + numel * gradients / (shards if zero >= 2 else 1)
+        + numel * optimizer / (shards if zero >= 1 else 1)
+    )

@@ -1,0 +1,48 @@
+"""What a plan may be asked of: a preset's name, a Hugging Face directory or config.json, its content, or a recipe."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.model.presets import PRESETS, preset
+from meshwright.names import unknown
+
+
+def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
+    """The model. `UserError` with the nearest name where there is none, and with what could not be priced of a
+    configuration."""
+    if isinstance(wanted, ModelConfig):
+        return wanted
+    if isinstance(wanted, Mapping):
+        return ModelConfig.from_huggingface(wanted, "model")
+    text = str(wanted)
+    if text in PRESETS:
+        return preset(text)
+    path = Path(text).expanduser()
+    if path.suffix == ".toml":
+        return _of_recipe(path)
+    if path.exists() or path.suffix == ".json" or "/" in text:
+        return ModelConfig.from_path(path)
+    close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
+    hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
+    raise UserError(unknown("model", text, PRESETS) + hint)
+
+
+def is_recipe(wanted: object) -> bool:
+    """Whether a recipe is meant."""
+    return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
+
+
+def _of_recipe(path: Path) -> ModelConfig:
+    """The recipe's model; where only prepared data would say how large the tokenizer is, as large as it may get."""
+    from meshwright.recipe import load_recipe
+
+    recipe = load_recipe(path)
+    of_bytes = 257  # and the end of text
+    vocabulary = recipe.model.vocabulary or (of_bytes if recipe.data.tokenizer == "bytes" else recipe.data.vocabulary)
+    return config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)

@@ -1,0 +1,284 @@
+"""The best layouts of a model on a cluster: closed forms price the whole space, the ledger and the simulator decide.
+
+Candidates are taken in the order of their closed forms. Each is priced exactly (`estimate.priced`); where the simulator
+differs from a schedule's closed form, all candidates of that schedule and number of stages are corrected by as much and
+take their new places. The search ends when nothing that is left can be better than what was found.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.refuse import refuse
+from meshwright.names import RECOMPUTE
+from meshwright.plan.estimate import Estimate, priced
+from meshwright.plan.memory import SLACK, memory_of
+from meshwright.plan.screen import Array, Priced, screen
+from meshwright.plan.space import Problem, layout_of
+from meshwright.plan.step_time import PARTS, step_time
+
+FINAL = 20
+"""So many are decided by the simulator."""
+
+MOST_PRICED = 120
+"""Exact prices that a search may take."""
+
+MEMORY_ROUNDS = 3
+"""Micro-batches a rank of the pipeline after which no moment of a step is like none before."""
+
+DOUBT = 1.1
+"""A closed form of memory may be so much below the ledger's, or above it, where the ledger has not been asked of a
+layout like it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A fast layout that does not fit, and what would have to change: the fastest layout that differs in one thing and
+    fits, if there is one."""
+
+    layout: Layout
+    seconds: float
+    bytes: float
+    change: str | None
+    instead: Layout | None
+    instead_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found: `best`, fastest first; why each loses to the first; how far closed forms were from the
+    simulator (relative, of all that were decided, by layout); fast layouts that do not fit; a sample of all for
+    pictures."""
+
+    problem: Problem
+    best: tuple[Estimate, ...]
+    reasons: tuple[str, ...]
+    searched: int
+    seconds: float
+    differences: tuple[float, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    priced: Priced | None = field(default=None, repr=False)
+
+
+def search(problem: Problem, top: int = 5) -> Found:
+    """The `top` fastest layouts that fit and that training takes. `best` is empty where none fits."""
+    begun = time.perf_counter()
+    every = screen(problem)
+    if not len(every.way):
+        raise UserError(_nothing(problem))
+    decided = _Decided(problem, every, max(top, FINAL))
+    best = decided.estimates(top)
+    advice = tuple(_advice(problem, every, decided.room))
+    return Found(
+        problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
+        tuple(decided.differences), advice, every,
+    )  # fmt: skip
+
+
+def whole_device(problem: Problem) -> float:
+    """How much more than the allocator's peak a device needs."""
+    return 1.0 + SLACK if problem.cluster.kind == "cuda" else 1.0
+
+
+def _nothing(problem: Problem) -> str:
+    devices = problem.cluster.devices
+    return (
+        f"no layout of {devices} devices can share batch {problem.batch} of sequence {problem.sequence}: each of dp "
+        "replicas needs a sequence; take a larger batch or fewer devices"
+    )
+
+
+class _Decided:
+    """Of the candidates that may be among the best: their time by the simulator, and whether they fit by the ledger
+    where the closed form leaves a doubt."""
+
+    def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
+        self.problem, self.every = problem, every
+        self.room = problem.cluster.device.memory_bytes
+        self.best: list[tuple[float, int, Layout]] = []
+        self.difference: dict[int, float] = {}
+        self._decide(wanted)
+
+    @property
+    def differences(self) -> list[float]:
+        """Of closed forms from the simulator, best layouts first."""
+        return [self.difference[at] for _, at, _ in self.best]
+
+    def _decide(self, wanted: int) -> None:
+        every, problem = self.every, self.problem
+        needed = every.bytes * whole_device(problem)
+        left = needed <= self.room * DOUBT
+        told = np.where(left, every.seconds, np.inf)  # closed forms, corrected by what the simulator said of their kind
+        kinds = self._kinds()
+        factors: dict[int, float] = {}
+        memory = self._memory_kinds()
+        for _ in range(MOST_PRICED):
+            at = int(told.argmin())
+            if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
+                break
+            closed = told[at]
+            told[at], left[at] = np.inf, False
+            layout = self.layout(at)
+            try:
+                refuse(layout, problem.config, problem.batch, problem.sequence, planning=self.planning)
+            except UserError:
+                continue
+            if needed[at] * DOUBT > self.room:
+                exact = device_bytes(problem, layout)
+                alike = (memory == memory[at]) & left
+                needed[alike] *= exact / needed[at]
+                told[alike & (needed > self.room * DOUBT)] = np.inf
+                if exact > self.room:
+                    continue
+            seconds = step_time(
+                problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
+                optimizer=problem.optimizer, documents=problem.documents, parts=False,
+            ).seconds  # fmt: skip
+            kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
+            if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
+                alike = (kinds == kind) & left
+                told[alike] = every.seconds[alike] * ratio
+                if (
+                    kind not in factors and abs(ratio - 1) > 0.002
+                ):  # what it is to be compared with is the corrected one
+                    closed = seconds
+                factors[kind] = ratio
+            self.difference[at] = closed / seconds - 1
+            insort(self.best, (seconds, at, layout))
+
+    @property
+    def planning(self) -> bool:
+        """Whether layouts that this version cannot run are wanted too: of models and engines that are only planned."""
+        return self.problem.config.planning_only is not None or self.problem.engine.name != "meshwright"
+
+    def _kinds(self) -> Array:
+        """A number for each pipeline and about how many micro-batches it has a rank."""
+        every = self.every
+        inner = np.array([way.layout.tp * way.layout.cp * 1.0 / way.rows for way in every.ways])[every.way]
+        ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
+        micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
+        rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
+        return np.asarray(every.pipe * 64 + rounds)
+
+    def _memory_kinds(self) -> Array:
+        """A number for each schedule and way to recompute: closed forms of others err alike."""
+        schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
+        of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
+        of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
+        return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
+
+    def layout(self, at: int) -> Layout:
+        return _layout(self.problem, self.every, at)
+
+    def estimates(self, top: int) -> list[Estimate]:
+        """The best, priced whole."""
+        found: list[Estimate] = []
+        for _, _, layout in self.best:
+            one = priced(self.problem, layout)
+            found += [one] if one.fits else []
+            if len(found) == top:
+                break
+        return found
+
+
+def device_bytes(problem: Problem, layout: Layout) -> int:
+    """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
+    or the logits. What is shown is priced on every rank that differs."""
+    rounds = MEMORY_ROUNDS * layout.pp
+    if layout.micro_batches > rounds and layout.schedule not in ("gpipe", "looped-bfs"):  # the others only repeat
+        problem = replace(problem, batch=problem.batch // layout.micro_batches * rounds)
+        layout = layout.with_(micro_batches=rounds)
+    return max(memory_of(problem, layout, rank).device_bytes for rank in {0, layout.pp - 1})
+
+
+def _reasons(best: list[Estimate]) -> Iterator[str]:
+    """Why each loses to the first: the parts that take longer, of the first one's step."""
+    for number, one in enumerate(best):
+        if number == 0:
+            yield "the fastest"
+            continue
+        first = best[0].time
+        more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
+        worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
+        less = [part for part in PARTS if more[part] <= -0.001]
+        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or "as fast"
+        yield text + (
+            f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
+        )
+
+
+def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iterator[Advice]:
+    """Of the fastest layouts that do not fit, each of another number of ranks on some axis."""
+    fits = every.bytes * whole_device(problem) <= room
+    columns = _columns(problem, every)
+    fastest = every.seconds[fits].min() if fits.any() else np.inf
+    seen: set[tuple[Any, ...]] = set()
+    order = np.flatnonzero(~fits & (every.seconds < fastest))
+    for at in order[np.argsort(every.seconds[order])]:
+        kind = tuple(columns[name][at] for name in ("tp", "cp", "pp", "recompute"))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        unlike = sum((columns[name] != columns[name][at]).astype(np.int8) for name in columns)
+        near = np.flatnonzero(fits & (unlike == 1))
+        layout = _layout(problem, every, int(at))
+        if len(near):
+            chosen = int(near[every.seconds[near].argmin()])
+            name = next(name for name in columns if columns[name][chosen] != columns[name][at])
+            instead = _layout(problem, every, chosen)
+            change = _CHANGES[name](instead)
+            yield Advice(
+                layout, float(every.seconds[at]), float(every.bytes[at]), change, instead, float(every.seconds[chosen])
+            )
+        else:
+            yield Advice(layout, float(every.seconds[at]), float(every.bytes[at]), None, None, None)
+        if len(seen) == most:
+            return
+
+
+_CHANGES: dict[str, Any] = {
+    "recompute": lambda one: f"ac:{one.recompute}",
+    "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
+    "rows": lambda one: f"mb{one.micro_batches}",
+    "schedule": lambda one: f"pp{one.pp}{one._schedule_suffix()}",
+    "tp": lambda one: f"tp{one.tp}",
+    "cp": lambda one: f"cp{one.cp}",
+    "pp": lambda one: f"pp{one.pp}",
+    "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
+    "sequence": lambda one: "norms that ranks of tp share" if one.tensor_sequence_parallel else "tp:nosp",
+}
+
+
+def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
+    """What a layout is made of, a column each. A change of ranks on one axis changes dp with it."""
+
+    def of_way(get: Any) -> Array:
+        return np.array([get(way) for way in every.ways])[every.way]
+
+    def of_pipe(get: Any) -> Array:
+        return np.array([get(pipe) for pipe in every.pipes])[every.pipe]
+
+    schedules = dict[tuple[str, int], int]()
+    return {
+        "tp": of_way(lambda way: way.layout.tp), "cp": of_way(lambda way: way.layout.cp),
+        "pp": of_pipe(lambda pipe: pipe.ranks), "rows": of_way(lambda way: way.rows),
+        "recompute": of_way(lambda way: RECOMPUTE.index(way.layout.recompute)),
+        "zero": every.zero * 2 + (every.hybrid > 0),
+        "schedule": of_pipe(lambda pipe: schedules.setdefault((pipe.schedule, pipe.chunks), len(schedules))),
+        "sequence": of_way(lambda way: way.layout.tensor_sequence_parallel * 2 + (way.layout.cp_method == "ring")),
+        "experts": of_way(lambda way: way.layout.ep * 1000 + way.layout.etp),
+    }  # fmt: skip
+
+
+def _layout(problem: Problem, every: Priced, at: int) -> Layout:
+    return layout_of(
+        problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
+    )

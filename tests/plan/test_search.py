@@ -1,0 +1,154 @@
+"""Searches: closed forms are those of single layouts, the simulator agrees, what is found trains, why others lose."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.model.refuse import refuse
+from meshwright.plan.cluster import cluster
+from meshwright.plan.engines import engine
+from meshwright.plan.estimate import Estimate, priced
+from meshwright.plan.memory import fullest
+from meshwright.plan.screen import Priced, screen
+from meshwright.plan.search import FINAL, Found, search
+from meshwright.plan.space import Problem, layout_of
+from meshwright.plan.step_time import step_time
+
+PROBLEMS = {
+    "dense": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256),
+    "mixture": Problem(preset("mixtral-8x7b-v0.1"), cluster("32xa100-80"), 4096, 128),
+    "megatron": Problem(preset("gpt3-175b"), cluster("128xa100-80"), 2048, 512, engine("megatron")),
+    "one node": Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16"),
+}
+
+
+@cache
+def screened(name: str) -> Priced:
+    return screen(PROBLEMS[name])
+
+
+@cache
+def searched(name: str) -> Found:
+    return search(PROBLEMS[name], 8)
+
+
+def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
+    """Some of what was priced, spread over all."""
+    every = screened(name)
+    chosen = np.random.default_rng(7).choice(len(every.way), count, replace=False)
+    return [
+        (
+            int(at),
+            layout_of(
+                PROBLEMS[name], every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
+                int(every.hybrid[at]),
+            ),
+        )
+        for at in chosen
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_all_at_once_is_each_by_itself(name: str):
+    problem, every = PROBLEMS[name], screened(name)
+    for at, layout in layouts(name, 150):
+        alone = step_time(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
+            simulate=False,
+        )  # fmt: skip
+        assert every.seconds[at] == pytest.approx(alone.seconds, rel=1e-9), str(layout)
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
+def test_memory_in_closed_form_is_near_the_ledgers(name: str):
+    """Where it is further off (few micro-batches, queues of weight gradients), the search corrects it by the ledger of
+    the first layout of a kind that it asks for."""
+    problem, every = PROBLEMS[name], screened(name)
+    errors = [
+        abs(float(every.bytes[at]) / fullest(problem, layout).peak_bytes - 1)
+        for at, layout in layouts(name, 60)
+        if every.bytes[at] < 2 * problem.cluster.device.memory_bytes
+    ]
+    assert len(errors) > 10
+    assert np.median(errors) < 0.08 and np.quantile(errors, 0.8) < 0.2 and max(errors) < 0.5, sorted(errors)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_found_fits_trains_and_is_in_order(name: str):
+    problem, found = PROBLEMS[name], searched(name)
+    assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).way)
+    times = [one.time.seconds for one in found.best]
+    assert times == sorted(times)
+    assert len({str(one.layout) for one in found.best}) == 8
+    for one in found.best:
+        assert one.fits and one.layout.world_size == problem.cluster.devices
+        refuse(
+            one.layout, problem.config, problem.batch, problem.sequence, planning=problem.engine.name != "meshwright"
+        )
+    assert found.reasons[0] == "the fastest" and all(found.reasons)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_simulator_and_closed_forms_agree_about_the_best(name: str):
+    differences = searched(name).differences[:FINAL]
+    assert len(differences) == FINAL
+    assert max(map(abs, differences)) < 0.02
+
+
+@pytest.mark.parametrize("name", ["dense", "megatron"])
+def test_nothing_that_was_looked_at_beats_the_best(name: str):
+    """Every layout of the space whose closed form is near the best one's, priced exactly."""
+    problem, every, first = PROBLEMS[name], screened(name), searched(name).best[0]
+    near = np.flatnonzero(
+        (every.seconds < 1.03 * first.time.seconds) & (every.bytes < problem.cluster.device.memory_bytes)
+    )
+    chosen = near if len(near) <= 40 else np.random.default_rng(1).choice(near, 40, replace=False)
+    for at in chosen:
+        layout = layout_of(
+            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
+        )
+        one = priced(problem, layout)
+        assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
+
+
+def test_a_small_space_is_searched_as_by_hand():
+    """Two devices: every layout that can be written down, priced one by one."""
+    config = preset("gpt2-tiny")
+    problem = Problem(config, cluster("2xa100-80"), 64, 4)
+    best: list[Estimate] = []
+    for text in ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2:nosp", "pp2"):
+        for micro in (1, 2, 4):
+            for recompute in ("", " ac:selective", " ac:full"):
+                layout = Layout.parse(f"{text} mb{micro}{recompute}")
+                if 4 % (layout.dp * micro) == 0:
+                    best.append(priced(problem, layout))
+    fastest = min(one.time.seconds for one in best)
+    assert search(problem, 1).best[0].time.seconds <= fastest * (1 + 1e-9)
+
+
+def test_what_does_not_fit_says_what_would():
+    problem = dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8xa100-40"), batch=64, sequence=8192)
+    found = search(problem, 3)
+    assert found.advice
+    for one in found.advice:
+        assert not priced(problem, one.layout).fits or one.bytes > 0.9 * problem.cluster.device.memory_bytes
+        if one.instead is not None:
+            assert priced(problem, one.instead).fits, str(one.instead)
+            assert one.change and one.change.split(":")[0][:2] in str(one.instead) + "another norms mb tp:nosp"
+
+
+def test_where_nothing_fits_nothing_is_promised():
+    found = search(dataclasses.replace(PROBLEMS["megatron"], cluster=cluster("8xa100-40"), batch=8), 3)
+    assert found.best == () and found.searched > 0
+
+
+def test_a_batch_that_no_layout_can_share_is_answered():
+    with pytest.raises(UserError, match="each of dp replicas needs a sequence"):
+        search(dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8192xh100-sxm"), batch=1, sequence=509))
