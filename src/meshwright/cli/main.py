@@ -19,6 +19,7 @@ COMMANDS = {
     "data": "Prepare a recipe's data, or show what a batch looks like.",
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
+    "plan": "Say what training costs before it runs: time, memory, the best layout.",
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",

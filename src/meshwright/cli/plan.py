@@ -1,0 +1,183 @@
+"""`meshwright plan`: time, memory and the best layout, before a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli.plumbing import answering, json_document, json_option, write_file
+from meshwright.cli.plumbing import command as a_command
+from meshwright.errors import UserError
+
+
+@a_command(
+    "plan",
+    "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512",
+    "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512 --layout 'dp8 zero1 tp8' --explain",
+    "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
+    "meshwright plan recipes/quickstart.toml --cluster this",
+    "meshwright plan --jobs rows.jsonl > answers.jsonl",
+)
+@click.argument("model", required=False)
+@click.option("--cluster", metavar="C", help="So many devices of a kind (64xh100-sxm), a cluster file, or this.")
+@click.option("--sequence", type=click.IntRange(min=1), help="Tokens in a sequence (a recipe says it itself).")
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="Sequences a step over all devices (a recipe says it itself)."
+)
+@click.option("--layout", metavar="L", help="Price this one in place of searching.")
+@click.option("--top", type=click.IntRange(min=1, max=1000), default=5, show_default=True, help="So many of the best.")
+@click.option("--engine", default="meshwright", show_default=True, help="Whose kernels and buffers are priced.")
+@click.option("--compile", "compiled", is_flag=True, help="Blocks are compiled.")
+@click.option("--optimizer", default=None, help="adamw, adam, sgd or momentum.  [default: adamw]")
+@click.option("--documents", type=click.FloatRange(min=1), default=1.0, show_default=True, help="In a row, on average.")
+@click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
+@click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
+@json_option
+def command(
+    model: str | None,
+    cluster: str | None,
+    sequence: int | None,
+    batch: int | None,
+    layout: str | None,
+    top: int,
+    engine: str,
+    compiled: bool,
+    optimizer: str | None,
+    documents: float,
+    explained: bool,
+    html: Path | None,
+    jobs: str | None,
+    as_json: bool,
+) -> None:
+    """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
+
+    MODEL is a preset, a Hugging Face directory, a config.json or a recipe. Memory is that of the fullest rank; times
+    come with bounds between which nine of ten published runs lie.
+    """
+    if jobs is not None:
+        if model is not None or layout is not None:
+            raise UserError("--jobs: each line says its own model and layout; leave MODEL and --layout out")
+        _answer_jobs(jobs)
+        return
+    if model is None:
+        raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
+    if cluster is None:
+        raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
+    from meshwright.plan.estimate import model_document, problem_of
+    from meshwright.plan.models import is_recipe
+    from meshwright.plan.text import headline
+
+    said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
+    if is_recipe(model):
+        said = _from_recipe(model, said)
+    for name in ("sequence", "batch"):
+        if said[name] is None:
+            raise UserError(f"--{name} is missing: {_WANTED[name]}")
+    parsed = _layout(layout)
+    problem = problem_of(
+        model, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine, compile=bool(said["compile"]),
+        optimizer=said["optimizer"] or "adamw", precision=parsed.precision if parsed else None, documents=documents,
+    )  # fmt: skip
+    with answering(as_json) as answer:
+        from meshwright.plan.estimate import priced
+        from meshwright.plan.search import search
+        from meshwright.plan.text import estimate_text, found_text
+
+        if parsed is not None:
+            found, best = None, [priced(problem, parsed)]
+        else:
+            found = search(problem, top)
+            best = list(found.best)
+        document: dict[str, Any] = {
+            "model": model_document(problem.config),
+            "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
+            "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
+            "layouts": [one.document() for one in best],
+        }  # fmt: skip
+        lines = [headline(problem, model)]
+        if found is not None:
+            document |= {"searched": found.searched, "search_seconds": found.seconds}
+            for one, why in zip(document["layouts"], found.reasons, strict=True):
+                one["compared_with_first"] = why
+            document["too_large"] = [
+                {"layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
+                 "instead": None if one.instead is None else str(one.instead),
+                 "instead_step_seconds": one.instead_seconds}
+                for one in found.advice
+            ]  # fmt: skip
+            lines.append(found_text(found))
+        if best:
+            lines.append(estimate_text(best[0]))
+        if explained and best:
+            from meshwright.plan.explain import explain
+            from meshwright.plan.text import explain_text
+
+            rows = explain(problem, best[0].layout, best[0].memory.pp_rank)
+            document["operations"] = [row.document() for row in rows]
+            lines.append(explain_text(rows))
+        if html:
+            from meshwright.plan.page import page
+
+            write_file(html, page(problem, model, best, found))
+            document["files"] = {"page": str(html)}
+            lines.append(f"page: {html}")
+        answer(document, "\n\n".join(lines))
+    if found is not None and not found.best:
+        raise UserError(_too_large(problem))
+
+
+_WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
+
+
+def _too_large(problem: Any) -> str:
+    device = problem.cluster.device
+    return (
+        f"no layout of {problem.cluster.devices} devices fits into {device.memory_bytes / 2**30:.1f} GiB each; "
+        "take more devices, a smaller batch or shorter sequences"
+    )
+
+
+def _layout(text: str | None) -> Any:
+    from meshwright.layout import Layout
+
+    if text is None:
+        return None
+    try:
+        return Layout.parse(text)
+    except UserError as error:
+        raise UserError(f"--layout: {error}") from None
+
+
+def _from_recipe(path: str, said: dict[str, Any]) -> dict[str, Any]:
+    """What the command line does not say, as the recipe says it."""
+    from meshwright.recipe import load_recipe
+
+    recipe = load_recipe(path)
+    own = {
+        "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
+        "compile": recipe.train.compile,
+    }  # fmt: skip
+    return {name: own[name] if value is None else value for name, value in said.items()}
+
+
+def _answer_jobs(path: str) -> None:
+    """One answer a line, in order; a line that cannot be priced answers with its error in its place."""
+    from meshwright.plan.jobs import answer
+
+    for line in _lines(path):
+        print(json_document(answer(line)), flush=True)
+
+
+def _lines(path: str) -> Iterator[str]:
+    try:
+        with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
+            yield from (line for line in file if line.strip())
+    except FileNotFoundError:
+        raise UserError(f"--jobs {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--jobs {path}: cannot be read: {error}") from None

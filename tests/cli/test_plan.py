@@ -1,0 +1,116 @@
+"""`meshwright plan`: one document, a table for people, a page, requests by the line, and lines about mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from meshwright.cli.main import main, meshwright
+
+REQUEST = ("plan", "llama-3-8b", "--cluster", "16xh100-sxm", "--sequence", "4096", "--batch", "64")
+
+
+def run(*arguments: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(meshwright, list(arguments), input=text, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("meshwright: error: ")
+    return captured.err
+
+
+def test_a_search_answers_with_the_keys_that_others_rely_on():
+    document = json.loads(run(*REQUEST, "--top", "3", "--json"))
+    assert document["schema"] == 1 and document["searched"] > 1000 and document["search_seconds"] > 0
+    assert document["model"] == {"parameters": 8030261248, "active_parameters": 8030261248}
+    assert len(document["layouts"]) == 3
+    for one in document["layouts"]:
+        assert set(one) >= {
+            "layout", "fits", "memory_gib", "step_seconds", "step_seconds_low", "step_seconds_high", "mfu",
+            "tokens_per_second_per_device", "model_tflops_per_device", "flops_convention", "breakdown_seconds",
+        }  # fmt: skip
+        assert set(one["memory_gib"]) >= {
+            "parameters", "gradients", "optimizer", "activations", "workspace", "peak",
+        }  # fmt: skip
+        assert set(one["breakdown_seconds"]) == {
+            "compute", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer",
+        }  # fmt: skip
+
+
+def test_people_get_a_table_the_parts_and_the_bill():
+    text = run(*REQUEST, "--top", "2", "--explain")
+    for words in ("searched", "the fastest", "time: compute", "of which", "activations", "bound by", "mlp.up"):
+        assert words in text, words
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_page_has_every_picture(tmp_path: Path):
+    page = tmp_path / "plan.html"
+    run(*REQUEST, "--layout", "dp2 tp2 pp4:zb-v mb8", "--html", str(page))
+    text = page.read_text()
+    for title in ("Time by part", "Memory of each stage", "The pipeline", "What fills rank"):
+        assert title in text, title
+    assert text.count("<svg") == 3 and "http" not in text.replace("http://www.w3.org", "")
+    run(*REQUEST, "--top", "2", "--html", str(page))
+    assert "Memory against time" in page.read_text() and page.read_text().count('class="best"') == 2
+
+
+def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'layout = "dp2"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 2\n'
+        '[data]\nsource = "stdlib"\ntokenizer = "bytes"\nsequence = 64\n[train]\nsteps = 3\nbatch = 8\n'
+        "learning_rate = 1e-3\n"
+    )
+    document = json.loads(run("plan", str(recipe), "--cluster", "2xa100-80", "--json"))
+    assert (document["sequence"], document["batch"]) == (64, 8) and document["layouts"][0]["fits"]
+
+
+def test_requests_are_answered_by_the_line(tmp_path: Path):
+    good: dict[str, Any] = {
+        "model": "gpt2",
+        "cluster": "8xa100-40",
+        "sequence": 1024,
+        "batch": 64,
+        "layout": "dp8 zero1",
+    }
+    lines = [json.dumps(good), "{", json.dumps({**good, "cluster": "8xa1000"})]
+    jobs = tmp_path / "rows.jsonl"
+    jobs.write_text("\n".join(lines) + "\n")
+    for answers in (run("plan", "--jobs", str(jobs)), run("plan", "--jobs", "-", text=jobs.read_text())):
+        first, second, third = map(json.loads, answers.splitlines())
+        assert first["schema"] == 1 and first["layouts"][0]["layout"] == "dp8 zero1 bf16"
+        assert "not JSON" in second["error"] and "a100-40" in third["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "llama-3-8b"), "--cluster is missing"),
+        (("plan", "--cluster", "8xh100-sxm"), "MODEL is missing"),
+        (("plan", "llama-3-8b", "--cluster", "8xh100-sxm"), "--sequence is missing"),
+        (("plan", "llama-3-8x", *REQUEST[2:]), 'unknown model "llama-3-8x"; did you mean "llama-3-8b"?'),
+        ((*REQUEST, "--layout", "dp8 tp3"), "it has 24 ranks (dp x tp x cp x pp), but 16 are there"),
+        ((*REQUEST, "--layout", "dp16 zero9"), "zero9"),
+        ((*REQUEST, "--layout", "dp3"), "3 ranks"),
+        ((*REQUEST, "--engine", "megatrn"), 'did you mean "megatron"'),
+        (("plan", "--jobs", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        (
+            ("plan", "gpt3-175b", "--cluster", "8xa100-40", "--sequence", "2048", "--batch", "8"),
+            "no layout of 8 devices",
+        ),
+        (("plan", "nowhere/config.json", *REQUEST[2:]), "no such file"),
+        ((*REQUEST, "--layot", "dp8"), "did you mean --layout?"),
+        ((*REQUEST, "--layout", "dp16", "--html", "/nowhere/plan.html"), "cannot write /nowhere/plan.html"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]):
+    assert said in refused(capsys, *arguments)
