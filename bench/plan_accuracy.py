@@ -227,11 +227,42 @@ def measure(path: Path, verbose: bool = False) -> dict[str, Any]:
                 file=sys.stderr,
             )
     everything = [pair for found in by_source.values() for pair in found]
+    sources = {source: report(found) for source, found in by_source.items()}
+    for source, others in ((one, [each for each in by_source if each != one]) for one in by_source):
+        sources[source] |= held_out(by_source[source], [by_source[each] for each in others])
     return {
-        "sources": {source: report(found) for source, found in by_source.items()},
+        "sources": sources,
         "bounds_hold": round(statistics.mean(t.low <= o.seconds <= t.high for o, t in everything), 4),
+        "held_out_bounds_hold": round(
+            sum(sources[one]["held_out_bounds_hold"] * len(found) for one, found in by_source.items())
+            / len(everything),
+            4,
+        ),
         "refused": refused,
         "share_refused": round(len(refused) / (len(refused) + len(everything)), 4),
+    }
+
+
+def held_out(found: list[tuple[Run, StepTime]], others: list[list[tuple[Run, StepTime]]]) -> dict[str, Any]:
+    """Of a source: the bounds that the other sources alone would give, between the 5th and the 95th percentile of their
+    measured times over those told, every source counting alike; and how many of its own runs lie between them."""
+    ratios = sorted(
+        (one.seconds / told.seconds, 1 / len(runs_) / len(others)) for runs_ in others for one, told in runs_
+    )
+    bounds, total = [], 0.0
+    for share in (0.05, 0.95):
+        total = 0.0
+        for ratio, weight in ratios:
+            total += weight
+            if total >= share - 1e-9:
+                bounds.append(ratio)
+                break
+    low, high = bounds
+    inside = statistics.mean(low <= one.seconds / told.seconds <= high for one, told in found)
+    return {
+        "held_out_bounds": [round(low, 3), round(high, 3)],
+        "held_out_high_to_low": round(high / low, 3),
+        "held_out_bounds_hold": round(inside, 4),
     }
 
 

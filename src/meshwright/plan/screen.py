@@ -83,8 +83,12 @@ class _Ways:
             for way in self.ways
         ]  # fmt: skip
         self.layer = np.array([[each.layer(kind).sum(axis=1) for kind in self.kinds] for each in work])
-        self.first = np.array([each.first().sum(axis=1) for each in work])
-        self.last = np.array([[each.last(kept).sum(axis=1) for kept in (False, True)] for each in work])
+        ends: dict[tuple[Any, ...], tuple[Floats, Floats]] = {}  # neither experts nor what is computed again matter
+        for way, each in zip(self.ways, work, strict=True):
+            if (key := _ends(way)) not in ends:
+                last = np.array([each.last(kept).sum(axis=1) for kept in (False, True)])
+                ends[key] = each.first().sum(axis=1), last
+        self.first, self.last = (np.array([ends[_ends(way)][which] for way in self.ways]) for which in (0, 1))
         kept = KeptBytes(problem)
         memory = [kept.of(way) for way in self.ways]
         self.kept_layer = np.array([[each.layers[kind] for kind in self.kinds] for each in memory])
@@ -107,6 +111,11 @@ class _Ways:
         _, firsts = np.unique(self.mesh, return_index=True)
         self.meshes = [self.ways[at].layout for at in firsts]
         self.held = [held(config, layout) for layout in self.meshes]
+
+
+def _ends(way: Way) -> tuple[Any, ...]:
+    """What the times of the embedding and the head depend on."""
+    return way.layout.tp, way.layout.tensor_sequence_parallel, way.layout.cp, way.rows
 
 
 class _Ranks:

@@ -1,0 +1,67 @@
+"""How fast the planner is, on one core: layouts priced a second, whole searches, a whole command.
+
+python bench/plan_search.py [--turns 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+from meshwright.model.presets import preset
+from meshwright.plan.cluster import cluster
+from meshwright.plan.screen import screen
+from meshwright.plan.search import search
+from meshwright.plan.space import Problem
+from meshwright.schedules.library import _generated
+
+PROBLEMS = {
+    "llama-3.1-405b on 16384xh100-sxm": Problem(preset("llama-3.1-405b"), cluster("16384xh100-sxm"), 8192, 2048),
+    "llama-3-8b on 64xh100-sxm": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 8192, 512),
+    "mixtral-8x7b-v0.1 on 128xa100-80": Problem(preset("mixtral-8x7b-v0.1"), cluster("128xa100-80"), 4096, 1024),
+}
+COMMAND = ["plan", "llama-3-8b", "--cluster", "64xh100-sxm", "--sequence", "8192", "--batch", "512", "--layout"]
+
+
+def seconds(call: Callable[[], Any], turns: int) -> tuple[float, Any]:
+    """The median of several turns, none of which finds programs of an earlier one; and what the last returned."""
+    times, found = [], None
+    for _ in range(turns):
+        _generated.cache_clear()
+        begun = time.perf_counter()
+        found = call()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times), found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    turns = parser.parse_args().turns
+    searches = {}
+    for name, problem in PROBLEMS.items():
+        screening, every = seconds(lambda problem=problem: screen(problem), turns)
+        whole, found = seconds(lambda problem=problem: search(problem), turns)
+        searches[name] = {
+            "layouts": len(every.way),
+            "priced_per_second": round(len(every.way) / screening),
+            "search_seconds": round(whole, 3),
+            "best": str(found.best[0].layout),
+            "largest_difference_of_closed_forms": round(max(map(abs, found.differences[:20])), 4),
+        }
+        print(name, searches[name], file=sys.stderr)
+    command = [sys.executable, "-m", "meshwright", *COMMAND, "dp8 zero1 tp8", "--json"]
+    one, _ = seconds(lambda: subprocess.run(command, check=True, capture_output=True), turns)
+    write_result("plan_search", {"searches": searches, "command_with_a_layout_seconds": round(one, 3)})
+
+
+if __name__ == "__main__":
+    main()
