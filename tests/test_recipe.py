@@ -157,7 +157,6 @@ def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
         ("collectives.reduce_scatter=butterfly", 'unknown reduce-scatter algorithm "butterfly"'),
         ("layout=dp2 zro1", 'unknown part "zro1"; did you mean "zero1"?'),
         ("layout=dp4 zero1 hs3", "groups of 3 do not divide"),
-        ("layout=auto", '"auto" is not available in this version; name one'),
     ],
 )
 def test_a_value_out_of_range_is_answered_with_what_it_should_be(tiny_recipe: Path, override: str, reason: str):

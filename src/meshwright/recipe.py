@@ -28,8 +28,8 @@ from meshwright.toml import parse_toml, read_toml, write_toml
 
 
 def _layout(text: str) -> str:
-    if text == "auto":
-        raise ValueError('"auto" is not available in this version; name one, as in layout = "dp2 zero1"')
+    if text == "auto":  # `meshwright train` has the planner choose
+        return text
     try:
         Layout.parse(text)
     except UserError as error:
@@ -249,6 +249,12 @@ class Recipe(Table):
 
     @property
     def parsed_layout(self) -> Layout:
+        """`UserError` where it is still to be chosen."""
+        if self.layout == "auto":
+            raise UserError(
+                f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
+                '"dp2 zero1" (`meshwright plan` says which is the fastest)'
+            )
         return Layout.parse(self.layout)
 
     @property

@@ -47,10 +47,17 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     from meshwright.train.run_directory import RunDirectory
 
     recipe = load_recipe(recipe_path, overrides)
-    if join_if_started_by_others():
+    started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
+    if recipe.layout == "auto":
+        from meshwright.train.automatic import chosen_layout
+
+        say = _say if started is None or started.rank == 0 else _say_nothing
+        layout = chosen_layout(recipe, None if started is None else started.ranks, say)
+        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"))
+    if started is not None:
         from meshwright.train.worker import join
 
-        first = place(recipe.run.rendezvous).rank == 0
+        first = started.rank == 0
         try:
             result = join(recipe)
         except (Terminated, KeyboardInterrupt) as stopped:
@@ -67,6 +74,10 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     check_resume(recipe, prepared.sha256)
     check_recipe(recipe, prepared.vocabulary)
     return launch_recipe(recipe, restarts=restarts)
+
+
+def _say_nothing(line: str) -> None:
+    """Rank 0 says it."""
 
 
 def _say(line: str) -> None:

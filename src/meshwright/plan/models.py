@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.presets import PRESETS, preset
 from meshwright.names import unknown
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 
 def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
@@ -39,10 +42,13 @@ def is_recipe(wanted: object) -> bool:
 
 
 def _of_recipe(path: Path) -> ModelConfig:
-    """The recipe's model; where only prepared data would say how large the tokenizer is, as large as it may get."""
     from meshwright.recipe import load_recipe
 
-    recipe = load_recipe(path)
+    return config_of(load_recipe(path))
+
+
+def config_of(recipe: Recipe) -> ModelConfig:
+    """The model of a recipe; where only prepared data would say how large the tokenizer is, as large as it may get."""
     of_bytes = 257  # and the end of text
     vocabulary = recipe.model.vocabulary or (of_bytes if recipe.data.tokenizer == "bytes" else recipe.data.vocabulary)
     return config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)

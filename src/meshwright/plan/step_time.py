@@ -234,7 +234,10 @@ def followed_at_once(layout: Layout) -> bool:
 
 
 def default_precision(cluster: Cluster) -> str:
-    """What is computed in where the layout does not say."""
+    """What is computed in where the layout does not say; on processors bf16 if it is at least 1.2 times as fast, as the
+    trainer decides it."""
+    if cluster.kind == "cpu":
+        return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
     return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"
 
 

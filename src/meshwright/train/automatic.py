@@ -1,0 +1,54 @@
+"""`layout = "auto"`: the planner's fastest layout that fits this machine's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster, cluster, this_machine
+from meshwright.plan.estimate import problem_of
+from meshwright.plan.models import config_of
+from meshwright.plan.search import search
+from meshwright.recipe import Recipe
+
+
+def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> str:
+    """The layout of a recipe that leaves it open. `ranks`: those that somebody else has started; None: one for each GPU
+    of this machine, or as many processes as `meshwright probe` has measured.
+
+    The precision stays open: the run resolves it. Raises UserError where the machine is not known, and where nothing
+    fits.
+    """
+    where = _devices(recipe, ranks)
+    problem = problem_of(
+        config_of(recipe), where, sequence=recipe.data.sequence, batch=recipe.train.batch,
+        optimizer=recipe.train.optimizer, compile=recipe.train.compile,
+    )  # fmt: skip
+    found = search(problem, 1)
+    if not found.best:
+        raise UserError(
+            f'layout = "auto": none of {found.searched:,} layouts fits into the memory of {where.name} '
+            f"({where.devices} devices); take a smaller batch, shorter sequences or more devices"
+        )
+    best = found.best[0]
+    layout = str(replace(best.layout, precision=None))
+    say(
+        f"layout = {layout}: the fastest of {found.searched:,} that fits {where.name}; {best.time.seconds:.3g} s a "
+        f"step expected ({best.time.low:.3g} to {best.time.high:.3g})"
+    )
+    return layout
+
+
+def _devices(recipe: Recipe, ranks: int | None) -> Cluster:
+    import torch
+
+    if recipe.run.device != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        local = torch.cuda.device_count()
+        table = {"device": name, "devices": ranks or local, "devices_per_node": min(local, ranks or local)}
+        return cluster(table, 'layout = "auto"')
+    if not this_machine().exists():
+        raise UserError('layout = "auto": this machine has not been measured; run `meshwright probe`, or name a layout')
+    where = cluster("this", 'layout = "auto"')
+    return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)
