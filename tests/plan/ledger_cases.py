@@ -85,6 +85,11 @@ def measure(step: Step) -> Measured:
     before = live_bytes() - of_others
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         once()
+        for unit in (
+            parallel._units.values()
+        ):  # a call that begins in a profile and ends after it corrupts the heap (torch 2.13)
+            if unit.gathering is not None:
+                unit.need()
     peak, where = _highest(profile)
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
     states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}

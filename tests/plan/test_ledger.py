@@ -51,7 +51,8 @@ def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
 
 def test_ranks_hold_what_was_said() -> None:
     with LocalRanks(4) as ranks:
-        for step in (Step(LLAMA, "dp4 zero1", 8, 128, dtype="bfloat16"),):
+        for layout in ("dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2 ac:full", "dp4 zero3 hs2", "tp4:nosp ac:selective"):
+            step = Step(LLAMA, layout, 8, 128, dtype="bfloat16" if layout == "dp4 zero1" else "float32")
             for found in ranks.run(measure, step):
                 check_states(found)
                 assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (step, found.where)
