@@ -69,8 +69,8 @@ def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
     return type(wanted).from_tables(tables).to_toml()
 
 
-def two_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """On one rank: what a step sends as recorded, and as predicted."""
+def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+    """On one rank: what a step sends as recorded, and as predicted, by site or by axis."""
     wanted = load_recipe_text(text, "recipe")
     layout = wanted.parsed_layout
     programs = named_programs(wanted.collectives, layout)
@@ -81,9 +81,9 @@ def two_counts(text: str) -> tuple[dict[str, int], dict[str, int]]:
     trainer.step()
     mesh.record.clear()
     trainer.step()
-    recorded = mesh.record.sent_by_site()
+    recorded = mesh.record.sent_by_axis() if by_axis else mesh.record.sent_by_site()
     mesh.close()
-    return recorded, trainer.predicted_traffic()
+    return recorded, trainer.predicted_traffic_by_axis() if by_axis else trainer.predicted_traffic()
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
@@ -92,6 +92,19 @@ def test_every_rank_sends_what_was_predicted_at_every_site(cases, tmp_path):
         for name, layout in cases:
             text = recipe_text(tmp_path, layout, MODELS[name])
             for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text)):
+                assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def test_every_rank_sends_what_was_predicted_on_every_axis(tmp_path):
+    """Parts of an axis too: an embedding that both ends of a pipeline hold, key-value heads shared by some of tp."""
+    with LocalRanks(4) as ranks:
+        for name, layout in (
+            ("llama, tied", "tp2 pp2 mb4"),
+            ("llama, tied", "dp2 zero3 hs2 cp2"),
+            ("one key-value head", "tp4"),
+        ):
+            text = recipe_text(tmp_path, layout, MODELS[name])
+            for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text, True)):
                 assert recorded and predicted == recorded, (name, layout, rank)
 
 

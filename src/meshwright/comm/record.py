@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of one call site since the record was last cleared. Bytes are this rank's."""
+    """Totals of one call site on one axis since the record was last cleared. Bytes are this rank's."""
 
     site: str
     operation: str
@@ -19,16 +20,16 @@ class SiteRecord:
 
 
 class Record:
-    """Counts the collective calls of one process, by site and operation. Noting a call costs a dictionary look-up."""
+    """Counts the collective calls of one process, by site, operation and axis. Noting a call costs a dictionary look-up."""
 
     def __init__(self) -> None:
-        self.sites: dict[tuple[str, str], SiteRecord] = {}
+        self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
         """Count one call."""
-        entry = self.sites.get((site, operation))
+        entry = self.sites.get((site, operation, axis))
         if entry is None:
-            entry = self.sites[(site, operation)] = SiteRecord(site, operation, axis)
+            entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
         entry.calls += 1
         entry.payload_bytes += payload_bytes
         entry.sent_bytes += sent_bytes
@@ -49,21 +50,31 @@ class Record:
                 sent[entry.site] = sent.get(entry.site, 0) + entry.sent_bytes
         return sent
 
-    def sent_since(self, before: Mapping[str, int]) -> dict[str, int]:
-        """What has been added to an earlier `sent_by_site`."""
-        sent = {site: size - before.get(site, 0) for site, size in self.sent_by_site().items()}
-        return {site: size for site, size in sent.items() if size}
+    def sent_by_axis(self) -> dict[str, int]:
+        """The same by axis of the mesh; what some of an axis's ranks send each other ("tp/2", "pp[0,3]") counts there."""
+        sent: dict[str, int] = {}
+        for entry in self.sites.values():
+            if entry.sent_bytes:
+                axis = re.split(r"[/[]", entry.axis, maxsplit=1)[0]
+                sent[axis] = sent.get(axis, 0) + entry.sent_bytes
+        return sent
 
     def table(self) -> list[dict[str, str | int]]:
-        """One JSON-able line per call site and operation, in the order of their first call."""
-        return [
-            {
-                "site": entry.site,
-                "operation": entry.operation,
-                "axis": entry.axis,
-                "calls": entry.calls,
-                "payload_bytes": entry.payload_bytes,
-                "sent_bytes": entry.sent_bytes,
-            }
-            for entry in self.sites.values()
-        ]
+        """One JSON-able line per call site and operation, in the order of their first call; of a site that calls on
+        several axes, all together under the first one's name."""
+        lines: dict[tuple[str, str], SiteRecord] = {}
+        for entry in self.sites.values():
+            line = lines.get((entry.site, entry.operation))
+            if line is None:
+                lines[entry.site, entry.operation] = replace(entry)
+                continue
+            line.calls += entry.calls
+            line.payload_bytes += entry.payload_bytes
+            line.sent_bytes += entry.sent_bytes
+        return [asdict(line) for line in lines.values()]
+
+
+def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """What an earlier `sent_by_site`, or `sent_by_axis`, lacks of a later one."""
+    sent = {key: size - before.get(key, 0) for key, size in after.items()}
+    return {key: size for key, size in sent.items() if size}

@@ -51,7 +51,18 @@ class Work:
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
     """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
     out. Exact, but for the sites of `ROUTED`."""
-    return {site: sent for site, sent in _Step(config, layout, work, rank).sites().items() if sent}
+    found = Counter[str]()
+    for (site, _), sent in _Step(config, layout, work, rank).calls().items():
+        found[site] += sent
+    return {site: sent for site, sent in found.items() if sent}
+
+
+def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
+    """The same by axis of the mesh (`comm.mesh.Mesh`), a part of an axis counted with the whole."""
+    found = Counter[str]()
+    for (_, axis), sent in _Step(config, layout, work, rank).calls().items():
+        found[axis] += sent
+    return {axis: sent for axis, sent in found.items() if sent}
 
 
 class _Step:
@@ -64,14 +75,14 @@ class _Step:
         self.program = with_transfers(program_for(layout, config, work.sequence))
         self.partition = Partition.of(self.program, config, self.table, work.sequence)
         self.stages = self.partition.stages
-        self.sent: Counter[str] = Counter()
+        self.sent: Counter[tuple[str, str]] = Counter()  # by call site and axis
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
         self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
         self.hidden_bytes = self.tokens * config.hidden * work.parameter_bytes
 
-    def sites(self) -> Counter[str]:
-        """All calls of the step, added up by site."""
+    def calls(self) -> Counter[tuple[str, str]]:
+        """All calls of the step, added up by site and axis."""
         layout = self.layout
         self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
@@ -88,7 +99,7 @@ class _Step:
             self.gradients(unit, count)
         self.gathers()
         self.partial_gradients(units)
-        self.all_reduce("step.verdict", layout.world_size, 8 * (4 + layout.world_size))
+        self.all_reduce("step.verdict", "world", layout.world_size, 8 * (4 + layout.world_size))
         return self.sent
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
@@ -103,26 +114,26 @@ class _Step:
 
     # --- bytes of an operation
 
-    def all_reduce(self, site: str, ranks: int, size: int, times: int = 1) -> None:
-        """On a vector of `size` bytes."""
-        self.sent[site] += times * (2 * size * (ranks - 1) // ranks)
+    def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
+        """On a vector of `size` bytes, among `ranks` of an axis."""
+        self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
 
-    def half(self, site: str, ranks: int, size: int, times: int = 1) -> None:
+    def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
         """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
-        self.sent[site] += times * (size * (ranks - 1) // ranks)
+        self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
 
     def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
         """An all-reduce on an axis of data parallelism, by its program if it has one."""
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
-            self.all_reduce(site, ranks, numel * itemsize)
+            self.all_reduce(site, axis, ranks, numel * itemsize)
 
     def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
         """A reduce-scatter or an all-gather over the ranks that ZeRO shards a part over, likewise."""
         axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, operation, numel, itemsize, place, times):
-            self.half(site, ranks, numel * itemsize, times)
+            self.half(site, axis, ranks, numel * itemsize, times)
 
     def by_program(
         self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
@@ -131,7 +142,7 @@ class _Step:
         if named is None:
             return False
         checked, whole = named.for_bytes(numel * itemsize), self.work.device == "cuda"
-        self.sent[site] += times * sent_bytes(checked, place, numel, itemsize, whole)
+        self.sent[site, axis] += times * sent_bytes(checked, place, numel, itemsize, whole)
         return True
 
     def on(self, axis: str) -> tuple[int, int]:
@@ -172,14 +183,14 @@ class _Step:
             widest = min(-(-self.config.vocabulary // self.layout.tp), self.config.vocabulary)
             for chunk in loss_chunks(self.tokens, widest, self.work.device):
                 for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
-                    self.all_reduce(site, self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
+                    self.all_reduce(site, "tp", self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
 
     def meet(self, site: str, times: int) -> None:
         """Ranks of tp sum or gather a micro-batch's hidden values."""
         if self.layout.tensor_sequence_parallel:
-            self.half(site, self.layout.tp, self.hidden_bytes, times)
+            self.half(site, "tp", self.layout.tp, self.hidden_bytes, times)
         else:
-            self.all_reduce(site, self.layout.tp, self.hidden_bytes, times)
+            self.all_reduce(site, "tp", self.layout.tp, self.hidden_bytes, times)
 
     def context(self, stage: Stage, count: int) -> None:
         """What ranks of cp tell each other of the same."""
@@ -192,15 +203,15 @@ class _Step:
         layers = count * len(stage.layers)
         if layout.cp_method == "ring":  # keys and values go round, on the way back with their gradients
             forward = layers * (2 if layout.recompute == "full" else 1)
-            self.sent["attention.ring"] += forward * (ranks - 1) * 2 * kv_heads * one
-            self.sent["attention.ring.backward"] += layers * (ranks - 1) * 2 * kv_heads * one
-            self.sent["attention.ring.gradients"] += layers * ranks * 2 * kv_heads * wide
+            self.sent["attention.ring", "cp"] += forward * (ranks - 1) * 2 * kv_heads * one
+            self.sent["attention.ring.backward", "cp"] += layers * (ranks - 1) * 2 * kv_heads * one
+            self.sent["attention.ring.gradients", "cp"] += layers * ranks * 2 * kv_heads * wide
         else:
             forward = layers * (1 if layout.recompute == "none" else 2)
             traded = {"attention.heads": heads + 2 * kv_heads * max(1, ranks // kv_heads), "attention.tokens": heads}
             for site, number in traded.items():
-                self.half(site, ranks, number * one, forward)
-                self.half(f"{site}.backward", ranks, number * one, layers)
+                self.half(site, "cp", ranks, number * one, forward)
+                self.half(f"{site}.backward", "cp", ranks, number * one, layers)
 
     def spread(self, layer: int) -> bool:
         """Whether a layer's experts are spread over ranks of their own."""
@@ -214,40 +225,40 @@ class _Step:
         mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
         again = 2 if layout.recompute == "full" else 1
         if config.router_loss:
-            self.all_reduce("router.targets", layout.cp, 8 * self.rows, count if mixtures else 0)
+            self.all_reduce("router.targets", "cp", layout.cp, 8 * self.rows, count if mixtures else 0)
             load = 4 * self.rows * config.experts
-            self.all_reduce("router.load.cp", layout.cp, load, mixtures * again)
+            self.all_reduce("router.load.cp", "cp", layout.cp, load, mixtures * again)
             if layout.expert_parallel:
-                self.all_reduce("router.load.tp", layout.tp, load, mixtures * again)
+                self.all_reduce("router.load.tp", "tp", layout.tp, load, mixtures * again)
         if not layout.expert_parallel:
             return
         ep, etp = layout.ep, layout.etp
         repeated = mixtures * (1 if layout.recompute == "none" else 2)  # what is not kept
-        counts = (ep - 1) * (config.experts // ep + 1) + (etp - 1) * (config.experts + 1)
-        self.sent["experts.counts"] += 8 * counts * repeated
+        self.sent["experts.counts", "ep"] += 8 * (ep - 1) * (config.experts // ep + 1) * repeated
+        self.sent["experts.counts", "etp"] += 8 * (etp - 1) * (config.experts + 1) * repeated
         rows = self.tokens // layout.tp * config.experts_per_token
         bytes_of_rows = rows * config.hidden * self.work.parameter_bytes
         away, shared = bytes_of_rows * (ep - 1) // ep, bytes_of_rows * (etp - 1)
-        for what, size, times in (
-            ("dispatch", away, mixtures * again),
-            ("gather", shared, repeated),
-            ("sum", shared, mixtures * again),
-            ("combine", away, mixtures * again),
+        for what, axis, size, times in (
+            ("dispatch", "ep", away, mixtures * again),
+            ("gather", "etp", shared, repeated),
+            ("sum", "etp", shared, mixtures * again),
+            ("combine", "ep", away, mixtures * again),
         ):
-            self.sent[f"experts.{what}"] += size * times
-            self.sent[f"experts.{what}.backward"] += size * mixtures
+            self.sent[f"experts.{what}", axis] += size * times
+            self.sent[f"experts.{what}.backward", axis] += size * mixtures
         if not layout.tensor_sequence_parallel:
             # Without a shared expert after it, a block that is computed again stops before its last gather.
             last = mixtures if not config.shared_intermediate else repeated
-            self.half("experts.output", layout.tp, self.hidden_bytes, last)
-            self.half("experts.input.backward", layout.tp, self.hidden_bytes, mixtures)
+            self.half("experts.output", "tp", layout.tp, self.hidden_bytes, last)
+            self.half("experts.input.backward", "tp", layout.tp, self.hidden_bytes, mixtures)
 
     def pipeline(self) -> None:
         """What goes to other stages."""
         size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
         kinds = Counter(kind for kind, *_ in self.steps())
-        self.sent["pipeline.activations"] += kinds[Kind.SEND_FORWARD] * size
-        self.sent["pipeline.gradients"] += kinds[Kind.SEND_BACKWARD] * size
+        self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
+        self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size
 
     # --- parameters and their gradients
 
@@ -273,7 +284,7 @@ class _Step:
                 self.shard("data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1)
                 held = numel // self.on(shard)[0]
                 self.reduce("data.gradients.replicas", replica, held, size)
-            self.all_reduce("pipeline.gradients.shared", len(holders), held * size)
+            self.all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
             if zero in (1, 2):
                 self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
 
@@ -316,4 +327,4 @@ class _Step:
             found[row.replicas(layout)] += max(0, stop - start)
         for copies, numel in found.items():
             site = "tensor.gradients" if copies == layout.tp else "tensor.gradients.shared_heads"
-            self.all_reduce(site, copies, numel * self.work.master_bytes)
+            self.all_reduce(site, "tp", copies, numel * self.work.master_bytes)

@@ -14,6 +14,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.layout import Layout
@@ -82,11 +83,13 @@ class Run:
     def _step(self) -> None:
         """One training step and what is due after it."""
         train, trainer = self.recipe.train, self.trainer
-        sent_before, begun = self.mesh.record.sent_by_site(), time.perf_counter()
+        record = self.mesh.record
+        sites, axes, begun = record.sent_by_site(), record.sent_by_axis(), time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
         seconds = time.perf_counter() - begun
         if verdict.finite:
-            self.journal.sent_bytes = self.mesh.record.sent_since(sent_before)
+            self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
+            self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)

@@ -28,7 +28,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
-from meshwright.plan.traffic import Work, predicted_traffic
+from meshwright.plan.traffic import Work, predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
@@ -210,7 +210,14 @@ class Trainer:
 
     def predicted_traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step, by call site."""
-        work = Work(
+        return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
+
+    def predicted_traffic_by_axis(self) -> dict[str, int]:
+        """The same by axis of the mesh."""
+        return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
+
+    def _work(self) -> Work:
+        return Work(
             self.recipe.train.batch,
             self.recipe.data.sequence,
             parameter_bytes=self.parallel.parameter_dtype.itemsize,
@@ -218,7 +225,6 @@ class Trainer:
             device=self.device.type,
             collectives=self.mesh.communicator.programs.named,
         )
-        return predicted_traffic(self.config, self.layout, work, self.mesh.rank)
 
     def load_weights(self, directory: Path) -> None:
         """Start from the weights of a Hugging Face directory instead of initial values."""
