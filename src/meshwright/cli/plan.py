@@ -21,8 +21,9 @@ from meshwright.errors import UserError
     "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
     "meshwright plan recipes/quickstart.toml --cluster this",
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
+    "meshwright plan --calibrate runs/first runs/second",
 )
-@click.argument("model", required=False)
+@click.argument("names", nargs=-1, metavar="[MODEL]")
 @click.option("--cluster", metavar="C", help="So many devices of a kind (64xh100-sxm), a cluster file, or this.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Tokens in a sequence (a recipe says it itself).")
 @click.option(
@@ -37,9 +38,10 @@ from meshwright.errors import UserError
 @click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
 @click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
+@click.option("--calibrate", is_flag=True, help="Fold finished runs (directories in MODEL's place) into the cluster file.")
 @json_option
 def command(
-    model: str | None,
+    names: tuple[str, ...],
     cluster: str | None,
     sequence: int | None,
     batch: int | None,
@@ -52,6 +54,7 @@ def command(
     explained: bool,
     html: Path | None,
     jobs: str | None,
+    calibrate: bool,
     as_json: bool,
 ) -> None:
     """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
@@ -59,6 +62,14 @@ def command(
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe. Memory is that of the fullest rank; times
     come with bounds between which nine of ten published runs lie.
     """
+    if calibrate:
+        if layout is not None or jobs is not None:
+            raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
+        _calibrate(names, cluster, as_json)
+        return
+    if len(names) > 1:
+        raise UserError(f"one MODEL at a time: {names[1]} is too much (--calibrate takes several runs)")
+    model = names[0] if names else None
     if jobs is not None:
         if model is not None or layout is not None:
             raise UserError("--jobs: each line says its own model and layout; leave MODEL and --layout out")
@@ -129,6 +140,28 @@ def command(
         answer(document, "\n\n".join(lines))
     if found is not None and not found.best:
         raise UserError(_too_large(problem))
+
+
+def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
+    """Compare what runs predicted with what they took, and keep the factor in the cluster file."""
+    from meshwright.plan.calibrate import cluster_file_with, read_run
+    from meshwright.plan.cluster import this_machine
+    from meshwright.plan.text import calibrated_text
+
+    if not runs:
+        raise UserError("--calibrate: name the directories of finished runs, such as runs/first")
+    this = where is None or where.strip().lower() == "this"
+    path = this_machine() if this else Path(str(where)).expanduser()
+    if not this and not path.exists() and path.suffix != ".toml":
+        raise UserError(f"--calibrate: a cluster file keeps what runs say, and --cluster {where} is none")
+    with answering(as_json) as answer:
+        figures = [read_run(run) for run in dict.fromkeys(runs)]
+        text, found = cluster_file_with(path, figures)
+        write_file(path, text)
+        document = {
+            "cluster_file": str(path), "calibration": found.table(), "runs": [each.document() for each in figures],
+        }  # fmt: skip
+        answer(document, calibrated_text(figures, found, str(path)))
 
 
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}

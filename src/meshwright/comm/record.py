@@ -20,7 +20,7 @@ class SiteRecord:
 
 
 class Record:
-    """Counts the collective calls of one process, by site, operation and axis. Noting a call costs a dictionary look-up."""
+    """Counts the collective calls of one process, by site, operation and axis. Noting one costs a look-up."""
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
@@ -51,7 +51,7 @@ class Record:
         return sent
 
     def sent_by_axis(self) -> dict[str, int]:
-        """The same by axis of the mesh; what some of an axis's ranks send each other ("tp/2", "pp[0,3]") counts there."""
+        """The same by axis of the mesh; what only some of its ranks send each other ("tp/2", "pp[0,3]") is there."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:

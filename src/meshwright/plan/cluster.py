@@ -19,6 +19,8 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.names import PRECISIONS, unknown
+from meshwright.plan.calibration import Calibration
+from meshwright.plan.calibration import read as read_calibration
 from meshwright.plan.devices import DEVICES, Device, find_device
 from meshwright.plan.measured import Measured
 from meshwright.plan.measured import read as read_measured
@@ -27,7 +29,7 @@ from meshwright.toml import read_toml
 _GIGA = 1e9
 FIELDS = (
     *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
-    *("inside_latency_seconds", "across_latency_seconds", "measured"),
+    *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
 )
 DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
 """Of a device that a cluster file describes itself; `like`: a catalogue's, whose figures hold where it gives none."""
@@ -44,7 +46,8 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """``devices`` of a kind, ``devices_per_node`` of them in each node: those that ``inside`` connects (a scale-up
-    domain, which may be more than one machine); ``across`` connects nodes. ``measured`` is None for a catalogue's."""
+    domain, which may be more than one machine); ``across`` connects nodes. ``measured`` is None for a catalogue's,
+    ``calibration`` where no runs were compared with their predictions."""
 
     name: str
     device: Device
@@ -53,6 +56,7 @@ class Cluster:
     inside: Link
     across: Link
     measured: Measured | None = None
+    calibration: Calibration | None = None
 
     def peak(self, precision: str) -> float:
         """Dense peak of one device, FLOP/s. `UserError` for a precision that it lacks."""
@@ -68,6 +72,11 @@ class Cluster:
     def kind(self) -> str:
         """What torch calls its devices: "cpu" where `meshwright probe` has measured processors, else "cuda"."""
         return "cpu" if self.measured is not None and self.measured.backend == "gloo" else "cuda"
+
+    @property
+    def time_factor(self) -> float:
+        """What predicted seconds are multiplied by."""
+        return 1.0 if self.calibration is None else self.calibration.time_factor
 
     @property
     def nodes(self) -> int:
@@ -177,10 +186,11 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     across = _link(across, "across", table, where, needed=devices > size)
     inside = inside or across or Link(math.inf, 0.0)  # a device alone
     measured = read_measured(table["measured"], where) if "measured" in table else None
+    calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
     name = table.get("name", f"{devices}x{device.name}")
     if not isinstance(name, str):
         raise UserError(f"{where}: name should be text, not {name!r}")
-    return Cluster(name, device, devices, size, inside, across or inside, measured)
+    return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
 
 
 def _factors(devices: int, size: int) -> str:

@@ -69,7 +69,11 @@ class Estimate:
             "flops_convention": FLOPS_CONVENTION,
             "breakdown_seconds": dict(self.time.breakdown),
             "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
-        } | ({"warnings": list(self.warnings)} if self.warnings else {})
+        } | self._calibration() | ({"warnings": list(self.warnings)} if self.warnings else {})
+
+    def _calibration(self) -> dict[str, Any]:
+        found = self.problem.cluster.calibration
+        return {} if found is None else {"calibration": found.table()}
 
 
 def problem_of(

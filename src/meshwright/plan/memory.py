@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, stages_of
 from meshwright.plan.bubbles import in_flight, places_of
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held
 from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, Item, ledger
 from meshwright.plan.micro_batch import ITEMSIZE
@@ -32,6 +33,13 @@ SLACK = 0.05
 
 _STORED = {"fp8": "bf16"}
 """What a precision of products keeps parameters and activations in."""
+
+
+def slack(cluster: Cluster) -> float:
+    """Of the peak: what a device holds beyond it, by `SLACK` and by what runs on it have shown."""
+    found = cluster.calibration
+    shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
+    return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,9 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     else:
         items = tuple(_published(problem, layout, pp_rank))
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
-    slack = round(SLACK * peak) if cuda else 0
-    return RankMemory(pp_rank, items, peak, moment, context, slack, problem.engine.name == "meshwright")
+    return RankMemory(
+        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak), problem.engine.name == "meshwright"
+    )
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:

@@ -60,6 +60,7 @@ def screen(problem: Problem) -> Priced:
     if not blocks:
         blocks = [tuple(np.zeros(0) for _ in range(6))]
     way, zero, hybrid, seconds, size, pipe_column = (np.concatenate(column) for column in zip(*blocks, strict=True))
+    seconds = seconds * problem.cluster.time_factor
     return Priced(work.ways, every, way, pipe_column, zero, hybrid, seconds, size)
 
 

@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.model.refuse import refuse
 from meshwright.names import RECOMPUTE
 from meshwright.plan.estimate import Estimate, priced
-from meshwright.plan.memory import SLACK, memory_of
+from meshwright.plan.memory import memory_of, slack
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
 from meshwright.plan.step_time import PARTS, step_time
@@ -85,7 +85,7 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 def whole_device(problem: Problem) -> float:
     """How much more than the allocator's peak a device needs."""
-    return 1.0 + SLACK if problem.cluster.kind == "cuda" else 1.0
+    return 1.0 + slack(problem.cluster)
 
 
 def _nothing(problem: Problem) -> str:

@@ -83,8 +83,9 @@ def durations_of(
     step = _Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents)
     program = program_for(layout, config, sequence)
     times = [step.stage(stage) for stage in stages_of(config, program.stages, sequence)]
-    forward, back, weight = np.array(times).sum(axis=2).T
-    return program, Durations(forward, back, weight, step.transfer() if layout.pp > 1 else 0.0)
+    forward, back, weight = cluster.time_factor * np.array(times).sum(axis=2).T
+    transfer = cluster.time_factor * step.transfer() if layout.pp > 1 else 0.0
+    return program, Durations(forward, back, weight, transfer)
 
 
 class _Step:
@@ -165,8 +166,11 @@ class _Step:
         breakdown["data"] += self.gradients(stages, places, times)
         breakdown["optimizer"] = self.update(stages, places, optimizer)
         seconds = sum(breakdown.values())
-        band = constants()["band"]
-        return StepTime(seconds, seconds * band["low"], seconds * band["high"], breakdown, simulate)
+        band, found = constants()["band"], self.collectives.cluster.calibration
+        if found is None:
+            return StepTime(seconds, seconds * band["low"], seconds * band["high"], breakdown, simulate)
+        breakdown = {part: found.time_factor * value for part, value in breakdown.items()}
+        return StepTime(*found.bounds(seconds, band["low"], band["high"]), breakdown, simulate)
 
     def transfer(self) -> float:
         """Seconds of a message from stage to stage."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from meshwright.plan.calibrate import RunFigures
+from meshwright.plan.calibration import Calibration
 from meshwright.plan.estimate import Estimate, model_document
 from meshwright.plan.explain import Row
 from meshwright.plan.memory import GIB, by_layers
@@ -19,10 +21,12 @@ def headline(problem: Problem, model: str) -> str:
     )
     cluster = problem.cluster
     compiled = ", compiled" if problem.compile else ""
+    calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
     return (
         f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
         f"{problem.sequence:,} tokens on {cluster.name} ({cluster.devices:,} devices, "
-        f"{cluster.device.memory_bytes / GIB:.1f} GiB each); {problem.engine.name}{compiled}, {problem.precision}"
+        f"{cluster.device.memory_bytes / GIB:.1f} GiB each); {problem.engine.name}{compiled}, "
+        f"{problem.precision}{calibrated}"
     )
 
 
@@ -100,6 +104,21 @@ def _bill(one: Estimate) -> Iterator[tuple[str, ...]]:
         named = ", ".join(f"{item.name} {item.bytes / GIB:.2f}" for item in largest[:3] if item.bytes >= 0.005 * GIB)
         more = f" and {len(largest) - 3} more" if len(largest) > 3 and named else ""
         yield category, f"{size / GIB:.2f}", named + more
+
+
+def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
+    """What runs said, and what was kept of it."""
+    head = ("run", "layout", "predicted s", "measured s", "ratio", "memory not explained")
+    rows = [
+        (
+            each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
+            "-" if not each.peak_bytes else f"{(each.unexplained_bytes or 0) / each.peak_bytes:+.1%}",
+        )
+        for each in runs
+    ]  # fmt: skip
+    share = found.unexplained_share
+    memory = "" if share is None else f", {share:+.1%} of memory beyond what is itemised"
+    return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
 def explain_text(rows: Sequence[Row], most: int = 24) -> str:

@@ -52,6 +52,10 @@ class StepClock:
         (_, begun, waited_before), (_, ended, waited_after) = self._marks[0], self._marks[-1]
         return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
+    def waiting_seconds(self) -> float:
+        """Seconds from `start()` to the last mark that this process waited in collective calls."""
+        return self._marks[-1][2] - self._marks[0][2]
+
     def _now(self) -> float | torch.cuda.Event:
         if not self.cuda:
             return time.perf_counter()

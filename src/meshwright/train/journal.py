@@ -16,9 +16,11 @@ from meshwright.probe.matmul import matmul_flops_per_second
 from meshwright.recipe import Recipe
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.learning_rate import learning_rate
-from meshwright.train.metrics import MetricsFile, SlowRankWatch, peak_memory_bytes, read_metrics
+from meshwright.train.metrics import MetricsFile, SlowRankWatch, read_metrics
+from meshwright.train.prediction import Prediction, StepTimes, compared, measured_memory, predict
 from meshwright.train.progress import Progress
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.step_memory import StepMemory
 from meshwright.train.trainer import PARAMETER_DTYPES, Trainer, Verdict
 
 GIB = 2**30
@@ -35,6 +37,10 @@ class Journal:
         self.metrics: MetricsFile | None = None
         self._metrics_trouble = ""
         self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
+        self.sent_bytes_by_axis: dict[str, int] | None = None
+        self.memory = StepMemory(self.device)
+        self.times = StepTimes()
+        self.prediction: Prediction | None = None  # of rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # named at the end of the last window
         self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
@@ -71,7 +77,12 @@ class Journal:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
+        if self.leader:
+            self.prediction = predict(trainer)
+            for line in self.prediction.lines() if done < steps else ():
+                self.say(line)
         self.progress.begin(done)
+        self.memory.begin()
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
         """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""
@@ -92,7 +103,9 @@ class Journal:
         """A step is done, skipped or not; `seconds` is what it took, without validation."""
         if not self.leader:
             return
-        scale = trainer.loss_scale
+        scale, parts = trainer.loss_scale, trainer.clock.seconds()
+        if verdict.finite:
+            self.times.add(seconds, parts, trainer.clock.waiting_seconds())
         done, rate = trainer.steps_done, self._tokens_per_step() / seconds
         line: dict[str, Any] = {
             "step": done,
@@ -101,9 +114,9 @@ class Journal:
             "learning_rate": learning_rate(done - 1, self.recipe.train),
             "tokens_per_second": rate,
             "mfu": self.mfu(rate),
-            "memory_gib": peak_memory_bytes(self.device) / GIB,
+            "memory_gib": self.memory.process_peak() / GIB,
             "seconds": seconds,
-            "seconds_by_part": trainer.clock.seconds(),
+            "seconds_by_part": parts,
         }
         if scale.dynamic:
             line["loss_scale"] = verdict.loss_scale
@@ -169,6 +182,14 @@ class Journal:
         figures = self._figures if self._figures["tokens_per_second"] else self._earlier_figures()
         loss, validation_loss, rates = (figures[key] for key in ("loss", "validation_loss", "tokens_per_second"))
         rate = statistics.median(rates) if rates else None
+        prediction = {} if self.prediction is None else self.prediction.document()
+        measured = {
+            "memory_bytes": measured_memory(trainer.memory(), self.memory.peak, prediction.get("memory_bytes")),
+            **self.times.document(self.device),
+            "sent_bytes_by_axis": self.sent_bytes_by_axis,
+        }
+        if (line := compared(prediction, measured)) is not None and self._figures["tokens_per_second"]:
+            self.say(line)
         return {
             "step": trainer.steps_done,
             "loss": loss[-1] if loss else None,
@@ -184,11 +205,13 @@ class Journal:
                 "state_bytes": trainer.predicted_bytes(),
                 "sent_bytes_per_step": trainer.predicted_traffic(),
                 "flops_per_token": self.flops_per_token,
+                **prediction,
             },
             "measured": {
                 "state_bytes": trainer.memory(),
                 "sent_bytes_per_step": self.sent_bytes,
-                "peak_memory_bytes": peak_memory_bytes(self.device),
+                "peak_memory_bytes": self.memory.process_peak(),
+                **measured,
             },
         } | _paths(checkpointer)
 

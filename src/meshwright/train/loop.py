@@ -87,6 +87,7 @@ class Run:
         sites, axes, begun = record.sent_by_site(), record.sent_by_axis(), time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
         seconds = time.perf_counter() - begun
+        self.journal.memory.step_done()
         if verdict.finite:
             self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
             self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
@@ -95,6 +96,7 @@ class Run:
         due = last or (every > 0 and done % every == 0)
         validation_loss = None
         if train.validate_every and (due or done % train.validate_every == 0):  # saved: so that the best is known
+            self.journal.memory.stop()
             validation_loss = trainer.validate()
         self.journal.step(trainer, verdict, seconds, validation_loss)  # before the save: no step may be without a line
         if verdict.save_failed:
@@ -121,7 +123,8 @@ class Run:
 
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:
-            self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
+            with self.journal.memory.aside():
+                self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
@@ -148,6 +151,7 @@ class Run:
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
+            self.journal.memory.start()
             self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh, initialise=False)
             loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
             if loaded is None:
@@ -192,6 +196,7 @@ class Run:
             )
 
     def _save(self, validation_loss: float | None) -> None:
+        self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._settle()) is not None:
             self.journal.save_failed(step, reason)

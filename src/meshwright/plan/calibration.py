@@ -1,0 +1,83 @@
+"""What finished runs on a machine say about its predictions: a factor on times with its spread, and the share of memory
+that nothing explains. It lies in the machine's cluster file, under a table of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.names import unknown
+
+FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "unexplained_runs")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """time_factor: the median of measured over predicted seconds of a step, of `runs` runs; time_low, time_high: the
+    least and the most of them. unexplained_share: bytes that no item of the ledger explains over the ledger's peak, of
+    `unexplained_runs` runs together; None where no run could tell."""
+
+    time_factor: float
+    time_low: float
+    time_high: float
+    runs: int
+    unexplained_share: float | None = None
+    unexplained_runs: int = 0
+
+    def table(self) -> dict[str, float | int]:
+        """As the cluster file has it: what `read` reads."""
+        found: dict[str, float | int] = {
+            "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
+        }  # fmt: skip
+        if self.unexplained_share is not None:
+            found |= {"unexplained_share": self.unexplained_share, "unexplained_runs": self.unexplained_runs}
+        return found
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        spread = f" ({self.time_low:.3g} to {self.time_high:.3g})" if self.runs > 1 else ""
+        return f"calibrated by {runs}: times x {self.time_factor:.3g}{spread}"
+
+    def bounds(self, seconds: float, low: float, high: float) -> tuple[float, float, float]:
+        """Of an uncalibrated time with the relative bounds of all machines, the calibrated one with its own: these hold
+        whatever the runs took, and are never narrower than the others."""
+        return (
+            seconds * self.time_factor,
+            seconds * min(self.time_factor * low, self.time_low),
+            seconds * max(self.time_factor * high, self.time_high),
+        )
+
+
+def read(table: Any, where: str) -> Calibration:
+    """What `Calibration.table` wrote. `UserError` names what is wrong, and how to have it made anew."""
+    where = f"{where}: calibration"
+    again = "; take the table out, or have `meshwright plan --calibrate` write it anew"
+    if not isinstance(table, Mapping):
+        raise UserError(f"{where} should be a table, not {table!r}{again}")
+    for key in table:
+        if key not in FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    for key in FIELDS[:4]:
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing{again}")
+    for key, value in table.items():
+        whole = key in ("runs", "unexplained_runs")
+        good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        good = good and math.isfinite(value) and (value > 0 or key == "unexplained_share")
+        if not good:
+            kind = (
+                "a whole number above 0" if whole else "a number" + (" above 0" if key != "unexplained_share" else "")
+            )
+            raise UserError(f"{where}: {key} takes {kind}, not {value!r}{again}")
+    low, factor, high = (float(table[f"time_{name}"]) for name in ("low", "factor", "high"))
+    if not low <= factor <= high:
+        raise UserError(f"{where}: time_factor {factor:g} is not between time_low and time_high{again}")
+    share = table.get("unexplained_share")
+    return Calibration(
+        factor, low, high, table["runs"], None if share is None else float(share), table.get("unexplained_runs", 0)
+    )

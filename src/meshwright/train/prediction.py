@@ -1,0 +1,234 @@
+"""What a run should take, said before its first step, and beside it what it took: memory by category, time by part,
+bytes by axis."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster, cluster, this_machine
+from meshwright.plan.devices import find_device
+from meshwright.plan.ledger import OF_STATE, ledger
+from meshwright.plan.memory import slack
+from meshwright.plan.step_time import StepTime, step_time
+from meshwright.train.trainer import Trainer
+
+WARM_UP = 2
+"""Steps that are not typical: they compile, and memory is touched for the first time."""
+KEPT = 1000
+"""Of so many last steps the median is taken."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of rank 0. memory: bytes by category at the highest moment, and their sum `peak`, which "framework" and
+    "unexplained" are beside; None where it cannot be priced. time: None where the machine is not known."""
+
+    memory: Mapping[str, int] | None
+    time: StepTime | None
+    sent_by_axis: Mapping[str, int] | None
+    machine: Cluster | None
+    compiled: bool
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """What `predicted` of the result document has of it."""
+        time, machine = self.time, self.machine
+        calibration = None if machine is None else machine.calibration
+        return {
+            "memory_bytes": None if self.memory is None else dict(self.memory),
+            "step_seconds": None if time is None else time.seconds,
+            "step_seconds_low": None if time is None else time.low,
+            "step_seconds_high": None if time is None else time.high,
+            "seconds_by_part": None if time is None else dict(time.breakdown),
+            "sent_bytes_by_axis": None if self.sent_by_axis is None else dict(self.sent_by_axis),
+            "device": None if machine is None else machine.device.name,
+            "calibration": None if calibration is None else calibration.table(),
+            "compile": self.compiled,
+        }
+
+    def lines(self) -> list[str]:
+        """For who watches."""
+        parts = []
+        if self.time is not None:
+            parts.append(f"{_short(self.time.seconds)} a step ({_short(self.time.low)} to {_short(self.time.high)})")
+        if self.memory is not None:
+            sizes = {name: size for name, size in self.memory.items() if name != "peak"}
+            parts.append(f"memory of rank 0 {_bytes(self.memory['peak'])} ({_largest(sizes)})")
+        if self.sent_by_axis is not None:
+            parts.append(f"{_sent(self.sent_by_axis)} sent a step")
+        return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
+
+
+def predict(trainer: Trainer) -> Prediction:
+    """Of a run that is about to begin. What cannot be predicted is None, with a line that says why: a prediction never
+    stops a run."""
+    notes: list[str] = []
+
+    def tried(what: str, work: Callable[[], Found]) -> Found | None:
+        try:
+            return work()
+        except UserError as error:
+            notes.append(f"{what} is not predicted: {error}")
+        except Exception as error:  # a fault of the planner, and not of this run
+            notes.append(f"{what} is not predicted, by a fault of the planner: {type(error).__name__}: {error}")
+        return None
+
+    machine = tried("the time of a step", lambda: machine_of(trainer))
+    time = None if machine is None else tried("the time of a step", lambda: _time(trainer, machine))
+    memory = tried("memory", lambda: _memory(trainer, machine))
+    axes = tried("what is sent", trainer.predicted_traffic_by_axis)
+    return Prediction(memory, time, axes, machine, trainer.recipe.train.compile, tuple(notes))
+
+
+def machine_of(trainer: Trainer) -> Cluster:
+    """The ranks' devices: as `meshwright probe` measured them, else the catalogue's. `UserError` where neither is."""
+    device, ranks = trainer.device, trainer.mesh.world_size
+    known = None
+    if device.type == "cuda":
+        known = find_device(torch.cuda.get_device_name(device))
+    if this_machine().exists():
+        found = cluster("this")
+        alike = found.kind == device.type and (known is None or found.device.name == known.name)
+        if alike and found.devices >= ranks:
+            return _part(found, ranks)
+    if known is not None:
+        return cluster({"device": known.name, "devices": ranks, "devices_per_node": _whole(ranks, _local(device))})
+    raise UserError(f"this machine is not known with {ranks} ranks; `meshwright probe` would make it known")
+
+
+def _local(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+def _whole(ranks: int, most: int) -> int:
+    """The largest node of at most so many devices of which `ranks` are several."""
+    return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
+
+
+def _part(whole: Cluster, ranks: int) -> Cluster:
+    """So many devices of it."""
+    return replace(whole, devices=ranks, devices_per_node=_whole(ranks, whole.devices_per_node))
+
+
+def _time(trainer: Trainer, machine: Cluster) -> StepTime:
+    train, tokens = trainer.recipe.train, trainer.tokens
+    documents = 1.0
+    if tokens.document_mask:  # a row of S tokens has a part of one more document than begin in it
+        documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
+    return step_time(
+        trainer.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
+        optimizer=_optimizer(trainer), documents=documents,
+    )  # fmt: skip
+
+
+def _memory(trainer: Trainer, machine: Cluster | None) -> dict[str, int]:
+    tokens = trainer.tokens
+    found = ledger(
+        trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
+        optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
+        documents=tokens.document_mask and tokens.documents > 1,
+    )  # fmt: skip
+    sizes = found.by_category()
+    calibrated = machine is not None and machine.calibration is not None
+    sizes["unexplained"] = round(slack(machine) * found.peak_bytes) if machine is not None and calibrated else 0
+    return sizes | {"peak": found.peak_bytes}
+
+
+def _optimizer(trainer: Trainer) -> str:
+    train = trainer.recipe.train
+    return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
+
+
+# --- what happened
+
+
+class _Step(NamedTuple):
+    seconds: float
+    parts: Mapping[str, float]
+    waited: float
+
+
+class StepTimes:
+    """Seconds of the steps of this process, by part, and of the host's waiting in collective calls."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._warming = WARM_UP
+
+    def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
+        """A step whose update took place."""
+        if self._warming:
+            self._warming -= 1
+        else:
+            self._steps.append(_Step(seconds, parts, waited))
+
+    def middle(self) -> _Step | None:
+        """The step of which half of the others were faster; None where there is none yet."""
+        return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
+
+    def document(self, device: torch.device) -> dict[str, Any]:
+        """What `measured` of the result document has of it."""
+        step = self.middle()
+        if step is None:
+            return {"step_seconds": None, "seconds_by_part": None, "waiting_seconds": None}
+        return {
+            "step_seconds": statistics.median(each.seconds for each in self._steps),
+            "seconds_by_part": dict(step.parts),
+            "waiting_seconds": step.waited if device.type == "cpu" else None,  # on CUDA the device waits, not the host
+        }
+
+
+def measured_memory(states: Mapping[str, int], peak: int | None, predicted: Mapping[str, int] | None) -> dict[str, Any]:
+    """Bytes of the states by category (`Trainer.memory`), the growth of the process in a step (`StepMemory.peak`), and
+    how much of it no item of the ledger explains."""
+    found: dict[str, Any] = {}
+    for kind, size in states.items():
+        found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
+    known = peak is not None and predicted is not None
+    found["peak"] = peak
+    found["unexplained"] = peak - predicted["peak"] if known else None  # type: ignore[operator,index]
+    return found
+
+
+def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
+    """One line about the whole, for who watches."""
+    parts = []
+    before, after = predicted.get("step_seconds"), measured.get("step_seconds")
+    if after is not None:
+        parts.append(f"{_short(after)} a step" + (f" (predicted {_short(before)})" if before else ""))
+    said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
+    if seen and seen["peak"] is not None:
+        parts.append(
+            f"memory of rank 0 {_bytes(seen['peak'])}" + (f" (predicted {_bytes(said['peak'])})" if said else "")
+        )
+    if measured.get("sent_bytes_by_axis") is not None:
+        parts.append(f"{_sent(measured['sent_bytes_by_axis'])} sent a step")
+    return f"measured: {'; '.join(parts)}" if parts else None
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _sent(axes: Mapping[str, int]) -> str:
+    return f"{_bytes(sum(axes.values()))} ({_largest(axes)})" if axes else "nothing"
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3])
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:g} B"
