@@ -38,7 +38,7 @@ from meshwright.errors import UserError
 @click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
 @click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
-@click.option("--calibrate", is_flag=True, help="Fold finished runs (directories in MODEL's place) into the cluster file.")
+@click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
 @json_option
 def command(
     names: tuple[str, ...],
@@ -155,7 +155,7 @@ def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
     if not this and not path.exists() and path.suffix != ".toml":
         raise UserError(f"--calibrate: a cluster file keeps what runs say, and --cluster {where} is none")
     with answering(as_json) as answer:
-        figures = [read_run(run) for run in dict.fromkeys(runs)]
+        figures = [read_run(run) for run in {Path(run).resolve(): run for run in runs}.values()]
         text, found = cluster_file_with(path, figures)
         write_file(path, text)
         document = {

@@ -124,14 +124,14 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
     """The text of a cluster file with the calibration of these runs in place of what it had, all else as it was.
     `UserError` where it is none, or of another device than the runs'."""
-    machine = _read(path)
+    machine = _machine(path)
     for run in runs:
         if run.device != machine.device.name:
             raise UserError(
                 f"--calibrate {run.run}: the run was predicted for {run.device}, and {path} is of {machine.device.name}"
             )
     found = calibration_of(runs)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     tables = {**parse_toml(text, str(path)), "calibration": found.table()}
     rest = re.sub(r"^\[calibration\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
     lines = [f"{key} = {toml_value(value)}" for key, value in found.table().items()]
@@ -143,16 +143,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     return (whole if same else write_toml(tables)), found  # a table that stands elsewhere: all written anew
 
 
-def _read(path: Path) -> Cluster:
+def _machine(path: Path) -> Cluster:
     if not path.exists():
         raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
-    return cluster({**parse_toml(_text(path), str(path))}, str(path))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a cluster file: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    return cluster(str(path.absolute()))

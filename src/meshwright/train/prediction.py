@@ -102,7 +102,8 @@ def machine_of(trainer: Trainer) -> Cluster:
             return _part(found, ranks)
     if known is not None:
         return cluster({"device": known.name, "devices": ranks, "devices_per_node": _whole(ranks, _local(device))})
-    raise UserError(f"this machine is not known with {ranks} ranks; `meshwright probe` would make it known")
+    many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    raise UserError(f"this machine is not known with {many}; `meshwright probe` would make it known")
 
 
 def _local(device: torch.device) -> int:

@@ -77,6 +77,8 @@ def _page(
         "<h2>Throughput</h2>",
         line_chart([("tokens per second", "#2f855a", rate)], "tokens per second", from_zero=True),
     ]
+    if rows := _compared_rows(result):
+        parts += ["<h2>Predicted and measured</h2>", _comparison(rows)]
     if evaluation:
         parts += ["<h2>Held-out files</h2>", _table(_evaluation_rows(evaluation))]
     if sample:
@@ -117,6 +119,45 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
     if result.get("skipped_steps"):
         rows.append(("skipped steps", str(result["skipped_steps"])))
     return _table(rows)
+
+
+def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, predicted, measured: the time of a step, memory by category, bytes by axis. Nothing for a run that recorded
+    no prediction."""
+    predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
+    said = [
+        ("seconds of a step", *map(_step_seconds, (predicted, measured))),
+        ("of which", *(_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
+    ]
+    for title, key in (("memory of rank 0", "memory_bytes"), ("sent a step by rank 0", "sent_bytes_by_axis")):
+        sides = [side.get(key) or {} for side in (predicted, measured)]
+        for name in dict.fromkeys(name for side in sides for name in side):
+            if any(side.get(name) for side in sides):
+                said.append((f"{title}: {name}", *(_size(side.get(name)) for side in sides)))
+    return [(name, before or "–", after or "–") for name, before, after in said if before or after]
+
+
+def _step_seconds(side: dict[str, Any]) -> str:
+    if side.get("step_seconds") is None:
+        return ""
+    low, high = side.get("step_seconds_low"), side.get("step_seconds_high")
+    return f"{side['step_seconds']:.4g}" + (f" ({low:.4g} to {high:.4g})" if low and high else "")
+
+
+def _parts(seconds: dict[str, float] | None) -> str:
+    return ", ".join(f"{part} {value:.3g}" for part, value in (seconds or {}).items() if value)
+
+
+def _size(size: int | None) -> str:
+    return "" if size is None else f"{size:,} B"
+
+
+def _comparison(rows: Sequence[tuple[str, str, str]]) -> str:
+    cells = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(before)}</td><td>{html.escape(after)}</td></tr>"
+        for name, before, after in rows
+    )
+    return f"<table><tr><th></th><th>predicted</th><th>measured</th></tr>{cells}</table>"
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:

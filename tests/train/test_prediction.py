@@ -1,0 +1,144 @@
+"""A run says what it will take and then what it took, part for part; a prediction that fails stops nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.train import prediction
+from meshwright.train.metrics import peak_memory_bytes
+from meshwright.train.prediction import StepTimes, compared, measured_memory
+from meshwright.train.step_memory import StepMemory
+from tests.plan.calibration_cases import DEVICE, cluster_file
+from tests.train import training_cases as cases
+
+CALIBRATED = {"time_factor": 2.0, "time_low": 1.5, "time_high": 3.0, "runs": 2}
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def measured_machine(tmp_path_factory) -> Iterator[Path]:
+    """This machine has a cluster file, in which is a calibration."""
+    place = tmp_path_factory.mktemp("machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(place))
+        yield cluster_file(place, calibration=CALIBRATED)
+
+
+@pytest.fixture(scope="module")
+def ran(measured_machine, tmp_path_factory) -> dict[str, Any]:
+    """What one process returned that trained there for five steps."""
+    place = tmp_path_factory.mktemp("ran")
+    return cases.run_without_error(None, place, "dp1 bf16 mb2", train_steps=5, train_compile=False)[0]
+
+
+def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran):
+    predicted, measured = ran["result"]["predicted"], ran["result"]["measured"]
+    assert predicted["step_seconds_low"] < predicted["step_seconds"] < predicted["step_seconds_high"]
+    assert sum(predicted["seconds_by_part"].values()) == pytest.approx(predicted["step_seconds"])
+    assert (predicted["device"], predicted["calibration"]) == (DEVICE, CALIBRATED)
+    assert measured["step_seconds"] > 0 and measured["waiting_seconds"] == 0
+    assert {"data", "forward", "backward", "update"} <= measured["seconds_by_part"].keys()
+    assert sum(measured["seconds_by_part"].values()) == pytest.approx(measured["step_seconds"], rel=0.05, abs=2e-3)
+
+
+def test_memory_is_itemised_and_its_states_are_what_the_trainer_holds(ran):
+    predicted, measured = (ran["result"][which]["memory_bytes"] for which in ("predicted", "measured"))
+    parts = {name: size for name, size in predicted.items() if name not in ("peak", "framework", "unexplained")}
+    assert sum(parts.values()) == predicted["peak"] and parts["activations"] > 0
+    assert {name: measured[name] for name in STATES} == {name: predicted[name] for name in STATES}
+    assert sum(measured[name] for name in STATES) == sum(ran["result"]["measured"]["state_bytes"].values())
+    assert measured["peak"] - measured["unexplained"] == predicted["peak"]
+    assert predicted["unexplained"] == 0  # this calibration knows of none
+
+
+def test_keys_that_were_there_stay(ran):
+    result = ran["result"]
+    assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
+    assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
+    assert result["predicted"]["flops_per_token"] > 0
+    assert result["measured"]["peak_memory_bytes"] >= result["measured"]["memory_bytes"]["peak"]
+
+
+def test_both_are_said_in_a_line(ran):
+    lines = {line.partition(":")[0]: line for line in ran["said"]}
+    assert " a step (" in lines["predicted"] and "memory of rank 0" in lines["predicted"]
+    assert "a step (predicted " in lines["measured"]
+
+
+def test_ranks_send_on_every_axis_what_was_predicted(two: LocalRanks, tmp_path):
+    result = cases.run_without_error(two, tmp_path, "dp2 zero1 fp32", train_steps=2, train_compile=False)[0]["result"]
+    predicted, measured = result["predicted"], result["measured"]
+    assert predicted["sent_bytes_by_axis"] == measured["sent_bytes_by_axis"]
+    assert {"data", "shard", "world"} == predicted["sent_bytes_by_axis"].keys()
+    assert sum(predicted["sent_bytes_by_axis"].values()) == sum(predicted["sent_bytes_per_step"].values())
+    assert measured["step_seconds"] is None  # the first two steps do not count
+    assert measured["memory_bytes"]["optimizer"] == predicted["memory_bytes"]["optimizer"]
+
+
+def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setattr(prediction, "ledger", broken)
+    outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
+    predicted, measured = outcome["result"]["predicted"], outcome["result"]["measured"]
+    assert predicted["memory_bytes"] is None and measured["memory_bytes"]["unexplained"] is None
+    assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
+    said = [line for line in outcome["said"] if "not predicted" in line]
+    assert said == [
+        "the time of a step is not predicted: this machine is not known with 1 rank; `meshwright probe` would make it "
+        "known",
+        "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
+    ]
+
+
+def test_a_damaged_cluster_file_is_a_line_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    cluster_file(tmp_path).write_text("device = [")
+    outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
+    assert any("cluster.toml:1: not valid TOML" in line for line in outcome["said"])
+
+
+def test_the_time_of_a_step_is_the_median_without_the_first_two():
+    times = StepTimes()
+    for seconds in (90.0, 80.0, 3.0, 1.0, 2.0, 7.0):
+        times.add(seconds, {"forward": seconds / 4, "backward": seconds * 3 / 4}, seconds / 8)
+    found = times.document(torch.device("cpu"))
+    assert found["step_seconds"] == 2.5
+    assert found["seconds_by_part"] == {"forward": 0.5, "backward": 1.5} and found["waiting_seconds"] == 0.25
+
+
+def test_states_are_told_by_category():
+    states = {"parameters": 2, "masters": 4, "gradients": 8, "gradient_buffers": 16, "optimizer": 32}
+    assert measured_memory(states, 100, {"peak": 120}) == {
+        "parameters": 2, "gradients": 24, "optimizer": 36, "peak": 100, "unexplained": -20,
+    }  # fmt: skip
+    assert measured_memory(states, None, {"peak": 120})["unexplained"] is None
+    assert compared({}, {}) is None
+
+
+def test_a_steps_memory_is_what_came_since_the_trainer_was_made():
+    memory, size = StepMemory(torch.device("cpu")), 64 * 2**20
+    before = peak_memory_bytes(torch.device("cpu"))
+    memory.start()
+    with memory.aside():
+        kept = torch.ones(size // 4)
+    memory.begin()
+    if memory._left == 0:
+        pytest.skip("the kernel does not count peaks anew")
+    held = torch.ones(size // 4)
+    memory.step_done()
+    assert memory.peak is not None and size <= memory.peak < 1.5 * size
+    memory.stop()
+    more = torch.ones(2 * size // 4)
+    memory.step_done()
+    assert memory.peak < 1.5 * size
+    assert memory.process_peak() >= before
+    del kept, held, more
