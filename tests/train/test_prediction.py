@@ -67,7 +67,8 @@ def test_keys_that_were_there_stay(ran):
 
 def test_both_are_said_in_a_line(ran):
     lines = {line.partition(":")[0]: line for line in ran["said"]}
-    assert " a step (" in lines["predicted"] and "memory of rank 0" in lines["predicted"]
+    assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
+    assert "memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
     assert "a step (predicted " in lines["measured"]
 
 

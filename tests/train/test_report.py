@@ -104,6 +104,33 @@ def test_it_says_what_the_files_of_the_run_say(tmp_path):
         assert said in text, said
 
 
+def test_predicted_and_measured_stand_side_by_side(tmp_path):
+    predicted = {
+        "step_seconds": 0.5, "step_seconds_low": 0.4, "step_seconds_high": 0.7, "seconds_by_part": {"compute": 0.5},
+        "memory_bytes": {"parameters": 4096, "activations": 100, "framework": 0, "peak": 4196},
+        "sent_bytes_by_axis": {"data": 1234567},
+    }  # fmt: skip
+    measured = {
+        "step_seconds": 0.6, "seconds_by_part": {"forward": 0.2}, "sent_bytes_by_axis": {"data": 1234568},
+        "memory_bytes": {"parameters": 4096, "peak": 4200, "unexplained": 4},
+    }  # fmt: skip
+    result = RESULT | {"predicted": predicted, "measured": measured}
+    text = page(run_directory(tmp_path / "run", [step(1, 3.0)], result=result))
+    Strict(text.removeprefix("<!doctype html>"))
+    for row in (
+        "<th>seconds of a step</th><td>0.5 (0.4 to 0.7)</td><td>0.6</td>",
+        "<th>memory of rank 0: parameters</th><td>4,096 B</td><td>4,096 B</td>",
+        "<th>memory of rank 0: unexplained</th><td>–</td><td>4 B</td>",
+        "<th>sent a step by rank 0: data</th><td>1,234,567 B</td><td>1,234,568 B</td>",
+        "<td>compute 0.5</td><td>forward 0.2</td>",
+    ):
+        assert row in text, row
+    assert "framework" not in text
+    nothing = {"predicted": {"step_seconds": None, "memory_bytes": None}, "measured": {"sent_bytes_by_axis": None}}
+    text = page(run_directory(tmp_path / "other", [step(1, 3.0)], result=RESULT | nothing))
+    assert "Predicted and measured" not in text
+
+
 def test_what_people_wrote_is_escaped(tmp_path):
     bad = '</pre><script>alert("x")</script>&amp;'
     directory = run_directory(tmp_path / "a<b>&c", [step(1, 3.0)], bad, {"layout": bad})

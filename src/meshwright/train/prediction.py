@@ -59,7 +59,10 @@ class Prediction:
         """For who watches."""
         parts = []
         if self.time is not None:
-            parts.append(f"{_short(self.time.seconds)} a step ({_short(self.time.low)} to {_short(self.time.high)})")
+            found = None if self.machine is None else self.machine.calibration
+            by = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
+            spread = f"{_short(self.time.low)} to {_short(self.time.high)}{by}"
+            parts.append(f"{_short(self.time.seconds)} a step ({spread})")
         if self.memory is not None:
             sizes = {name: size for name, size in self.memory.items() if name != "peak"}
             parts.append(f"memory of rank 0 {_bytes(self.memory['peak'])} ({_largest(sizes)})")
