@@ -102,9 +102,13 @@ def test_every_rank_sends_what_was_predicted_on_every_axis(tmp_path):
             ("llama, tied", "tp2 pp2 mb4"),
             ("llama, tied", "dp2 zero3 hs2 cp2"),
             ("one key-value head", "tp4"),
+            ("mixtral", "dp4 zero1 ep2"),
         ):
             text = recipe_text(tmp_path, layout, MODELS[name])
             for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text, True)):
+                if "ep" in recorded:  # what routers choose
+                    assert recorded.pop("ep") > 0 and predicted.pop("ep") > 0
+                    assert {"shard", "expert_shard"} <= recorded.keys()
                 assert recorded and predicted == recorded, (name, layout, rank)
 
 
