@@ -15,7 +15,6 @@ from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, ledger
-from meshwright.plan.memory import slack
 from meshwright.plan.step_time import StepTime, step_time
 from meshwright.train.trainer import Trainer
 
@@ -64,8 +63,8 @@ class Prediction:
             spread = f"{_short(self.time.low)} to {_short(self.time.high)}{by}"
             parts.append(f"{_short(self.time.seconds)} a step ({spread})")
         if self.memory is not None:
-            sizes = {name: size for name, size in self.memory.items() if name != "peak"}
-            parts.append(f"memory of rank 0 {_bytes(self.memory['peak'])} ({_largest(sizes)})")
+            sizes = {name: size for name, size in self.memory.items() if name not in ("peak", "framework")}
+            parts.append(f"memory of rank 0 {_bytes(_expected(self.memory))} ({_largest(sizes)})")
         if self.sent_by_axis is not None:
             parts.append(f"{_sent(self.sent_by_axis)} sent a step")
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
@@ -142,8 +141,9 @@ def _memory(trainer: Trainer, machine: Cluster | None) -> dict[str, int]:
         documents=tokens.document_mask and tokens.documents > 1,
     )  # fmt: skip
     sizes = found.by_category()
-    calibrated = machine is not None and machine.calibration is not None
-    sizes["unexplained"] = round(slack(machine) * found.peak_bytes) if machine is not None and calibrated else 0
+    calibration = None if machine is None else machine.calibration
+    share = None if calibration is None else calibration.unexplained_share
+    sizes["unexplained"] = round((share or 0.0) * found.peak_bytes)
     return sizes | {"peak": found.peak_bytes}
 
 
@@ -212,11 +212,16 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if seen and seen["peak"] is not None:
         parts.append(
-            f"memory of rank 0 {_bytes(seen['peak'])}" + (f" (predicted {_bytes(said['peak'])})" if said else "")
+            f"memory of rank 0 {_bytes(seen['peak'])}" + (f" (predicted {_bytes(_expected(said))})" if said else "")
         )
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_sent(measured['sent_bytes_by_axis'])} sent a step")
     return f"measured: {'; '.join(parts)}" if parts else None
+
+
+def _expected(memory: Mapping[str, int]) -> int:
+    """What the peak will be seen to be: with what calibration expects beyond the ledger's."""
+    return memory["peak"] + memory["unexplained"]
 
 
 def _short(seconds: float) -> str:
