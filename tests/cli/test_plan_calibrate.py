@@ -43,6 +43,7 @@ def test_a_mistake_is_one_line_and_the_file_stays(machine, tmp_path, command_lin
         ((), "--calibrate: name the directories of finished runs"),
         ((tmp_path / "none",), "there is no such directory"),
         ((good, tmp_path / "bad"), "bad: result.json is damaged: not JSON"),
+        ((good, "--explain"), "--calibrate: takes the directories of runs"),
         ((good, "--layout", "dp2"), "--calibrate: takes the directories of runs"),
         ((good, "--cluster", "8xh100-sxm"), "a cluster file keeps what runs say, and --cluster 8xh100-sxm is none"),
         ((good, "--cluster", tmp_path / "none.toml"), "there is no cluster file"),

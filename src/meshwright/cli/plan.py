@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from meshwright.cli.plumbing import answering, json_document, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
@@ -63,8 +64,10 @@ def command(
     come with bounds between which nine of ten published runs lie.
     """
     if calibrate:
-        if layout is not None or jobs is not None:
-            raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
+        context = click.get_current_context()
+        for name in context.params.keys() - {"names", "cluster", "calibrate", "as_json"}:
+            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+                raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
         _calibrate(names, cluster, as_json)
         return
     if len(names) > 1:
