@@ -56,20 +56,24 @@ class Estimate:
 
     def document(self) -> dict[str, Any]:
         """As `plan --json` prints it."""
-        return {
-            "layout": str(self.layout),
-            "fits": self.fits,
-            "memory_gib": self.memory.gib(),
-            "step_seconds": self.time.seconds,
-            "step_seconds_low": self.time.low,
-            "step_seconds_high": self.time.high,
-            "tokens_per_second_per_device": self.tokens_per_second_per_device,
-            "model_tflops_per_device": self.model_flops_per_device / 1e12,
-            "mfu": self.mfu,
-            "flops_convention": FLOPS_CONVENTION,
-            "breakdown_seconds": dict(self.time.breakdown),
-            "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
-        } | self._calibration() | ({"warnings": list(self.warnings)} if self.warnings else {})
+        return (
+            {
+                "layout": str(self.layout),
+                "fits": self.fits,
+                "memory_gib": self.memory.gib(),
+                "step_seconds": self.time.seconds,
+                "step_seconds_low": self.time.low,
+                "step_seconds_high": self.time.high,
+                "tokens_per_second_per_device": self.tokens_per_second_per_device,
+                "model_tflops_per_device": self.model_flops_per_device / 1e12,
+                "mfu": self.mfu,
+                "flops_convention": FLOPS_CONVENTION,
+                "breakdown_seconds": dict(self.time.breakdown),
+                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+            }
+            | self._calibration()
+            | ({"warnings": list(self.warnings)} if self.warnings else {})
+        )
 
     def _calibration(self) -> dict[str, Any]:
         found = self.problem.cluster.calibration

@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, itemised: what stays, what waits between a forward and its backward as the
 pipeline's program orders them, and what is there for a moment. The peak is the highest moment of the whole step.
 
-Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas, every ZeRO, tensor
-parallelism. The moments of the other axes and of CUDA follow from the engine's code and are not measured yet.
+Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas, every ZeRO,
+tensor parallelism. The moments of the other axes and of CUDA follow from the engine's code and are not measured yet.
 """
 
 from __future__ import annotations
