@@ -86,6 +86,15 @@ def test_stages_have_their_own_bills():
     assert first.by_category()["activations"] > 2 * last.by_category()["activations"]  # 4 micro-batches wait, and 1
 
 
+def test_utilisation_counts_what_documents_see():
+    whole, many = (told("dp64 zero3 mb2", sequence=32768, documents=count) for count in (1.0, 32.0))
+    assert many.time.seconds < whole.time.seconds and many.mfu < 0.5  # counted as one sequence: 0.69
+
+
+def test_an_engine_without_an_axis_is_priced_with_a_warning():
+    assert any("llm-foundry is not known to have tp" in line for line in told(engine="llm-foundry").warnings)
+
+
 def test_operations_add_up_to_the_time_that_is_computed():
     one = told("dp64 zero0 mb2")
     rows = explain(one.problem, one.layout)
@@ -144,6 +153,11 @@ def test_jobs_answer_line_by_line():
         (json.dumps({**request, "batch": "16"}), "batch: takes a whole number"),
         (json.dumps({key: value for key, value in request.items() if key != "cluster"}), "cluster is missing"),
         (json.dumps({**request, "layout": "dp9"}), "9 ranks"),
+        (json.dumps({**request, "optimizer": "lion"}), 'unknown optimizer "lion"'),
+        (json.dumps({**request, "documents": 0}), "documents: takes a number"),
+        (json.dumps({**request, "batch": 10**30}), "at most 16,777,216"),
+        ("[" * 100_000, "not JSON"), (json.dumps({**request, "model": "a\0b"}), "unknown model"),
+        (json.dumps({**request, "top": 0, "layout": None}), "top: takes a whole number from 1 to 100"),
     ):  # fmt: skip
         assert set(found := answer(line)) == {"error"} and said in found["error"], line
     searched = answer(json.dumps({key: value for key, value in request.items() if key != "layout"} | {"top": 2}))

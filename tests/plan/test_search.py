@@ -141,6 +141,7 @@ def test_what_does_not_fit_says_what_would():
         assert not priced(problem, one.layout).fits or one.bytes > 0.9 * problem.cluster.device.memory_bytes
         if one.instead is not None:
             assert priced(problem, one.instead).fits, str(one.instead)
+            assert one.instead_seconds is not None and one.instead_seconds >= 0.99 * found.best[0].time.seconds
             assert one.change and one.change.split(":")[0][:2] in str(one.instead) + "another norms mb tp:nosp"
 
 

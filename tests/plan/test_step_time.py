@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,27 @@ def test_groups_lie_in_nodes_as_their_ranks_follow_each_other():
         found = layout.groups(axis)[0]
         assert group_of(layout, axis, cluster).ranks == len(found)
         assert group_of(layout, axis, cluster).in_node == sum(rank // 8 == found[0] // 8 for rank in found)
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 6), (3, 8), (4, 6), (2, 8), (1, 12), (8, 4)])
+def test_a_group_that_a_nodes_border_cuts_counts_as_cut(nodes: int, size: int):
+    """Against the ranks themselves: of all groups of an axis that with the most borders in it."""
+    seen = 0
+    others = {"tp4": 4, "tp2 cp3": 6, "zero3 hs3": 1, "tp3": 3, "tp2 pp2": 4, "ep2": 1, "ep3:etp2": 1}
+    for text, rest in others.items():
+        dp = nodes * size // rest
+        if nodes * size % rest or ("3" in text and dp % 6 and rest == 1):
+            continue
+        layout, seen = Layout.parse(f"dp{dp} {text}"), seen + 1
+        cluster = dataclasses.replace(of("h100-sxm", nodes * size), devices_per_node=size)
+        for axis in ("tp", "cp", "data", "shard", "replica", "ep", "etp", "expert_data"):
+            found, groups = group_of(layout, axis, cluster), layout.groups(axis)
+            fewest = min(max(Counter(rank // size for rank in group).values()) for group in groups)
+            assert found.ranks == len(groups[0])
+            inside = all(len({rank // size for rank in group}) == 1 for group in groups)
+            assert (found.nodes == 1) == inside, (text, axis)
+            assert found.in_node <= max(1, fewest), (text, axis)
+    assert seen
 
 
 def test_what_ought_to_be_faster_is():

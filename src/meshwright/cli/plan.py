@@ -31,10 +31,11 @@ from meshwright.errors import UserError
     "--batch", type=click.IntRange(min=1), help="Sequences a step over all devices (a recipe says it itself)."
 )
 @click.option("--layout", metavar="L", help="Price this one in place of searching.")
-@click.option("--top", type=click.IntRange(min=1, max=1000), default=5, show_default=True, help="So many of the best.")
+@click.option("--top", type=click.IntRange(min=1, max=100), default=5, show_default=True, help="So many of the best.")
 @click.option("--engine", default="meshwright", show_default=True, help="Whose kernels and buffers are priced.")
 @click.option("--compile", "compiled", is_flag=True, help="Blocks are compiled.")
 @click.option("--optimizer", default=None, help="adamw, adam, sgd or momentum.  [default: adamw]")
+@click.option("--precision", help="Where the layout names none: fp32, tf32, bf16, fp16 or fp8.")
 @click.option("--documents", type=click.FloatRange(min=1), default=1.0, show_default=True, help="In a row, on average.")
 @click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
@@ -51,6 +52,7 @@ def command(
     engine: str,
     compiled: bool,
     optimizer: str | None,
+    precision: str | None,
     documents: float,
     explained: bool,
     html: Path | None,
@@ -74,15 +76,19 @@ def command(
         raise UserError(f"one MODEL at a time: {names[1]} is too much (--calibrate takes several runs)")
     model = names[0] if names else None
     if jobs is not None:
-        if model is not None or layout is not None:
-            raise UserError("--jobs: each line says its own model and layout; leave MODEL and --layout out")
+        context = click.get_current_context()
+        for name in context.params.keys() - {"jobs", "as_json"}:
+            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+                raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
         _answer_jobs(jobs)
         return
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     if cluster is None:
         raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
-    from meshwright.plan.estimate import model_document, problem_of
+    from meshwright.plan.answers import document as document_of
+    from meshwright.plan.answers import nothing_fits
+    from meshwright.plan.estimate import problem_of
     from meshwright.plan.models import is_recipe
     from meshwright.plan.text import headline
 
@@ -95,7 +101,8 @@ def command(
     parsed = _layout(layout)
     problem = problem_of(
         model, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine, compile=bool(said["compile"]),
-        optimizer=said["optimizer"] or "adamw", precision=parsed.precision if parsed else None, documents=documents,
+        optimizer=said["optimizer"] or "adamw", precision=(parsed.precision if parsed else None) or precision,
+        documents=documents,
     )  # fmt: skip
     with answering(as_json) as answer:
         from meshwright.plan.estimate import priced
@@ -107,23 +114,9 @@ def command(
         else:
             found = search(problem, top)
             best = list(found.best)
-        document: dict[str, Any] = {
-            "model": model_document(problem.config),
-            "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
-            "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
-            "layouts": [one.document() for one in best],
-        }  # fmt: skip
+        document = document_of(problem, best, found)
         lines = [headline(problem, model)]
         if found is not None:
-            document |= {"searched": found.searched, "search_seconds": found.seconds}
-            for one, why in zip(document["layouts"], found.reasons, strict=True):
-                one["compared_with_first"] = why
-            document["too_large"] = [
-                {"layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
-                 "instead": None if one.instead is None else str(one.instead),
-                 "instead_step_seconds": one.instead_seconds}
-                for one in found.advice
-            ]  # fmt: skip
             lines.append(found_text(found))
         if best:
             lines.append(estimate_text(best[0]))
@@ -142,7 +135,7 @@ def command(
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
     if found is not None and not found.best:
-        raise UserError(_too_large(problem))
+        raise UserError(nothing_fits(problem))
 
 
 def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
@@ -168,14 +161,6 @@ def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
 
 
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
-
-
-def _too_large(problem: Any) -> str:
-    device = problem.cluster.device
-    return (
-        f"no layout of {problem.cluster.devices} devices fits into {device.memory_bytes / 2**30:.1f} GiB each; "
-        "take more devices, a smaller batch or shorter sequences"
-    )
 
 
 def _layout(text: str | None) -> Any:
@@ -206,7 +191,8 @@ def _answer_jobs(path: str) -> None:
     from meshwright.plan.jobs import answer
 
     for line in _lines(path):
-        print(json_document(answer(line)), flush=True)
+        text = json_document(answer(line))
+        print(text.encode("utf-8", "replace").decode(), flush=True)  # a request may hold half a character
 
 
 def _lines(path: str) -> Iterator[str]:

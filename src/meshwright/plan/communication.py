@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from meshwright.layout import Layout
@@ -44,13 +45,21 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
         "replica": layout.tp * layout.group_size("shard"), "etp": 1, "ep": layout.etp, "expert_data": experts,
         "expert_shard": experts, "expert_replica": experts * layout.group_size("expert_shard"),
     }[axis]  # fmt: skip
-    return Group(ranks, max(1, min(ranks, cluster.devices_per_node // stride)))
+    if cluster.nodes == 1:
+        return Group(ranks, ranks)
+    node = cluster.devices_per_node
+    # Groups begin at multiples of their span: those that a node's border cuts through are the slowest.
+    return Group(ranks, max(part for part in _parts(ranks) if part == 1 or node % (stride * part) == 0))
+
+
+@cache
+def _parts(number: int) -> tuple[int, ...]:
+    return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
 def neighbours(layout: Layout, cluster: Cluster) -> Group:
-    """Two ranks that are next to each other on pp."""
-    stride = layout.tp * layout.cp * layout.dp
-    return Group(2, 2 if 2 * stride <= cluster.devices_per_node else 1)
+    """Two ranks that are next to each other on pp: the slowest pair, and the pipeline waits for that."""
+    return Group(2, 2 if layout.world_size <= cluster.devices_per_node else 1)
 
 
 def calls(

@@ -5,6 +5,7 @@ meshwright.plan.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8", sequence=
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,11 @@ from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
 from meshwright.plan.models import model_of
 from meshwright.plan.space import Problem
+from meshwright.plan.states import optimizer_kinds
 from meshwright.plan.step_time import StepTime, default_precision, step_time
+
+MOST = {"sequence": 2**27, "batch": 2**24}
+"""Tokens of a sequence and sequences of a step: what is beyond is a slip of the keyboard, and would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ class Estimate:
     def model_flops_per_device(self) -> float:
         """FLOP/s, by `FLOPS_CONVENTION`."""
         problem = self.problem
-        return training_flops_per_token(problem.config, problem.sequence) * self.tokens_per_second_per_device
+        seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
+        return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
 
     @property
     def mfu(self) -> float:
@@ -96,6 +102,11 @@ def problem_of(
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {value!r}")
+        if value > MOST[name]:
+            raise UserError(f"{name} {value}: at most {MOST[name]:,} can be planned")
+    if isinstance(documents, bool) or not (math.isfinite(documents) and documents >= 1):
+        raise UserError(f"documents: takes a number, at least 1, not {documents!r}")
+    optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
     config = model_of(model)
     chosen = precision or default_precision(where)
@@ -156,6 +167,20 @@ def _warnings(problem: Problem, layout: Layout) -> list[str]:
         except UserError as error:
             if not config.planning_only:
                 found.append(f"meshwright train refuses it: {error}")
+    outside = [
+        what
+        for what, there in (
+            *((axis, getattr(layout, axis) > 1 and axis not in engine.axes) for axis in ("tp", "cp", "pp", "ep")),
+            (f"zero{layout.zero}", layout.zero not in engine.zero),
+            (
+                layout.schedule,
+                layout.pp > 1 and layout.schedule not in engine.schedules and engine.name != "meshwright",
+            ),
+        )
+        if there
+    ]
+    if outside:
+        found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
     if problem.precision == "fp8":

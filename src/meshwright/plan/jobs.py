@@ -9,28 +9,33 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
-from meshwright.plan.estimate import model_document, priced, problem_of
+from meshwright.plan.answers import MOST_TOP, document, nothing_fits
+from meshwright.plan.estimate import priced, problem_of
 from meshwright.plan.search import search
 
 FIELDS = {
     "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
-    "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "documents": (int, float),
+    "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
+    "documents": (int, float),
 }  # fmt: skip
 NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """What `plan --json` says of one request, or {"error": ...} in a line."""
+    """What `plan --json` says of one request, or {"error": ...} in a line: no request ends those after it."""
     try:
         return _answer(_request(line))
     except UserError as error:
-        return {"error": " ".join(str(error).split())}
+        reason = str(error)
+    except Exception as error:
+        reason = f"a fault of the planner: {type(error).__name__}: {error}"
+    return {"error": " ".join(reason.split())[:1000]}
 
 
 def _request(line: str) -> Mapping[str, Any]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"a request is a JSON object, not {type(found).__name__}")
@@ -56,14 +61,16 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     problem = problem_of(
         request["model"], request["cluster"], sequence=request["sequence"], batch=request["batch"],
         engine=request.get("engine", "meshwright"), compile=request.get("compile", False),
-        optimizer=request.get("optimizer", "adamw"), precision=layout.precision if layout else None,
+        optimizer=request.get("optimizer", "adamw"),
+        precision=(layout.precision if layout else None) or request.get("precision"),
         documents=float(request.get("documents", 1.0)),
     )  # fmt: skip
-    sizes = model_document(problem.config)
     if layout is not None:
-        return {"model": sizes, "layouts": [priced(problem, layout).document()]}
-    found = search(problem, request.get("top", 5))
-    return {
-        "model": sizes, "layouts": [one.document() for one in found.best], "searched": found.searched,
-        "search_seconds": found.seconds,
-    }  # fmt: skip
+        return document(problem, [priced(problem, layout)])
+    top = request.get("top", 5)
+    if not 1 <= top <= MOST_TOP:
+        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {top}")
+    found = search(problem, top)
+    if not found.best:
+        raise UserError(nothing_fits(problem))
+    return document(problem, found.best, found)

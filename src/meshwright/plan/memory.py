@@ -20,6 +20,7 @@ from meshwright.plan.communication import group_of, held
 from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, Item, ledger
 from meshwright.plan.micro_batch import ITEMSIZE
 from meshwright.plan.published import PUBLISHED, LayerShape, published_layer, state_bytes
+from meshwright.plan.rates import attention_kernel
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
 
@@ -151,7 +152,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         for category, each in (("parameters", one.weights), ("gradients", one.gradients), ("optimizer", optimizer)):
             yield _line(category, f"{kind} {category}", numel * each)
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    shape = LayerShape(rows, sequence, config, layout, engine.attention != "scores", engine.dropout)
+    flash = attention_kernel(engine, problem.cluster) != "scores"
+    shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout)
     whose = engine.name if engine.name in PUBLISHED else "megatron"
     flying = min(float(in_flight(layout.schedule, layout.pp, layout.chunks)[0][pp_rank]), layout.micro_batches)
     layers = sum(len(stage.layers) for stage in place)

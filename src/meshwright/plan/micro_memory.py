@@ -11,6 +11,7 @@ from meshwright.model.stages import Stage
 from meshwright.plan.micro_batch import LayerKind, layer_examples
 from meshwright.plan.moments import SLICE_LOGITS, queued_bytes
 from meshwright.plan.published import PUBLISHED, LayerShape, state_bytes
+from meshwright.plan.rates import attention_kernel
 from meshwright.plan.saved import Saved, local_sizes, saved_activations
 from meshwright.plan.space import Problem, Way
 from meshwright.plan.states import optimizer_kinds
@@ -57,10 +58,12 @@ class KeptBytes:
         stream = float(sequence // layout.cp * config.hidden * self.x)
         stream /= layout.tp if layout.tensor_sequence_parallel else 1
         if not self.ours:
-            shape = LayerShape(1, sequence, config, layout, self.problem.engine.attention != "scores")
+            engine = self.problem.engine
+            flash = attention_kernel(engine, self.problem.cluster) != "scores"
+            shape = LayerShape(1, sequence, config, layout, flash, engine.dropout)
             published = PUBLISHED.get(self.problem.engine.name, PUBLISHED["megatron"])
             kept = sum(size for _, size in published.kept(shape)) * self.x / 2
-            unlike = LayerShape(1, sequence, config, layout.with_(recompute="none"), shape.flash)
+            unlike = LayerShape(1, sequence, config, layout.with_(recompute="none"), flash, engine.dropout)
             again = sum(size for _, size in published.kept(unlike)) * self.x / 2 - kept
             every = dict.fromkeys(self.examples, kept)
             return Kept(every, every, 0.0, stream, again + 2 * stream)

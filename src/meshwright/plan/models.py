@@ -26,7 +26,11 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     text = str(wanted)
     if text in PRESETS:
         return preset(text)
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model {text[:80]!r}: no such file ({error})") from None
     if path.suffix == ".toml":
         return _of_recipe(path)
     if path.exists() or path.suffix == ".json" or "/" in text:

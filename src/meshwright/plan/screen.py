@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.layout import Layout
 from meshwright.model.stages import Stage, stages_of
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.plan.bubbles import closed_makespan, in_flight, places_of
@@ -168,6 +169,7 @@ class _Groups:
                 self.layouts.append(of.meshes[key[0]].with_(dp=key[1], **zero))
             which.append(numbers[key])
         self.which = np.array(which, dtype=np.int64)
+        self.stages = neighbours(Layout(dp=of.problem.cluster.devices), self.cluster)  # a layout has all of them
         self._costs: dict[tuple[str, str], Cost] = {}
 
     def groups(self, axis: str) -> list[Group]:
@@ -187,8 +189,8 @@ class _Groups:
 
     def _cost(self, operation: Any, axis: str) -> Cost:
         if (operation, axis) not in self._costs:
-            pairs = [neighbours(layout, self.cluster) for layout in self.layouts] if axis == "pp" else self.groups(axis)
-            costs = [self.collectives.costs(operation, group)[0] for group in pairs]
+            groups = [self.stages] * len(self.layouts) if axis == "pp" else self.groups(axis)
+            costs = [self.collectives.costs(operation, group)[0] for group in groups]
             self._costs[operation, axis] = Cost(
                 *(np.array([getattr(each, name) for each in costs])[self.which] for name in ("start", "byte", "root"))
             )

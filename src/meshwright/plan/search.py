@@ -34,6 +34,9 @@ MOST_PRICED = 120
 MEMORY_ROUNDS = 3
 """Micro-batches a rank of the pipeline after which no moment of a step is like none before."""
 
+MOST_ADVICE = 4
+"""Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
+
 DOUBT = 1.1
 """A closed form of memory may be so much below the ledger's, or above it, where the ledger has not been asked of a
 layout like it."""
@@ -230,18 +233,25 @@ def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iter
         unlike = sum((columns[name] != columns[name][at]).astype(np.int8) for name in columns)
         near = np.flatnonzero(fits & (unlike == 1))
         layout = _layout(problem, every, int(at))
-        if len(near):
-            chosen = int(near[every.seconds[near].argmin()])
-            name = next(name for name in columns if columns[name][chosen] != columns[name][at])
-            instead = _layout(problem, every, chosen)
-            change = _CHANGES[name](instead)
-            yield Advice(
-                layout, float(every.seconds[at]), float(every.bytes[at]), change, instead, float(every.seconds[chosen])
-            )
+        nearest = near[np.argsort(every.seconds[near])][:MOST_ADVICE]
+        chosen = next((each for each in nearest if _fits(problem, _layout(problem, every, int(each)))), None)
+        size = float(every.bytes[at])
+        if chosen is None:
+            yield Advice(layout, float(every.seconds[at]), size, None, None, None)
         else:
-            yield Advice(layout, float(every.seconds[at]), float(every.bytes[at]), None, None, None)
+            name = next(name for name in columns if columns[name][chosen] != columns[name][at])
+            instead = _layout(problem, every, int(chosen))
+            change = _CHANGES[name](instead)
+            yield Advice(layout, float(every.seconds[at]), size, change, instead, float(every.seconds[chosen]))
         if len(seen) == most:
             return
+
+
+def _fits(problem: Problem, layout: Layout) -> bool:
+    try:
+        return device_bytes(problem, layout) <= problem.cluster.device.memory_bytes
+    except UserError:  # what training refuses, such as a schedule with too few micro-batches
+        return False
 
 
 _CHANGES: dict[str, Any] = {

@@ -1,0 +1,46 @@
+"""The JSON document of a plan: of one layout, or of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.plan.estimate import Estimate, model_document
+from meshwright.plan.memory import GIB
+from meshwright.plan.search import Found
+from meshwright.plan.space import Problem
+
+MOST_TOP = 100
+"""Layouts that a search can be asked for: it prices somewhat more exactly."""
+
+
+def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
+    """What `plan --json` prints, and what it answers to a line."""
+    told: dict[str, Any] = {
+        "model": model_document(problem.config),
+        "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
+        "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
+        "layouts": [one.document() for one in best],
+    }  # fmt: skip
+    if found is None:
+        return told
+    told |= {"searched": found.searched, "search_seconds": found.seconds}
+    for one, why in zip(told["layouts"], found.reasons, strict=True):
+        one["compared_with_first"] = why
+    told["too_large"] = [
+        {
+            "layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
+            "instead": None if one.instead is None else str(one.instead), "instead_step_seconds": one.instead_seconds,
+        }
+        for one in found.advice
+    ]  # fmt: skip
+    return told
+
+
+def nothing_fits(problem: Problem) -> str:
+    """The line for a search that found nothing."""
+    device, count = problem.cluster.device, problem.cluster.devices
+    return (
+        f"no layout of {count:,} device{'s' * (count > 1)} fits into {device.memory_bytes / GIB:.1f} GiB each; "
+        "take more devices, a smaller batch or shorter sequences"
+    )
