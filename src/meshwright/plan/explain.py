@@ -44,7 +44,7 @@ class Row:
 
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
     """The operations of one micro-batch on a rank of the pipeline, longest first."""
-    rates = Rates.of(problem.cluster, problem.precision)
+    rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
     found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}

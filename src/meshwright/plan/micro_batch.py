@@ -15,7 +15,7 @@ from meshwright.model.stages import Stage
 from meshwright.plan.communication import calls, group_of
 from meshwright.plan.engines import Engine
 from meshwright.plan.operations import operations
-from meshwright.plan.rates import Collectives, Group, Rates, attention_kernel, constants
+from meshwright.plan.rates import Collectives, Rates, attention_kernel
 from meshwright.program.durations import Floats
 
 MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
@@ -126,15 +126,8 @@ class MicroBatch:
             group = group_of(self.layout, "cp" if axis == "context" else "tp", self.collectives.cluster)
             waited = max(0.0, seconds - covered)
             phase = "input" if cover == "weight" else cover
-            found[_PHASE[phase], _PART[axis]] += waited + tax(group) * (seconds - waited)
+            found[_PHASE[phase], _PART[axis]] += waited + self.collectives.tax(group) * (seconds - waited)
         return found
-
-
-def tax(group: Group) -> float:
-    """What communication of a group takes from computation beside it, of its own time."""
-    if group.ranks == 1:
-        return 0.0
-    return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
 def zero_waits(
@@ -149,7 +142,7 @@ def zero_waits(
     gradients scattered a layer behind: the first gather, and of all others what is longer than a layer's work.
 
     gather, scatter: seconds of a layer's; forward, back: of a stage's whole work; share: what communication takes from
-    the work beside it (`tax`).
+    the work beside it (`Collectives.tax`).
     """
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter

@@ -16,7 +16,8 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, Link
-from meshwright.plan.engines import AttentionKernel, Engine
+from meshwright.plan.engines import AttentionKernel, Engine, Fusion
+from meshwright.plan.measured_rates import MeasuredCost, MeasuredRates, measured_cost
 from meshwright.plan.operations import Operation
 from meshwright.program.durations import Floats
 
@@ -41,7 +42,8 @@ def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds to start a kernel."""
+    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds to start a kernel; and
+    what was measured, which then decides."""
 
     peak: float
     product: float
@@ -49,11 +51,12 @@ class Rates:
     product_launch: float
     memory_launch: float
     hopper: bool
+    measured: MeasuredRates | None = None
 
     @classmethod
-    def of(cls, cluster: Cluster, precision: str) -> Rates:
-        """`precision`: fp32, tf32, bf16, fp16 or fp8. `UserError` where the device lacks it, or its memory's speed is
-        not known."""
+    def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
+        """`precision`: fp32, tf32, bf16, fp16 or fp8; `fusion`: an engine's. `UserError` where the device lacks the
+        precision, or its memory's speed is not known."""
         device, found = cluster.device, constants()
         peak, products, memory = cluster.peak(precision), found["products"], found["memory"]
         if not device.memory_bandwidth:
@@ -61,17 +64,22 @@ class Rates:
         share = products["of_peak"]
         if device.measured_bf16 and device.bf16:
             share = products["of_measured"] * device.measured_bf16 / device.bf16
+        own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
         return cls(
             products["sustained"] * peak,
             products["sustained"] * share * peak,
-            memory["efficiency"] * device.memory_bandwidth,
+            memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
             products["launch_seconds"],
             memory["launch_seconds"],
             device.architecture not in BEFORE_HOPPER,
+            own,
         )
 
     def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
         """The time of an operation, all of its count. `kernel`: that of attention."""
+        known = None if self.measured is None else self.measured.seconds(one)
+        if known is not None:
+            return known
         moving = one.bytes / self.memory
         if one.kind == "product":
             return one.count * (self.product_launch + math.hypot(one.flops / self.product, moving))
@@ -117,7 +125,7 @@ class Collectives:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._costs: dict[tuple[Collective, Group], tuple[Cost, ...]] = {}
+        self._costs: dict[tuple[Collective, Group], tuple[Cost | MeasuredCost, ...]] = {}
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
         """The time of a collective on a vector of `size` bytes (of all ranks together; of an all-to-all, what one rank
@@ -128,11 +136,23 @@ class Collectives:
             seconds = np.maximum(seconds, each.at(size))
         return seconds
 
-    def costs(self, operation: Collective, group: Group) -> tuple[Cost, ...]:
+    def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
         """What a collective of a group costs; of several, that which takes longest."""
         if (operation, group) not in self._costs:
-            self._costs[operation, group] = _costs(self.cluster, operation, group)
+            measured, found = self.cluster.measured, None
+            if measured is not None and group.ranks > 1:
+                found = measured_cost(measured, operation, group.ranks, group.nodes)
+            self._costs[operation, group] = _costs(self.cluster, operation, group) if found is None else (found,)
         return self._costs[operation, group]
+
+    def tax(self, group: Group) -> float:
+        """What communication of a group takes from computation beside it, of its own time: on processors all, because
+        the cores that would compute carry the bytes."""
+        if group.ranks == 1:
+            return 0.0
+        if self.cluster.kind == "cpu":
+            return 1.0
+        return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
 def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:

@@ -20,7 +20,8 @@ from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.plan.bubbles import closed_makespan, in_flight, places_of
 from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import gradient_waits, update_bytes, updated, zero_calls
-from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, tax, zero_waits
+from meshwright.plan.measured_rates import Chosen
+from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.micro_memory import KeptBytes, state_sizes
 from meshwright.plan.rates import Collectives, Cost, Group, Rates
 from meshwright.plan.space import LEAST_MICRO_BATCHES, Pipe, Problem, Way, pipes, ways
@@ -75,7 +76,7 @@ class _Ways:
         self.collectives = Collectives(problem.cluster)
         self.itemsize = ITEMSIZE[problem.precision]
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
-        self.rates = Rates.of(problem.cluster, problem.precision)
+        self.rates = Rates.of(problem.cluster, problem.precision, engine.fusion)
         self.kinds = list(layer_kinds(config, Stage(0, range(config.layers), first=True, last=True)))
         work = [
             MicroBatch(
@@ -170,7 +171,7 @@ class _Groups:
             which.append(numbers[key])
         self.which = np.array(which, dtype=np.int64)
         self.stages = neighbours(Layout(dp=of.problem.cluster.devices), self.cluster)  # a layout has all of them
-        self._costs: dict[tuple[str, str], Cost] = {}
+        self._costs: dict[tuple[str, str], Cost | Chosen] = {}
 
     def groups(self, axis: str) -> list[Group]:
         return [group_of(layout, axis, self.cluster) for layout in self.layouts]
@@ -187,13 +188,15 @@ class _Groups:
         """Of messages to the next stage."""
         return self._cost("send", "pp").at(size)
 
-    def _cost(self, operation: Any, axis: str) -> Cost:
+    def _cost(self, operation: Any, axis: str) -> Cost | Chosen:
         if (operation, axis) not in self._costs:
             groups = [self.stages] * len(self.layouts) if axis == "pp" else self.groups(axis)
             costs = [self.collectives.costs(operation, group)[0] for group in groups]
-            self._costs[operation, axis] = Cost(
-                *(np.array([getattr(each, name) for each in costs])[self.which] for name in ("start", "byte", "root"))
-            )
+            if all(isinstance(each, Cost) for each in costs):
+                parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
+                self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
+            else:
+                self._costs[operation, axis] = Chosen(costs, self.which)
         return self._costs[operation, axis]
 
     @cached_property
@@ -203,10 +206,10 @@ class _Groups:
 
     def share(self, zero: int) -> Floats:
         """What sums over data-parallel ranks take from the computation beside them."""
-        most = np.array([tax(group) for group in self.groups("shard" if zero else "data")])
+        most = np.array([self.collectives.tax(group) for group in self.groups("shard" if zero else "data")])
         if self.experts:
             spread = zip(self.groups("expert_shard" if zero else "expert_data"), self.layouts, strict=True)
-            most = np.maximum(most, [tax(group) * layout.expert_parallel for group, layout in spread])
+            most = np.maximum(most, [self.collectives.tax(group) * layout.expert_parallel for group, layout in spread])
         return most[self.which]
 
 

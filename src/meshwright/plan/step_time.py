@@ -20,7 +20,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import OPTIMIZER_BYTES, gradient_waits, update_bytes, updated, zero_calls
 from meshwright.plan.engines import Engine
-from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, tax, zero_waits
+from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.rates import Collectives, Group, Rates, constants
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.pipeline import PipelineProgram
@@ -103,7 +103,7 @@ class _Step:
         self.collectives = Collectives(cluster)
         precision = layout.precision or default_precision(cluster)
         self.itemsize = ITEMSIZE[precision]
-        self.rates = Rates.of(cluster, precision)
+        self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
         self.work = MicroBatch(
             config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents
@@ -133,7 +133,7 @@ class _Step:
     def share(self) -> float:
         """What sums over data-parallel ranks take from the computation beside them."""
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
-        return max(tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
+        return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
     def priced(self, optimizer: str, simulate: bool, parts: bool) -> StepTime:
         layout, config = self.layout, self.config

@@ -1,4 +1,5 @@
-"""What a rank computes to be measured: matrix products over shapes and precisions, passes over memory over sizes."""
+"""What a rank computes to be measured: matrix products over shapes and precisions, passes over memory and pieces of a
+layer over sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.plan.measured import FORMS
+from meshwright.probe.pieces import PIECES, call_of_piece, counted, smallest
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"copy": 2, "add": 3, "silu": 2}
@@ -21,7 +23,8 @@ PASSES = {"copy": 2, "add": 3, "silu": 2}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing to time. ``name``: a product's form or a pass's name; ``sizes``: (tokens, out, in), or (elements,)."""
+    """One thing to time. ``kind``: product, pass or piece (of a layer); ``name``: a product's form, a pass's or a
+    piece's name; ``sizes``: (tokens, out, in), or (elements,)."""
 
     kind: str
     name: str
@@ -30,13 +33,22 @@ class Point:
 
     @property
     def bytes(self) -> float:
-        """What a pass reads and writes."""
+        """What a pass, or a kernel of a piece, reads and writes."""
+        if self.kind == "piece":
+            return float(counted(self.name, self.sizes[0], DTYPES[self.precision].itemsize).bytes)
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
+
+    @property
+    def kernels(self) -> float:
+        """How many kernels a call has."""
+        if self.kind == "piece":
+            return counted(self.name, self.sizes[0], DTYPES[self.precision].itemsize).kernels
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``shapes`` of products; elements of the ``passes``' tensors; bytes of the whole ``vectors``
+    """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the whole ``vectors``
     of collectives; bytes written to the ``disk``; ``seconds`` for each point."""
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -45,6 +57,7 @@ class Effort:
     precisions: tuple[str, ...]
     disk: int = 2**26
     seconds: float = 0.04
+    pieces: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, device: str) -> Effort:
@@ -61,7 +74,7 @@ class Effort:
         if device == "cpu":
             shapes = [(tokens, *side) for tokens in (32, 256, 2048) for side in sides]
             shapes += [(512, 4096, 1024), (256, 8192, 256)]
-            return cls(tuple(shapes), _powers(8, 24, 4), _powers(10, 24, 2), ("fp32", "bf16"))
+            return cls(tuple(shapes), _powers(8, 24, 2), _powers(10, 24, 2), ("fp32", "bf16"), pieces=(2**12, 2**16, 2**18, 2**20, 2**21))
         sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
         shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
         shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
@@ -76,11 +89,13 @@ class Effort:
             for shape in self.shapes
         ]
         return products + [
-            Point("pass", name, precision, (elements,))
+            Point(kind, name, precision, (elements,))
             for precision in self.precisions
             if precision in ("fp32", "bf16")
-            for name in PASSES
-            for elements in self.passes
+            for kind, names, sizes in (("pass", PASSES, self.passes), ("piece", PIECES, self.pieces))
+            for name in names
+            for elements in sizes
+            if kind == "pass" or elements >= smallest(name)
         ]
 
 
@@ -91,6 +106,8 @@ def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
 def call_of(point: Point, device: torch.device) -> Callable[[], Any]:
     """The call that a point times, on tensors of its own."""
     dtype = DTYPES[point.precision]
+    if point.kind == "piece":
+        return call_of_piece(point.name, point.sizes[0], dtype, device)
     if point.kind == "pass":
         x = torch.randn(point.sizes[0], device=device).to(dtype)
         if point.name == "copy":
@@ -121,9 +138,10 @@ def precision_set(precision: str) -> Iterator[None]:
 
 
 def time_point(point: Point, device: torch.device, seconds: float) -> float:
-    """Seconds of one call: the median of batches within about `seconds`, three at least unless one takes longer."""
+    """Seconds of one call, of a piece of one of its kernels: the median of batches within about `seconds`, three at
+    least unless one takes longer."""
     with torch.no_grad(), precision_set(point.precision):
-        return time_call(call_of(point, device), device, seconds)
+        return time_call(call_of(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:

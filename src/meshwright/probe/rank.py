@@ -27,6 +27,7 @@ from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, P
 from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
 from meshwright.probe.compare import find_slow, ratios
 from meshwright.probe.disk import disk_rates
+from meshwright.probe.pieces import PIECES
 from meshwright.probe.points import PASSES, Effort, Point, synchronize, time_call, time_point
 
 _SITE = "probe"
@@ -140,11 +141,11 @@ def _passes(points: list[Point], seconds: list[float], ranks: int, threads: int)
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
-        for name in PASSES:
+        for name in (*PASSES, *PIECES):
             chosen = [
                 (point.bytes, took)
                 for point, took in timed
-                if (point.kind, point.precision, point.name) == ("pass", precision, name)
+                if (point.precision, point.name) == (precision, name) and point.kind != "product"
             ]
             if chosen:
                 found.append(Pass(name, precision, ranks, threads, Curve(*zip(*chosen, strict=True))))

@@ -1,0 +1,171 @@
+"""Step times that `meshwright.plan` predicts for this machine from what `probe` measured, beside measured ones.
+
+The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
+float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is
+the median over all its steps, warm ones left out. Nothing is fitted to these runs.
+
+    python bench/plan_this_machine.py [--cluster cluster.toml] [--steps 8] [--rounds 3]
+
+Without --cluster the machine is measured first. Writes bench/results/plan_this_machine.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PreparedData
+from meshwright.data.preparation import prepare
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.plan.cluster import Cluster, cluster
+from meshwright.plan.estimate import Estimate, evaluate
+from meshwright.plan.explain import explain
+from meshwright.recipe import Recipe, load_recipe
+from meshwright.train.memory import keep_freed_memory
+from meshwright.train.trainer import Trainer
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+RANKS = 2
+LIMIT = 0.15
+LAYOUTS = ("dp2 fp32", "dp2 zero1 fp32", "dp2 zero3 fp32", "tp2 fp32", "pp2 mb4 fp32", "cp2 fp32")
+WARM = 2
+
+
+@cache
+def demo() -> tuple[Recipe, ModelConfig, PreparedData]:
+    """The demo's recipe, model and data (from the cache, if they were prepared before)."""
+    recipe = load_recipe(RECIPE)
+    data = prepare(recipe.data, recipe.run.seed)
+    return recipe, config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary), data
+
+
+def measure(text: str, steps: int, threads: int) -> dict[str, Any]:
+    """On one rank: seconds of each step after the warm ones, and the median of each part of them."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    recipe, config, data = demo()
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    trainer = Trainer(recipe, layout, config, data, mesh)
+    seconds, parts = [], []
+    for _ in range(WARM + steps):
+        begun = time.perf_counter()
+        trainer.step()
+        seconds.append(time.perf_counter() - begun)
+        parts.append(trainer.clock.seconds())
+    mesh.close()
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {
+        "seconds": seconds[WARM:],
+        "parts": {name: statistics.median(each.get(name, 0.0) for each in parts[WARM:]) for name in names},
+    }
+
+
+def documents_in_a_row(data: PreparedData, rows: int = 256) -> float:
+    """The mean number of documents in a row of the training split."""
+    import numpy as np
+
+    ids = data.split("train").batch(np.arange(rows)).document_ids
+    return float(1 + (np.diff(ids, axis=1) != 0).sum() / len(ids))
+
+
+def predict(text: str, where: Cluster) -> Estimate:
+    """The planner's word on a layout of the demo."""
+    recipe, config, data = demo()
+    return evaluate(
+        config, where, text, sequence=recipe.data.sequence, batch=recipe.train.batch, compile=recipe.train.compile,
+        optimizer=recipe.train.optimizer, documents=documents_in_a_row(data),
+    )  # fmt: skip
+
+
+def probed(path: Path) -> Cluster:
+    """This machine, measured now; the cluster file is written to `path`."""
+    from meshwright.probe.report import cluster_tables, write_cluster_file
+    from meshwright.train.probe_ranks import probe
+
+    found = probe(RANKS, "cpu", log=lambda line: print(line, file=sys.stderr))
+    path.write_text(write_cluster_file(cluster_tables(found, "cpu"), ["Written by bench/plan_this_machine.py."]))
+    return cluster(str(path))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """What a person reads."""
+    rows = [f"{'layout':<18} {'predicted':>10} {'measured':>10} {'error':>8}"]
+    for line in lines:
+        rows.append(
+            f"{line['layout']:<18} {line['predicted_seconds']:>8.4f} s {line['measured_seconds']:>8.4f} s "
+            f"{line['error']:>+8.1%}"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", type=Path, help="a file that probe wrote, in place of measuring now")
+    parser.add_argument("--steps", type=int, default=8, help="of a layout in a turn, after the warm ones")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
+    parser.add_argument("--explain", action="store_true", help="what the prediction is made of; writes nothing")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    where = cluster(str(options.cluster)) if options.cluster else probed(Path("cluster-of-this-machine.toml"))
+    recipe, _, _ = demo()
+    threads = max(1, (os.cpu_count() or 1) // RANKS)
+    layouts = [text for text in (str(recipe.layout), *LAYOUTS) if options.only in text]
+    seconds: dict[str, list[float]] = {text: [] for text in layouts}
+    parts: dict[str, Any] = {}
+    with LocalRanks(RANKS, threads=threads, timeout=300) as ranks:
+        for _ in range(options.rounds):
+            for text in layouts:
+                by_rank = ranks.run("plan_this_machine:measure", text, options.steps, threads)
+                # Ranks leave a step together: its time is that of the one that waited longest.
+                seconds[text] += [max(each) for each in zip(*(one["seconds"] for one in by_rank), strict=True)]
+                parts[text] = [one["parts"] for one in by_rank]
+    lines = []
+    for text in layouts:
+        told, took = predict(text, where), statistics.median(seconds[text])
+        lines.append(
+            {
+                "layout": text,
+                "recipe": text == str(recipe.layout),
+                "predicted_seconds": round(told.time.seconds, 5),
+                "measured_seconds": round(took, 5),
+                "error": round(told.time.seconds / took - 1, 4),
+                "predicted_parts": {name: round(value, 5) for name, value in told.time.breakdown.items()},
+                "measured_parts_by_rank": [{n: round(v, 5) for n, v in one.items()} for one in parts[text]],
+                "steps": [round(each, 5) for each in seconds[text]],
+            }
+        )
+        if options.explain:
+            print(text, lines[-1]["predicted_parts"], *lines[-1]["measured_parts_by_rank"], sep="\n  ")
+            for row in explain(told.problem, told.layout)[:14]:
+                print(f"  {row.name:<24} {row.phase:<8} x{row.count:<5g} {row.shape} {row.seconds * 1e3:8.2f} ms")
+    print(table(lines), file=sys.stderr)
+    errors = [abs(line["error"]) for line in lines]
+    if not options.only and not options.explain:
+        write_result(
+            "plan_this_machine",
+            {
+                "recipe": RECIPE.name, "ranks": RANKS, "threads": threads, "limit": LIMIT,
+                "within": sum(error <= LIMIT for error in errors), "of": len(errors),
+                "worst_error": max(errors), "layouts": lines, "seconds": round(time.monotonic() - begun),
+            },
+        )  # fmt: skip
+    return 0 if max(errors) <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
