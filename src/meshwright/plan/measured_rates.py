@@ -1,7 +1,7 @@
 """How long operations and collectives take on a machine that `probe` has measured: what its curves say.
 
-A product takes what one of its shape and form took; elementwise work what the same work took, or a sum of as many bytes;
-attention what its scores took; a collective what its vector took, among as many ranks.
+A product takes what one of its shape and form took; elementwise work what the same work took, or a sum of as many
+bytes; attention what its scores took; a collective what its vector took, among as many ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ from meshwright.program.durations import Floats
 ATTENTION_TILE = 128
 """Queries of a tile of attention on processors (model/tiled_attention.py, TILE_QUERIES)."""
 
+LOSS_SLICE_BYTES = 2.0 * 4 * 2**19
+"""Read and written by one kernel of the loss on processors, which works on so many logits at once that they stay in the
+caches (model/loss.py, SLICE_LOGITS)."""
+
 SCORE_BYTES = 4
 HEAD_SIZES = (32, 128)
 """Of the attention that is measured; for others its time lies on the line through these."""
+
+RING_PIECES = (32, 128)
+"""Tokens of the pieces of rings that are measured. What a score costs in a ring lies on a line over the inverse of
+that: results are merged for each query and piece of keys (model/ring_attention.py)."""
 
 BACKWARD = "-backward"
 
@@ -35,9 +43,10 @@ def attention_scores(queries: float, keys_seen: float, row: float) -> float:
     return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
 
 
-def attention_name(head_size: int) -> str:
-    """What measured attention is called, over the bytes of its scores in float32."""
-    return f"attention-{head_size}"
+def attention_name(head_size: int, piece: int | None = None) -> str:
+    """What measured attention is called, over the bytes of its scores in float32; `piece`: of a ring whose ranks have
+    pieces of so many tokens."""
+    return f"attention-{head_size}" if piece is None else f"ring-{head_size}-{piece}"
 
 
 class MeasuredRates:
@@ -74,6 +83,9 @@ class MeasuredRates:
             return one.count * own.at(one.bytes)
         curve = self.one_pass("add")
         assert curve is not None
+        if one.kind == "loss" and not self._measured.copies:
+            slices = one.bytes / LOSS_SLICE_BYTES
+            return one.count * max(1.0, slices) * curve.at(one.bytes / max(1.0, slices))
         return one.count * (curve.at(one.bytes) + self.start)
 
     def one_pass(self, name: str) -> Curve | None:
@@ -85,8 +97,8 @@ class MeasuredRates:
 
     @property
     def memory(self) -> float:
-        """Bytes a second of sums too large for any cache."""
-        curve = self._measured.one_pass("add", "fp32") or self.one_pass("add")
+        """Bytes a second of large tensors that stay where they are, as an optimizer's do."""
+        curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
         assert curve is not None
         return curve.sizes[-1] / curve.at(curve.sizes[-1])
 
@@ -96,18 +108,27 @@ class MeasuredRates:
         return found
 
     def _attention(self, one: Operation) -> float | None:
-        phase = BACKWARD if one.phase == "input" else ""
-        curves = [self.one_pass(attention_name(size) + phase) for size in HEAD_SIZES]
-        narrow, wide = curves
+        assert one.shape is not None
+        way = BACKWARD if one.phase == "input" else ""
+        row, keys_seen, size = one.shape
+        queries = one.flops / (4.0 * keys_seen * size * (FLASH_BACKWARD if way else 1.0))  # of all heads
+        scores = SCORE_BYTES * attention_scores(queries, keys_seen, row)
+        if one.name.endswith(".ring"):
+            small, large = (self._of_heads(scores, size, way, piece) for piece in RING_PIECES)
+            if small is not None and large is not None:
+                share = (1 / row - 1 / RING_PIECES[1]) / (1 / RING_PIECES[0] - 1 / RING_PIECES[1])
+                return one.count * max(0.5 * large, large + share * max(0.0, small - large))
+        seconds = self._of_heads(scores, size, way)
+        return None if seconds is None else one.count * seconds
+
+    def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
+        """Seconds of so many bytes of scores of heads of a size."""
+        narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
         if narrow is None or wide is None:
             return None
-        assert one.shape is not None
-        row, keys_seen, size = one.shape
-        queries = one.flops / (4.0 * keys_seen * size * (FLASH_BACKWARD if phase else 1.0))  # of all heads
-        scores = SCORE_BYTES * attention_scores(queries, keys_seen, row)
         low, high = narrow.at(scores), wide.at(scores)
         slope = max(0.0, high - low) / (HEAD_SIZES[1] - HEAD_SIZES[0])
-        return one.count * max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
+        return max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
 
 
 def _linear(one: Operation) -> tuple[float, float, float]:

@@ -188,9 +188,11 @@ class _Work:
         keys_seen = keys_per_token(max(1, round(self.sequence / self.documents)), window)
         flops = 4.0 * keys_seen * self.heads * size * self.tokens
         moved = self.itemsize * self.tokens * (self.qkv_width + self.heads * size)
-        shape = (self.sequence, keys_seen, size)
-        yield Operation("attention.core", "attention", "forward", flops, moved, shape)
-        yield Operation("attention.core", "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape)
+        ring = self.layout.cp > 1 and self.layout.cp_method == "ring"  # of which every rank has pieces of each row
+        name = "attention.core.ring" if ring else "attention.core"
+        shape = (self.sequence / (2 * self.layout.cp) if ring else self.sequence, keys_seen, size)
+        yield Operation(name, "attention", "forward", flops, moved, shape)
+        yield Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape)
 
     def feed_forward(self, name: str, width: int) -> Iterator[Operation]:
         config, tokens = self.config, self.tokens
@@ -230,7 +232,7 @@ class _Work:
         for one in forward:
             if one.phase != "forward" or kind == "none":
                 continue
-            core = one.name in ("attention.core", "attention.scores", "attention.values", "attention.softmax")
+            core = one.kind == "attention" or one.name in ("attention.scores", "attention.values", "attention.softmax")
             if kind == "selective":
                 if self.engine.selective == "core":
                     wanted = core or one.name == "attention.dropout"

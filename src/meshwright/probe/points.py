@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from meshwright.plan.measured import FORMS
-from meshwright.probe.pieces import PIECES, call_of_piece, counted, smallest
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"copy": 2, "add": 3, "silu": 2}
@@ -24,32 +23,29 @@ PASSES = {"copy": 2, "add": 3, "silu": 2}
 @dataclass(frozen=True, slots=True)
 class Point:
     """One thing to time. ``kind``: product, pass or piece (of a layer); ``name``: a product's form, a pass's or a
-    piece's name; ``sizes``: (tokens, out, in), or (elements,)."""
+    piece's name; ``sizes``: (tokens, out, in), or (elements,). Of a piece ``make`` gives the call to time on a device,
+    of so many ``kernels``, each of which reads and writes ``kernel_bytes``."""
 
     kind: str
     name: str
     precision: str
     sizes: tuple[int, ...]
+    make: Callable[[torch.device], Callable[[], Any]] | None = None
+    kernels: float = 1.0
+    kernel_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
         """What a pass, or a kernel of a piece, reads and writes."""
-        if self.kind == "piece":
-            return float(counted(self.name, self.sizes[0], DTYPES[self.precision].itemsize).bytes)
+        if self.make is not None:
+            return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
-
-    @property
-    def kernels(self) -> float:
-        """How many kernels a call has."""
-        if self.kind == "piece":
-            return counted(self.name, self.sizes[0], DTYPES[self.precision].itemsize).kernels
-        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the whole ``vectors``
-    of collectives; bytes written to the ``disk``; ``seconds`` for each point."""
+    """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the
+    whole ``vectors`` of collectives; bytes written to the ``disk``; ``seconds`` for each point."""
 
     shapes: tuple[tuple[int, int, int], ...]
     passes: tuple[int, ...]
@@ -74,7 +70,13 @@ class Effort:
         if device == "cpu":
             shapes = [(tokens, *side) for tokens in (32, 256, 2048) for side in sides]
             shapes += [(512, 4096, 1024), (256, 8192, 256)]
-            return cls(tuple(shapes), _powers(8, 24, 2), _powers(10, 24, 2), ("fp32", "bf16"), pieces=(2**12, 2**16, 2**18, 2**20, 2**21))
+            return cls(
+                tuple(shapes),
+                _powers(8, 24, 2),
+                _powers(10, 24, 2),
+                ("fp32", "bf16"),
+                pieces=(2**12, 2**16, 2**18, 2**20, 2**21),
+            )
         sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
         shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
         shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
@@ -89,13 +91,11 @@ class Effort:
             for shape in self.shapes
         ]
         return products + [
-            Point(kind, name, precision, (elements,))
+            Point("pass", name, precision, (elements,))
             for precision in self.precisions
             if precision in ("fp32", "bf16")
-            for kind, names, sizes in (("pass", PASSES, self.passes), ("piece", PIECES, self.pieces))
-            for name in names
-            for elements in sizes
-            if kind == "pass" or elements >= smallest(name)
+            for name in PASSES
+            for elements in self.passes
         ]
 
 
@@ -106,8 +106,8 @@ def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
 def call_of(point: Point, device: torch.device) -> Callable[[], Any]:
     """The call that a point times, on tensors of its own."""
     dtype = DTYPES[point.precision]
-    if point.kind == "piece":
-        return call_of_piece(point.name, point.sizes[0], dtype, device)
+    if point.make is not None:
+        return point.make(device)
     if point.kind == "pass":
         x = torch.randn(point.sizes[0], device=device).to(dtype)
         if point.name == "copy":

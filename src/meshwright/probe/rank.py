@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -27,8 +27,7 @@ from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, P
 from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
 from meshwright.probe.compare import find_slow, ratios
 from meshwright.probe.disk import disk_rates
-from meshwright.probe.pieces import PIECES
-from meshwright.probe.points import PASSES, Effort, Point, synchronize, time_call, time_point
+from meshwright.probe.points import Effort, Point, synchronize, time_call, time_point
 
 _SITE = "probe"
 _NAME_BYTES = 256
@@ -46,9 +45,11 @@ def measure(
     directory: Path,
     starts: dict[str, float],
     say: Callable[[str], None] = lambda line: None,
+    pieces: Sequence[Point] = (),
 ) -> dict[str, Any]:
     """Measure, with the other ranks. cores: of this host, shared by its ranks. directory: what the disk is measured in.
-    starts: seconds that are known already, by name. say: is told on rank 0 what comes next.
+    starts: seconds that are known already, by name. say: is told on rank 0 what comes next. pieces: of a layer, timed
+    like passes, by all ranks at once alone.
 
     Returns "measured" (`Measured.tables`), "hosts" (of each rank), "ratios" (of each rank, to the others, at products
     and at memory), "slow" (fields of `compare.Slow`), "device" (name and memory) and "seconds"; alike on all ranks,
@@ -58,7 +59,7 @@ def measure(
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
     hosts = _hosts(mesh)
-    points = effort.points()
+    points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
     if mesh.device.type == "cpu":
         phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
@@ -69,6 +70,8 @@ def measure(
         if leader:
             who = f"{busy} ranks at once" if busy > 1 else "one rank"
             say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
+        if (busy, each) != phases[0]:
+            points = effort.points()
         by_rank = _compute(mesh, points, busy, each, effort.seconds)
         compared = compared or by_rank
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
@@ -87,7 +90,7 @@ def measure(
     )
     slow, compared_as = [], {}
     for what, kind in (("products", "product"), ("memory", "pass")):
-        chosen = [[rank[at] for at, point in enumerate(points) if point.kind == kind] for rank in compared]
+        chosen = [[rank[at] for at, point in enumerate(effort.points()) if point.kind == kind] for rank in compared]
         slow += find_slow(what, chosen, hosts)
         compared_as[what] = ratios(chosen)
     if leader:
@@ -141,7 +144,7 @@ def _passes(points: list[Point], seconds: list[float], ranks: int, threads: int)
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
-        for name in (*PASSES, *PIECES):
+        for name in dict.fromkeys(point.name for point in points if point.kind != "product"):
             chosen = [
                 (point.bytes, took)
                 for point, took in timed

@@ -76,6 +76,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     import torch.distributed as dist
 
     from meshwright.probe.rank import measure, mesh_of
+    from meshwright.train.probe_pieces import pieces_of
 
     keep_freed_memory()
     starts: dict[str, float] = {}
@@ -103,7 +104,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
         effort = _effort(mesh.device.type, description["effort"])
         cores = max(1, available_cores())
-        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say)
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say, pieces_of(effort))
         return {**found, "kind": mesh.device.type, "rank": start.rank}
     finally:
         if start.ranks > 1 and sys.exc_info()[0] is None:
