@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -121,7 +122,11 @@ def main() -> int:
     parser.add_argument("--explain", action="store_true", help="what the prediction is made of; writes nothing")
     options = parser.parse_args()
     begun = time.monotonic()
-    where = cluster(str(options.cluster)) if options.cluster else probed(Path("cluster-of-this-machine.toml"))
+    where = (
+        cluster(str(options.cluster))
+        if options.cluster
+        else probed(Path(tempfile.gettempdir()) / "plan_this_machine.toml")
+    )
     recipe, _, _ = demo()
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     layouts = [text for text in (str(recipe.layout), *LAYOUTS) if options.only in text]
