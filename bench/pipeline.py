@@ -4,12 +4,13 @@ Both sides run the same schedule over the same stages with the same initial valu
 the stage modules of the peer are made of our blocks and our loss, so that the runtimes alone differ. In every pair of
 turns each side runs one step, in alternating order, within the same processes. Losses must agree.
 
-    python bench/pipeline.py [--pairs 16] [--only pp2-zb-v] [--small]
+    python bench/pipeline.py [--pairs 16] [--only pp2-zb-v ...] [--small]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -242,13 +243,16 @@ def compare(name: str, pairs: int, small: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--only", choices=RACES)
+    parser.add_argument("--only", choices=RACES, action="append", help="this race; the results of others stay")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script; nothing is written")
     arguments = parser.parse_args()
-    names = [arguments.only] if arguments.only else list(RACES)
+    names = arguments.only or list(RACES)
     results = {name: compare(name, arguments.pairs, arguments.small) for name in names}
-    if arguments.only or arguments.small:
+    if arguments.small:
         return
+    if arguments.only:
+        earlier = json.loads((Path(__file__).parent / "results" / "pipeline.json").read_text())["races"]
+        results = {name: (earlier | results)[name] for name in RACES}
     parameters = parameter_table(config_from_recipe(recipe(SHAPE, SEQUENCE).model, SEQUENCE, SHAPE["vocabulary"])).numel
     shape = {**SHAPE, "sequence": SEQUENCE, "rows_per_micro_batch": 1, "parameters": parameters}
     write_result("pipeline", {"threads": 1, "shape": shape, "peer": "torch.distributed.pipelining", "races": results})
