@@ -223,7 +223,13 @@ def test_ranks_meet_by_every_method(tmp_path):
     (tmp_path / "stale").write_bytes(b"left by ranks that were killed")
     methods = [
         ("environment", None, {}),
-        ("SLURM", None, {"RANK": None, "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost,b", "MASTER_ADDR": None}),
+        # A port of its own: a rank that comes early would find the server of the meeting before.
+        (
+            "SLURM",
+            None,
+            {"RANK": None, "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost,b", "MASTER_ADDR": None}
+            | {"MASTER_PORT": str(free_port())},
+        ),
         ("tcp", f"tcp://127.0.0.1:{free_port()}", {}),
         ("file", f"file://{tmp_path}/meeting", {}),
         ("a file from before", f"file://{tmp_path}/stale", {}),
