@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
+from meshwright.comm.handle import Handle
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh, axis_of, calls_under_way
 from meshwright.errors import RankLost
@@ -366,7 +367,7 @@ def test_a_call_that_failed_fails_whenever_it_is_waited_for():
         def wait(self) -> None:
             raise RuntimeError("connection closed")
 
-    handle = collectives.Handle([Work()])
+    handle = Handle([Work()])
     finished = []
     handle.then(lambda: finished.append(1))
     for _ in range(2):

@@ -58,6 +58,7 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
     import torch
 
     from meshwright.comm import collectives, transport
+    from meshwright.comm.handle import DONE
 
     calls = 0
     run = collectives._run
@@ -72,7 +73,7 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
             return run(post, call, planted, axis, output, async_op, then)
         marker.touch()
         if fault["does"] == "skip":
-            return collectives.DONE
+            return DONE
         if fault["does"] == "shape":
             longer = torch.zeros(output.numel() + 3, dtype=output.dtype)
             post = lambda: transport.all_reduce(longer, axis, "sum")  # noqa: E731

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.comm import collectives
+from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, axis_of
 from meshwright.model.precision import at_least_float32
 from meshwright.model.tiled_attention import Span, by_kv_head, groups, like_queries, pairs, scores
@@ -92,7 +93,7 @@ def _backward(
     dq = torch.zeros_like(q, dtype=wide)
     # The gradients follow their keys and values: what a rank adds goes on while it works on the next ones.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
-    handle = collectives.DONE
+    handle = DONE
     for source, (k, v) in _round(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
         for span in spans(axis.rank, source, axis.size, k.shape[2]):
@@ -111,7 +112,7 @@ def _round(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) ->
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
-        handle, following = collectives.DONE, here
+        handle, following = DONE, here
         if distance < axis.size - 1:
             following = spare[distance % 2]
             handle = collectives.rotate(following, here, axis, site, async_op=True)

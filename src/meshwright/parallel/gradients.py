@@ -16,7 +16,8 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from meshwright.comm.collectives import Handle, all_reduce, reduce_scatter
+from meshwright.comm.collectives import all_reduce, reduce_scatter
+from meshwright.comm.handle import Handle
 from meshwright.parallel.buffers import REDUCTIONS_IN_FLIGHT, TransientBuffers
 from meshwright.parallel.units import UnitBuffers
 

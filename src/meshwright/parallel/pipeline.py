@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from meshwright.comm.collectives import Handle, all_reduce, barrier, transfer
+from meshwright.comm.collectives import all_reduce, barrier, transfer
+from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError

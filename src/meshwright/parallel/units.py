@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.comm.collectives import Handle, all_gather
+from meshwright.comm.collectives import all_gather
+from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis
 from meshwright.model.initialise import initial_value
 from meshwright.parallel.pieces import FlatUnit
