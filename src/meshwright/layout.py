@@ -48,7 +48,8 @@ _EXAMPLES = {
     "ep": "ep8, ep8:etp2",
 }
 
-_LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}  # for each rank of the pipeline
+LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
+"""For each rank of the pipeline, where a schedule needs some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Layout:
         if name in ("dualpipe", "chimera") and self.pp % 2:
             near = f"pp{self.pp - 1} or pp{self.pp + 1} would do" if self.pp > 1 else "pp2 would do"
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
-        a_rank = _LEAST_MICRO_BATCHES.get(name, 0)
+        a_rank = LEAST_MICRO_BATCHES.get(name, 0)
         if self.micro_batches < a_rank * self.pp:
             enough = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
             return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {enough}"

@@ -63,7 +63,7 @@ def command(
     """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe. Memory is that of the fullest rank; times
-    come with bounds between which nine of ten published runs lie.
+    come with bounds between which published runs lie.
     """
     if calibrate:
         context = click.get_current_context()

@@ -1,4 +1,4 @@
-"""Planning: time, memory and bytes before a run. `evaluate` prices one layout, `search` finds the best."""
+"""Planning: time, memory and bytes before a run. `evaluate` prices one layout; `plan.search.search` finds the best."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.plan.estimate import Estimate, evaluate
-    from meshwright.plan.search import search
 
-__all__ = ["Estimate", "evaluate", "search"]
+__all__ = ["Estimate", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,8 +16,4 @@ def __getattr__(name: str) -> Any:
         from meshwright.plan import estimate
 
         return getattr(estimate, name)
-    if name == "search":
-        from meshwright.plan.search import search
-
-        return search
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.program.durations import Floats
 
 __all__ = ["SPLIT", "closed_makespan", "in_flight", "places_of"]
@@ -17,10 +18,10 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """The stages of each rank; of a schedule of two replicas both."""
+    """The stages of each rank under a schedule of this name; of one of two replicas both."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    if schedule in ("dualpipe", "chimera", "gems"):
+    if schedule in BIDIRECTIONAL_SCHEDULES:
         return [[rank, ranks - 1 - rank] for rank in range(ranks)]
     return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 

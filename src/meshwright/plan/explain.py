@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
-from meshwright.model.stages import stages_of
-from meshwright.plan.bubbles import places_of
+from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.plan.memory import stages_at
 from meshwright.plan.micro_batch import ITEMSIZE
 from meshwright.plan.operations import Operation, operations
 from meshwright.plan.rates import Rates, attention_kernel
@@ -48,10 +48,12 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
     found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
-    stages = stages_of(problem.config, layout.pp * layout.chunks, problem.sequence)
-    for at in places_of(layout.schedule, layout.pp, layout.chunks)[pp_rank]:
+    place = stages_at(problem, layout)[pp_rank]
+    if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
+        place = place[:1]
+    for stage in place:
         for one in operations(
-            problem.config, layout, rows, problem.sequence, stages[at], problem.engine,
+            problem.config, layout, rows, problem.sequence, stage, problem.engine,
             itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
             at_once=followed_at_once(layout),
         ):  # fmt: skip

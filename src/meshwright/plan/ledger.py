@@ -34,6 +34,9 @@ CATEGORIES = (
 )
 ENGINES = ("meshwright",)
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+STORED = {"fp8": "bf16"}
+"""What a precision of products keeps parameters and activations in, where it is another."""
+
 OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
     "optimizer": "optimizer",

@@ -7,22 +7,24 @@ what it keeps of a layer, as many micro-batches as its schedule has under way, a
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
+from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage, stages_of
+from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.plan.bubbles import in_flight, places_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held
-from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, Item, ledger
+from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
 from meshwright.plan.micro_batch import ITEMSIZE
-from meshwright.plan.published import PUBLISHED, LayerShape, published_layer, state_bytes
+from meshwright.plan.micro_memory import bytes_each
+from meshwright.plan.published import PUBLISHED, LayerShape, published_layer
 from meshwright.plan.rates import attention_kernel
 from meshwright.plan.space import Problem
-from meshwright.plan.states import optimizer_kinds
 
 GIB = 2.0**30
 CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -32,15 +34,16 @@ SLACK = 0.05
 """Of the peak, on CUDA: what the allocator holds beyond it, in pieces that fit nothing (3 to 7 % as others report)."""
 
 
-_STORED = {"fp8": "bf16"}
-"""What a precision of products keeps parameters and activations in."""
-
-
 def slack(cluster: Cluster) -> float:
     """Of the peak: what a device holds beyond it, by `SLACK` and by what runs on it have shown."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
+
+
+def context_bytes(cluster: Cluster) -> int:
+    """Of a process on the device, before its first tensor: the most."""
+    return int(CUDA_CONTEXT[1]) if cluster.kind == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,11 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
 
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     """Of the ranks at one place of the pipeline. Raises what `ledger` raises."""
-    cuda = problem.cluster.kind == "cuda"
-    context = int(CUDA_CONTEXT[1]) if cuda else 0
+    context = context_bytes(problem.cluster)
     if problem.engine.name == "meshwright":
         found = ledger(
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
-            precision=_STORED.get(problem.precision, problem.precision),
+            precision=STORED.get(problem.precision, problem.precision),
             rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
             device=problem.cluster.kind,
         )  # fmt: skip
@@ -121,47 +123,52 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
     """Places of the pipeline whose memory differs: of all ranks with the same stages the first and the last, one of
     which has the most under way. The others are between them."""
-    stages = _stages(problem.config, layout, problem.sequence)
     found: dict[tuple[object, ...], list[int]] = {}
-    for rank, place in enumerate(places_of(layout.schedule, layout.pp, layout.chunks)):
-        kind = tuple((len(stages[at].layers), stages[at].first, stages[at].last) for at in place)
+    for rank, place in enumerate(stages_at(problem, layout)):
+        kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
         found.setdefault(kind, []).append(rank)
     return sorted({rank for ranks in found.values() for rank in (ranks[0], ranks[-1])})
 
 
-def _stages(config: ModelConfig, layout: Layout, sequence: int) -> tuple[Stage, ...]:
-    return stages_of(config, layout.pp * layout.chunks, sequence)
+def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
+    """The stages of each rank of the pipeline; of a schedule of two replicas both."""
+    if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
+        places = places_of(layout.schedule, layout.pp, layout.chunks)
+    else:  # a program of one's own puts them where it likes
+        places = program_for(layout, problem.config, problem.sequence).places
+    stages = stages_of(problem.config, 1 + max(max(place) for place in places), problem.sequence)
+    return [[stages[at] for at in place] for place in places]
 
 
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
     """Another engine's memory, in lines that add up to its peak."""
     config, engine, sequence = problem.config, problem.engine, problem.sequence
     x = ITEMSIZE[problem.precision]
-    stages = _stages(config, layout, sequence)
-    place = [stages[at] for at in places_of(layout.schedule, layout.pp, layout.chunks)[pp_rank]]
+    place = stages_at(problem, layout)[pp_rank]
     sizes = held(config, layout)
     dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
-    narrow = x == 2
-    moments = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if narrow else 0.0)
-    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_data")):
+    each = bytes_each(problem)
+    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_shard")):
         if not numel:
             continue
         ranks = group_of(layout, axis, problem.cluster).ranks
-        one = state_bytes(layout.zero, ranks, narrow, wide_gradients=engine.gradient_bytes == 4)
-        optimizer = moments / (ranks if layout.zero else 1)
-        for category, each in (("parameters", one.weights), ("gradients", one.gradients), ("optimizer", optimizer)):
-            yield _line(category, f"{kind} {category}", numel * each)
+        for category, size, sharded in (
+            ("parameters", each.weights, 3), ("gradients", each.gradients, 2), ("optimizer", each.optimizer, 1),
+        ):  # fmt: skip
+            yield _line(category, f"{kind} {category}", numel * size / (ranks if layout.zero >= sharded else 1))
     rows = problem.batch // (layout.dp * layout.micro_batches)
     flash = attention_kernel(engine, problem.cluster) != "scores"
-    shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout)
     whose = engine.name if engine.name in PUBLISHED else "megatron"
     flying = min(float(in_flight(layout.schedule, layout.pp, layout.chunks)[0][pp_rank]), layout.micro_batches)
-    layers = sum(len(stage.layers) for stage in place)
-    for name, size in published_layer(whose, shape).items():
-        yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
-    if layout.recompute != "none":
-        whole = LayerShape(rows, sequence, config, layout.with_(recompute="none"), shape.flash, shape.dropout)
-        again = sum(published_layer(whose, whole).values()) - sum(published_layer(whose, shape).values())
+    again = 0.0
+    for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
+        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture)
+        kept = published_layer(whose, shape)
+        for name, size in kept.items():
+            yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+        whole = replace(shape, layout=layout.with_(recompute="none"))
+        again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
+    if again:
         yield _line("activations", "a layer computed again", again * x / 2)
     tokens = rows * sequence / layout.cp
     if any(stage.last for stage in place):  # in the type of the model, and in float32 for the loss and its gradient

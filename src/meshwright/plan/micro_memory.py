@@ -10,7 +10,7 @@ from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import Stage
 from meshwright.plan.micro_batch import LayerKind, layer_examples
 from meshwright.plan.moments import SLICE_LOGITS, queued_bytes
-from meshwright.plan.published import PUBLISHED, LayerShape, state_bytes
+from meshwright.plan.published import PUBLISHED, LayerShape, StateBytes
 from meshwright.plan.rates import attention_kernel
 from meshwright.plan.saved import Saved, local_sizes, saved_activations
 from meshwright.plan.space import Problem, Way
@@ -60,12 +60,14 @@ class KeptBytes:
         if not self.ours:
             engine = self.problem.engine
             flash = attention_kernel(engine, self.problem.cluster) != "scores"
-            shape = LayerShape(1, sequence, config, layout, flash, engine.dropout)
-            published = PUBLISHED.get(self.problem.engine.name, PUBLISHED["megatron"])
-            kept = sum(size for _, size in published.kept(shape)) * self.x / 2
-            unlike = LayerShape(1, sequence, config, layout.with_(recompute="none"), flash, engine.dropout)
-            again = sum(size for _, size in published.kept(unlike)) * self.x / 2 - kept
-            every = dict.fromkeys(self.examples, kept)
+            published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
+
+            def kept(kind: LayerKind, of: Layout) -> float:
+                shape = LayerShape(1, sequence, config, of, flash, engine.dropout, kind[1])
+                return sum(size for _, size in published.kept(shape)) * self.x / 2
+
+            every = {kind: kept(kind, layout) for kind in self.examples}
+            again = max(kept(kind, layout.with_(recompute="none")) - every[kind] for kind in self.examples)
             return Kept(every, every, 0.0, stream, again + 2 * stream)
         masked = self.problem.documents > 1
         sizes = local_sizes(config, layout, 1, sequence, masked, self.dtype, self.device)
@@ -111,20 +113,20 @@ class KeptBytes:
         return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout)
 
 
+def bytes_each(problem: Problem) -> StateBytes:
+    """Of a parameter and its states where nothing is sharded."""
+    narrow = problem.precision not in ("fp32", "tf32")
+    gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
+    masters = 4.0 if narrow else 0.0
+    return StateBytes(2.0 if narrow else 4.0, gradients, 4.0 * len(optimizer_kinds(problem.optimizer)) + masters)
+
+
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
     """Bytes of parameters, gradients and the optimizer's state of `numel` parameters of a rank, whose ZeRO group has
     `shards` ranks."""
-    if problem.engine.name != "meshwright":
-        narrow = problem.precision in ("bf16", "fp16", "fp8")
-        one = state_bytes(0, 1, narrow, wide_gradients=problem.engine.gradient_bytes == 4)
-        moments = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if narrow else 0.0)
-        weights, gradients, optimizer = one.weights, one.gradients, moments
-    else:
-        x = 4.0 if problem.precision in ("fp32", "tf32") else 2.0
-        weights, gradients = x, 4.0
-        optimizer = 4.0 * len(optimizer_kinds(problem.optimizer)) + (4.0 if x < 4 else 0.0)
+    each = bytes_each(problem)
     return (
-        numel * weights / (shards if zero == 3 else 1)
-        + numel * gradients / (shards if zero >= 2 else 1)
-        + numel * optimizer / (shards if zero >= 1 else 1)
+        numel * each.weights / (shards if zero == 3 else 1)
+        + numel * each.gradients / (shards if zero >= 2 else 1)
+        + numel * each.optimizer / (shards if zero >= 1 else 1)
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.plan.estimate import Estimate
 from meshwright.plan.memory import GIB, RankMemory, by_layers, memory_of, unlike_ranks
-from meshwright.plan.search import Found
+from meshwright.plan.search import Found, on_device
 from meshwright.plan.space import Problem
 from meshwright.plan.step_time import PARTS, durations_of
 from meshwright.plan.text import headline
@@ -82,17 +82,18 @@ def _search(found: Found) -> Iterator[str]:
 
 
 def _cloud(found: Found) -> str:
-    """A dot for each layout: those that nothing beats in both, and a sample of the rest."""
+    """A dot for each of a sample of all layouts that are neither very slow nor very large; the best are marked."""
     every = found.priced
     assert every is not None
     room = found.problem.cluster.device.memory_bytes
+    size = on_device(found.problem, every.bytes)
     fastest = every.seconds.min()
-    near = np.flatnonzero((every.seconds < 6 * fastest) & (every.bytes < 6 * room))
+    near = np.flatnonzero((every.seconds < 6 * fastest) & (size < 6 * room))
     step = max(1, len(near) // MOST_DOTS)
     chosen = near[::step]
     width, height, left, bottom = 900, 380, 64, 44
     low, high = fastest * 0.95, max(float(every.seconds[chosen].max()), fastest * 1.5)
-    most = max(float(every.bytes[chosen].max()), room * 1.2) / GIB
+    most = max(float(size[chosen].max()), room * 1.2) / GIB
 
     def x(seconds: float) -> float:
         return left + math.log(seconds / low) / math.log(high / low) * (width - left - 12)
@@ -102,7 +103,7 @@ def _cloud(found: Found) -> str:
 
     parts = [_open(width, height, "memory against time")]
     for at in chosen:
-        place = f'cx="{x(every.seconds[at]):.1f}" cy="{y(every.bytes[at] / GIB):.1f}"'
+        place = f'cx="{x(every.seconds[at]):.1f}" cy="{y(size[at] / GIB):.1f}"'
         parts.append(f'<circle class="dot" {place} r="2"/>')
     for one in found.best:
         gib = one.memory.device_bytes / GIB

@@ -19,7 +19,7 @@ from meshwright.names import unknown
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """A layer and a micro-batch as closed forms see them. `flash`: whether scores are never written to memory;
-    `dropout`: whether masks of dropout are kept, a byte an element."""
+    `dropout`: whether masks of dropout are kept, a byte an element; `mixture`: whether the layer has experts."""
 
     rows: int
     sequence: int
@@ -27,6 +27,18 @@ class LayerShape:
     layout: Layout
     flash: bool = True
     dropout: bool = False
+    mixture: bool = False
+
+    @property
+    def mlp(self) -> tuple[float, float]:
+        """Of each token: inputs that its MLPs have, a copy for each expert that it takes, and their columns on a rank
+        (of experts with an even load; ranks of ep only exchange tokens)."""
+        config, layout = self.config, self.layout
+        if not self.mixture:
+            return 1.0, config.intermediate / layout.tp
+        cut = layout.etp if layout.expert_parallel else layout.tp
+        columns = config.experts_per_token * config.expert_intermediate / cut + config.shared_intermediate / layout.tp
+        return config.experts_per_token + (config.shared_intermediate > 0), columns
 
 
 class PublishedEngine(Protocol):
@@ -73,9 +85,10 @@ class Megatron:
         if shape.dropout:
             yield "attention.output.dropout_mask", tokens * h / whole
         yield "mlp_norm.input", 2 * tokens * h / whole
-        yield "mlp.up.input", 2 * tokens * h / whole
-        yield "mlp.activation.input", 2 * tokens * config.intermediate * (2 if config.gated else 1) / t
-        yield "mlp.down.input", 2 * tokens * config.intermediate / t
+        copies, columns = shape.mlp
+        yield "mlp.up.input", 2 * tokens * copies * h / whole
+        yield "mlp.activation.input", 2 * tokens * columns * (2 if config.gated else 1)
+        yield "mlp.down.input", 2 * tokens * columns
         if shape.dropout:
             yield "mlp.dropout_mask", tokens * h / whole
 
@@ -106,7 +119,10 @@ class TorchEager:
         if not shape.flash and layout.recompute == "none":
             yield "attention.scores", 5 * config.heads * shape.sequence * tokens / t
         yield "attention.output.input", 2 * tokens * query / t
-        yield "mlp", 2 * tokens * config.intermediate * (4 if config.gated else 2) / t
+        copies, columns = shape.mlp
+        if shape.mixture:
+            yield "mlp.dispatched", 2 * tokens * copies * h / whole
+        yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
 
 
 class Foundry(TorchEager):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.layout import Layout
+from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.model.stages import Stage, stages_of
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.plan.bubbles import closed_makespan, in_flight, places_of
@@ -24,7 +24,7 @@ from meshwright.plan.measured_rates import Chosen
 from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.micro_memory import KeptBytes, state_sizes
 from meshwright.plan.rates import Collectives, Cost, Group, Rates
-from meshwright.plan.space import LEAST_MICRO_BATCHES, Pipe, Problem, Way, pipes, ways
+from meshwright.plan.space import Pipe, Problem, Way, pipes, ways
 from meshwright.program.durations import Floats
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -78,16 +78,16 @@ class _Ways:
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
         self.rates = Rates.of(problem.cluster, problem.precision, engine.fusion)
         self.kinds = list(layer_kinds(config, Stage(0, range(config.layers), first=True, last=True)))
-        work = [
+        self.work = [
             MicroBatch(
                 config, way.layout, self.collectives, self.rates, way.rows, problem.sequence, engine, self.itemsize,
                 problem.documents,
             )
             for way in self.ways
         ]  # fmt: skip
-        self.layer = np.array([[each.layer(kind).sum(axis=1) for kind in self.kinds] for each in work])
+        self.layer = np.array([[each.layer(kind).sum(axis=1) for kind in self.kinds] for each in self.work])
         ends: dict[tuple[Any, ...], tuple[Floats, Floats]] = {}  # neither experts nor what is computed again matter
-        for way, each in zip(self.ways, work, strict=True):
+        for way, each in zip(self.ways, self.work, strict=True):
             if (key := _ends(way)) not in ends:
                 last = np.array([each.last(kept).sum(axis=1) for kept in (False, True)])
                 ends[key] = each.first().sum(axis=1), last
@@ -106,7 +106,6 @@ class _Ways:
         self.rows = np.array([way.rows for way in self.ways])
         self.tp, self.cp = column(lambda one: one.tp), column(lambda one: one.cp)
         self.experts = column(lambda one: one.ep * one.etp)
-        self.full = column(lambda one: one.recompute == "full")
         # Into how many parts ranks of tp cut what goes to the next stage.
         self.cuts = column(lambda one: one.tp if one.tensor_sequence_parallel or engine.scatters else 1)
         meshes: dict[tuple[int, ...], int] = {}
@@ -230,12 +229,12 @@ class _Stages:
         self.replicas = 2 if pipe.schedule in BIDIRECTIONAL_SCHEDULES else 1
         self.count = pipe.ranks * pipe.chunks
         rows: dict[tuple[Any, ...], int] = {}
-        examples, which = [], []
+        self.examples, which = list[Stage](), []
         for stage in stages_of(config, self.count, of.problem.sequence):
             key = (*sorted(layer_kinds(config, stage).items(), key=repr), stage.first, stage.last)
             if key not in rows:
                 rows[key] = len(rows)
-                examples.append(stage)
+                self.examples.append(stage)
             which.append(rows[key])
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(places_of(pipe.schedule, pipe.ranks, pipe.chunks)):
@@ -246,11 +245,11 @@ class _Stages:
             np.array(list(alike), dtype=np.float64), np.array([len(each) for each in alike.values()], dtype=np.float64),
             list(alike.values()),
         )  # fmt: skip
-        self.of_kind = np.array([[layer_kinds(config, each)[kind] for kind in of.kinds] for each in examples])
+        self.of_kind = np.array([[layer_kinds(config, each)[kind] for kind in of.kinds] for each in self.examples])
         self.layers = self.of_kind.sum(axis=1)
-        self.first = np.array([each.first for each in examples])
-        self.last = np.array([each.last for each in examples])
-        sizes = np.array([[one.of_stage(config, stage) for stage in examples] for one in of.held])
+        self.first = np.array([each.first for each in self.examples])
+        self.last = np.array([each.last for each in self.examples])
+        sizes = np.array([[one.of_stage(config, stage) for stage in self.examples] for one in of.held])
         self.dense, self.spread = (sizes[of.mesh[at], :, part] for part in (0, 1))
         ends = np.outer(of.kept_first[at], self.first) + np.outer(of.kept_last[at], self.last)
         # [ways, ranks] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
@@ -269,12 +268,8 @@ class _Stages:
         of, at = self.here.of, self.here.at
         found = np.einsum("wkp,sk->wsp", of.layer[at], self.of_kind)
         found += of.first[at][:, None, :] * self.first[None, :, None]
-        kept = np.full(len(at), True)
-        if not at_once:  # `keeps_head_gradient`
-            vocabulary = of.problem.config.vocabulary
-            widest = np.minimum(-(-vocabulary // of.tp[at]), vocabulary)
-            tokens = of.rows[at] * of.problem.sequence // of.cp[at]
-            kept = ~of.full[at] & (widest <= 8 * tokens * int(self.layers[self.last].sum()))
+        last = next(stage for stage in self.examples if stage.last)
+        kept = np.array([of.work[way].keeps(last, at_once) for way in at])
         head = np.where(kept[:, None], of.last[at, 1], of.last[at, 0])
         found += head[:, None, :] * self.last[None, :, None]
         return np.asarray(found, dtype=np.float64)

@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.model.refuse import refuse
 from meshwright.names import RECOMPUTE
 from meshwright.plan.estimate import Estimate, priced
-from meshwright.plan.memory import memory_of, slack
+from meshwright.plan.memory import context_bytes, memory_of, slack
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
 from meshwright.plan.step_time import PARTS, step_time
@@ -86,9 +86,9 @@ def search(problem: Problem, top: int = 5) -> Found:
     )  # fmt: skip
 
 
-def whole_device(problem: Problem) -> float:
-    """How much more than the allocator's peak a device needs."""
-    return 1.0 + slack(problem.cluster)
+def on_device(problem: Problem, peak: Array) -> Array:
+    """Bytes that a device needs where the allocator's peak is `peak`."""
+    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
 
 
 def _nothing(problem: Problem) -> str:
@@ -117,7 +117,7 @@ class _Decided:
 
     def _decide(self, wanted: int) -> None:
         every, problem = self.every, self.problem
-        needed = every.bytes * whole_device(problem)
+        needed = on_device(problem, every.bytes)
         left = needed <= self.room * DOUBT
         told = np.where(left, every.seconds, np.inf)  # closed forms, corrected by what the simulator said of their kind
         kinds = self._kinds()
@@ -220,7 +220,8 @@ def _reasons(best: list[Estimate]) -> Iterator[str]:
 
 def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iterator[Advice]:
     """Of the fastest layouts that do not fit, each of another number of ranks on some axis."""
-    fits = every.bytes * whole_device(problem) <= room
+    needed = on_device(problem, every.bytes)
+    fits = needed <= room
     columns = _columns(problem, every)
     fastest = every.seconds[fits].min() if fits.any() else np.inf
     seen: set[tuple[Any, ...]] = set()
@@ -235,7 +236,7 @@ def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iter
         layout = _layout(problem, every, int(at))
         nearest = near[np.argsort(every.seconds[near])][:MOST_ADVICE]
         chosen = next((each for each in nearest if _fits(problem, _layout(problem, every, int(each)))), None)
-        size = float(every.bytes[at])
+        size = float(needed[at])
         if chosen is None:
             yield Advice(layout, float(every.seconds[at]), size, None, None, None)
         else:

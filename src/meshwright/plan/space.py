@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.refuse import refuse
-from meshwright.names import RECOMPUTE
+from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.engines import ENGINES, Engine
 
@@ -26,9 +26,6 @@ LEAST_TOKENS = 512
 
 CHUNKS = (2, 3, 4, 5, 6, 8)
 """Of interleaved schedules: stages a rank."""
-
-LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2}
-"""For each rank of the pipeline, where a schedule needs some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +121,10 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
         if "pp" not in engine.axes or ranks > config.layers:
             continue
         for schedule in engine.schedules:
-            counts = CHUNKS if schedule in ("interleaved", "looped-bfs") else (_chunks(schedule),)
-            for chunks in counts:
+            usual, _, most = SCHEDULE_CHUNKS[schedule]
+            for chunks in CHUNKS if most is None else (usual,):
                 if ranks * chunks <= config.layers and not (schedule in ("dualpipe", "chimera") and ranks % 2):
                     yield Pipe(ranks, schedule, chunks)
-
-
-def _chunks(schedule: str) -> int:
-    return 2 if schedule in ("interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v") else 1
 
 
 def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:

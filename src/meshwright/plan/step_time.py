@@ -32,11 +32,11 @@ PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: the expected, and the bounds between which nine of ten measured runs lie. `breakdown` adds up
-    to `seconds`: compute of the rank that has the most to do, what it waits for ranks of tp (tensor), cp (context) and
-    ep (expert), for gathers and sums of data parallelism that nothing hides (data), for messages between stages
-    (pipeline), for other stages (bubble), and the optimizer. `simulated`: by the program on a clock, not in closed
-    form."""
+    """Seconds of a step: the expected, and the bounds of `rates.toml` between which measured runs are expected.
+    `breakdown` adds up to `seconds`: compute of the rank that has the most to do, what it waits for ranks of tp
+    (tensor), cp (context) and ep (expert), for gathers and sums of data parallelism that nothing hides (data), for
+    messages between stages (pipeline), for other stages (bubble), and the optimizer. `simulated`: by the program on a
+    clock, not in closed form."""
 
     seconds: float
     low: float
@@ -147,13 +147,7 @@ class _Step:
             if kind not in kinds:
                 kinds[kind] = self.stage(stage)
             times.append(kinds[kind])
-        if program is None:
-            places = places_of(layout.schedule, layout.pp, layout.chunks)
-        else:
-            places = [[] for _ in range(program.ranks)]
-            for replica in program.placement:
-                for at, rank in enumerate(replica):
-                    places[rank].append(at)
+        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
         replicas = _replicas(places, count)
         totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
         busiest = totals.sum(axis=(1, 2)).argmax()

@@ -102,6 +102,15 @@ class PipelineProgram:
         return self.stages // self.ranks
 
     @property
+    def places(self) -> list[list[int]]:
+        """The stages of each rank; of several replicas all."""
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for replica in self.placement:
+            for stage, rank in enumerate(replica):
+                found[rank].append(stage)
+        return found
+
+    @property
     def asynchronous(self) -> bool:
         """Whether weights change while micro-batches are under way."""
         return bool((self.steps.kind == Kind.UPDATE).any())
