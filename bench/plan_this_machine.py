@@ -2,7 +2,9 @@
 
 The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
 float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is
-the median over all its steps, warm ones left out. Nothing is fitted to these runs.
+the median over all its steps, warm ones left out, each as long as it would have been at the speed that the processors
+had when they were probed: a product beside it says how fast they were (`probe.points.Yardstick`). How long it was is
+in the JSON beside it. Nothing is fitted to these runs.
 
     python bench/plan_this_machine.py [--cluster cluster.toml] [--steps 8] [--rounds 3]
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.estimate import Estimate, evaluate
 from meshwright.plan.explain import explain
+from meshwright.probe.points import Yardstick
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.trainer import Trainer
@@ -60,17 +64,21 @@ def measure(text: str, steps: int, threads: int) -> dict[str, Any]:
     recipe, config, data = demo()
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
+    yardstick = Yardstick(mesh.device)
     trainer = Trainer(recipe, layout, config, data, mesh)
-    seconds, parts = [], []
+    seconds, parts, local = [], [], []
     for _ in range(WARM + steps):
+        local.append(yardstick.seconds())
         begun = time.perf_counter()
         trainer.step()
         seconds.append(time.perf_counter() - begun)
         parts.append(trainer.clock.seconds())
+    local.append(yardstick.seconds())
     mesh.close()
     names = dict.fromkeys(name for each in parts for name in each)
     return {
         "seconds": seconds[WARM:],
+        "yardstick": [(before + after) / 2 for before, after in pairwise(local)][WARM:],
         "parts": {name: statistics.median(each.get(name, 0.0) for each in parts[WARM:]) for name in names},
     }
 
@@ -104,11 +112,11 @@ def probed(path: Path) -> Cluster:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """What a person reads."""
-    rows = [f"{'layout':<18} {'predicted':>10} {'measured':>10} {'error':>8}"]
+    rows = [f"{'layout':<18} {'predicted':>10} {'measured':>10} {'error':>8} {'as it was':>10}"]
     for line in lines:
         rows.append(
             f"{line['layout']:<18} {line['predicted_seconds']:>8.4f} s {line['measured_seconds']:>8.4f} s "
-            f"{line['error']:>+8.1%}"
+            f"{line['error']:>+8.1%} {line['measured_as_it_was']:>8.4f} s"
         )
     return "\n".join(rows)
 
@@ -129,19 +137,27 @@ def main() -> int:
     )
     recipe, _, _ = demo()
     threads = max(1, (os.cpu_count() or 1) // RANKS)
+    level = where.measured.yardstick if where.measured is not None else None
+    assert level is not None, "a cluster file of a processor that an older probe measured"
     layouts = [text for text in (str(recipe.layout), *LAYOUTS) if options.only in text]
     seconds: dict[str, list[float]] = {text: [] for text in layouts}
+    usual: dict[str, list[float]] = {text: [] for text in layouts}
     parts: dict[str, Any] = {}
     with LocalRanks(RANKS, threads=threads, timeout=300) as ranks:
         for _ in range(options.rounds):
             for text in layouts:
                 by_rank = ranks.run("plan_this_machine:measure", text, options.steps, threads)
                 # Ranks leave a step together: its time is that of the one that waited longest.
-                seconds[text] += [max(each) for each in zip(*(one["seconds"] for one in by_rank), strict=True)]
+                slowest = [max(each) for each in zip(*(one["seconds"] for one in by_rank), strict=True)]
+                beside = [statistics.mean(each) for each in zip(*(one["yardstick"] for one in by_rank), strict=True)]
+                seconds[text] += slowest
+                usual[text] += [took * level / here for took, here in zip(slowest, beside, strict=True)]
                 parts[text] = [one["parts"] for one in by_rank]
     lines = []
     for text in layouts:
-        told, took = predict(text, where), statistics.median(seconds[text])
+        told, took, raw = (
+            predict(text, where), statistics.median(usual[text]), statistics.median(seconds[text])
+        )  # fmt: skip
         lines.append(
             {
                 "layout": text,
@@ -149,9 +165,11 @@ def main() -> int:
                 "predicted_seconds": round(told.time.seconds, 5),
                 "measured_seconds": round(took, 5),
                 "error": round(told.time.seconds / took - 1, 4),
+                "measured_as_it_was": round(raw, 5),
+                "error_as_it_was": round(told.time.seconds / raw - 1, 4),
                 "predicted_parts": {name: round(value, 5) for name, value in told.time.breakdown.items()},
                 "measured_parts_by_rank": [{n: round(v, 5) for n, v in one.items()} for one in parts[text]],
-                "steps": [round(each, 5) for each in seconds[text]],
+                "steps_as_they_were": [round(each, 5) for each in seconds[text]],
             }
         )
         if options.explain:

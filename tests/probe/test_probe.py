@@ -192,6 +192,41 @@ def test_latency_is_the_smallest_message_and_rate_what_lies_beyond():
     assert latency == pytest.approx(3e-5, rel=0.05)
 
 
+def test_what_is_timed_while_the_processor_is_slow_counts_as_at_its_usual_speed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """More than half of the points are timed on a clock on which all, the yardstick too, takes twice as long."""
+    from meshwright.probe import rank
+
+    class Clock:
+        """Of the yardstick and the points: twice as slow from the sixth point on, of twelve."""
+
+        calls = 0
+
+        @property
+        def pace(self) -> float:
+            return 2.0 if self.calls > 5 else 1.0
+
+        def point(self, *_: object) -> float:
+            return 0.01 * self.pace
+
+    clock = Clock()
+
+    class Slowed:
+        def seconds(self) -> float:
+            return 0.001 * clock.pace
+
+    def timed(*_: object) -> float:
+        clock.calls += 1
+        return clock.point()
+
+    monkeypatch.setattr(rank, "time_point", timed)
+    points = SMALL.points()[:12]
+    mesh = rank.mesh_of(1, 1, "cpu")
+    (times,), level = rank._compute(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
+    assert times == pytest.approx([times[0]] * 12) and level == pytest.approx(0.002)
+
+
 def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
     """Points times seconds, phases included: well under the five minutes that a probe may take."""
     for device, phases in (("cpu", 3), ("cuda", 1)):
@@ -204,11 +239,13 @@ def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
 
 def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
     effort = {"shapes": [[16, 16, 16]], "passes": [256], "vectors": [1024], "precisions": ["fp32"], "seconds": 0.002}
-    found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16}, log=lambda line: None)
+    found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16, "steps": 1}, log=lambda line: None)
     assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
     starts = found["measured"]["starts"]
     assert starts["rank"] > starts["meeting"] > 0
     assert list(tmp_path.iterdir()) == []
+    steps = {each["layout"]: each["seconds"] for each in found["measured"]["steps"]}
+    assert list(steps) == ["dp2 fp32", "tp2 fp32", "cp2 fp32"] and min(steps.values()) > 0.01
 
 
 @pytest.mark.parametrize("ranks", [0, 65])

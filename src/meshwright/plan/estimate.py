@@ -22,6 +22,7 @@ from meshwright.plan.engines import Engine
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
 from meshwright.plan.models import model_of
+from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
 from meshwright.plan.step_time import StepTime, default_precision, step_time
@@ -152,6 +153,7 @@ def priced(problem: Problem, layout: Layout) -> Estimate:
     time = step_time(
         problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
         optimizer=problem.optimizer, documents=problem.documents,
+        in_place=in_place(problem.cluster, problem.precision, problem.engine),
     )  # fmt: skip
     return Estimate(problem, layout, time, fullest(problem, layout), tuple(_warnings(problem, layout)))
 

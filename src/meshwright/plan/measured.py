@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 
 FORMS = ("forward", "input-gradient", "weight-gradient")
 """The three products of a linear function: x Wᵀ, g W, gᵀ x."""
@@ -94,10 +95,20 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """Forward, backward and sums of gradients of a training step of the model of `reference_step.py`, under a layout
+    (its notation, with the precision)."""
+
+    layout: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured, on `ranks` processes of `threads` threads each. Bandwidths in bytes a second; `copies`:
     between host and device ("to-device", "to-host"); `starts`: seconds of "rank" (a process until it has its device),
-    "meeting" (until all ranks have met), "operation" (a tiny operation: what starting one costs), by name."""
+    "meeting" (until all ranks have met), "operation" (a tiny operation: what starting one costs), by name.
+    `yardstick`: seconds of the product that says how fast processors were (`probe.points.Yardstick`)."""
 
     backend: str
     ranks: int
@@ -109,6 +120,8 @@ class Measured:
     disk_write: float | None = None
     disk_read: float | None = None
     starts: tuple[tuple[str, float], ...] = ()
+    steps: tuple[ReferenceStep, ...] = ()
+    yardstick: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
         """The products of a precision and form while `ranks` computed at once (all, unless given): the nearest number
@@ -136,7 +149,7 @@ class Measured:
             "backend": self.backend,
             "ranks": self.ranks,
             "threads": self.threads,
-            **{key: value for key in ("disk_write", "disk_read") if (value := getattr(self, key)) is not None},
+            **{key: value for key in _SINGLE if (value := getattr(self, key)) is not None},
             "starts": dict(self.starts),
             "copies": [{"name": name, **_curve_table(curve)} for name, curve in self.copies],
             "products": [
@@ -144,8 +157,11 @@ class Measured:
             ],
             "passes": [_with_curve(each) for each in self.passes],
             "collectives": [_with_curve(each) for each in self.collectives],
+            "steps": [{"layout": each.layout, "seconds": each.seconds} for each in self.steps],
         }
 
+
+_SINGLE = ("disk_write", "disk_read", "yardstick")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -251,6 +267,8 @@ def read(table: Any, where: str) -> Measured:
             disk_write=None if "disk_write" not in table else _time(table["disk_write"]),
             disk_read=None if "disk_read" not in table else _time(table["disk_read"]),
             starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
+            yardstick=None if "yardstick" not in table else _time(table["yardstick"]),
+            steps=tuple(_step(each) for each in table.get("steps", ())),
         )
     except KeyError as error:
         reason = f"{error.args[0]} is missing"
@@ -277,6 +295,14 @@ def _products(each: Mapping[str, Any]) -> Products:
         tuple((tokens, out, inner) for tokens, out, inner in shapes),
         seconds,
     )
+
+
+def _step(each: Mapping[str, Any]) -> ReferenceStep:
+    try:
+        Layout.parse(_text(each["layout"]))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return ReferenceStep(each["layout"], _time(each["seconds"]))
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:

@@ -22,6 +22,9 @@ MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
 PHASES = ("forward", "input", "weight")
 """Forward; the way back for inputs, with what is repeated; the gradients of weights."""
 
+AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
+"""Each part takes what its pieces take together."""
+
 ITEMSIZE = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 LayerKind = tuple[int | None, bool]
@@ -57,7 +60,10 @@ class MicroBatch:
         engine: Engine,
         itemsize: int,
         documents: float,
+        in_place: Floats = AS_ADDED,
     ) -> None:
+        """in_place: how much longer each part takes than its pieces (`reference_step.in_place`)."""
+        self.in_place = in_place
         self.config, self.layout, self.collectives, self.rates = config, layout, collectives, rates
         self.rows, self.sequence, self.engine = rows, sequence, engine
         self.itemsize, self.documents = itemsize, documents
@@ -127,7 +133,7 @@ class MicroBatch:
             waited = max(0.0, seconds - covered)
             phase = "input" if cover == "weight" else cover
             found[_PHASE[phase], _PART[axis]] += waited + self.collectives.tax(group) * (seconds - waited)
-        return found
+        return found * self.in_place
 
 
 def zero_waits(

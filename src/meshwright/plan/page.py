@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.plan.estimate import Estimate
 from meshwright.plan.memory import GIB, RankMemory, by_layers, memory_of, unlike_ranks
+from meshwright.plan.reference_step import in_place
 from meshwright.plan.search import Found, on_device
 from meshwright.plan.space import Problem
 from meshwright.plan.step_time import PARTS, durations_of
@@ -219,6 +220,7 @@ def _pipeline(one: Estimate) -> Iterator[str]:
         batch,
         engine=problem.engine,
         documents=problem.documents,
+        in_place=in_place(problem.cluster, problem.precision, problem.engine),
     )
     if short != layout:
         yield f'<p class="muted">with {short.micro_batches} of its {layout.micro_batches} micro-batches</p>'

@@ -24,6 +24,7 @@ from meshwright.plan.measured_rates import Chosen
 from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.micro_memory import KeptBytes, state_sizes
 from meshwright.plan.rates import Collectives, Cost, Group, Rates
+from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Pipe, Problem, Way, pipes, ways
 from meshwright.program.durations import Floats
 
@@ -81,7 +82,7 @@ class _Ways:
         self.work = [
             MicroBatch(
                 config, way.layout, self.collectives, self.rates, way.rows, problem.sequence, engine, self.itemsize,
-                problem.documents,
+                problem.documents, in_place(problem.cluster, problem.precision, problem.engine),
             )
             for way in self.ways
         ]  # fmt: skip

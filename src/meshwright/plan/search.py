@@ -21,6 +21,7 @@ from meshwright.model.refuse import refuse
 from meshwright.names import RECOMPUTE
 from meshwright.plan.estimate import Estimate, priced
 from meshwright.plan.memory import context_bytes, memory_of, slack
+from meshwright.plan.reference_step import in_place
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
 from meshwright.plan.step_time import PARTS, step_time
@@ -144,6 +145,7 @@ class _Decided:
             seconds = step_time(
                 problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
                 optimizer=problem.optimizer, documents=problem.documents, parts=False,
+                in_place=in_place(problem.cluster, problem.precision, problem.engine),
             ).seconds  # fmt: skip
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:

@@ -20,7 +20,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import OPTIMIZER_BYTES, gradient_waits, update_bytes, updated, zero_calls
 from meshwright.plan.engines import Engine
-from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
+from meshwright.plan.micro_batch import AS_ADDED, ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.rates import Collectives, Group, Rates, constants
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.pipeline import PipelineProgram
@@ -58,12 +58,15 @@ def step_time(
     simulate: bool = True,
     documents: float = 1.0,
     parts: bool = True,
+    in_place: Floats = AS_ADDED,
 ) -> StepTime:
     """Time of one step of `batch` sequences of `sequence` tokens.
 
     simulate: run the pipeline's program on a clock; else its closed form, where there is one. documents: in a row, on
-    average. parts: simulate the pipeline without its messages too, to tell their part. Raises UserError for what the
-    device lacks and for a batch that the layout cannot share; whether the model fits the layout, `model.refuse` says.
+    average. parts: simulate the pipeline without its messages too, to tell their part. in_place: of a measured machine,
+    how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). Raises UserError for
+    what the device lacks and for a batch that the layout cannot share; whether the model fits the layout,
+    `model.refuse` says.
     """
     whose = engines.engine(engine, compile=compile)
     if batch % (layout.dp * layout.micro_batches):
@@ -71,16 +74,16 @@ def step_time(
         raise UserError(f'layout "{layout}": batch {batch} is not a multiple of dp x mb = {share}')
     if optimizer not in OPTIMIZER_BYTES:
         raise UserError(f'unknown optimizer "{optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
-    step = _Step(config, layout, cluster, sequence, batch, whose, documents)
+    step = _Step(config, layout, cluster, sequence, batch, whose, documents, in_place)
     return step.priced(optimizer, simulate, parts)
 
 
 def durations_of(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
-    documents: float = 1.0,
+    documents: float = 1.0, in_place: Floats = AS_ADDED,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
     """The pipeline's program and the seconds of its steps, for pictures."""
-    step = _Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents)
+    step = _Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place)
     program = program_for(layout, config, sequence)
     times = [step.stage(stage) for stage in stages_of(config, program.stages, sequence)]
     forward, back, weight = cluster.time_factor * np.array(times).sum(axis=2).T
@@ -98,6 +101,7 @@ class _Step:
         batch: int,
         engine: Engine,
         documents: float,
+        in_place: Floats,
     ) -> None:
         self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
         self.collectives = Collectives(cluster)
@@ -106,7 +110,7 @@ class _Step:
         self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
         self.work = MicroBatch(
-            config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents
+            config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents, in_place
         )
         self.held = held(config, layout)
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4

@@ -45,7 +45,8 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the
-    whole ``vectors`` of collectives; bytes written to the ``disk``; ``seconds`` for each point."""
+    whole ``vectors`` of collectives; bytes written to the ``disk``; ``seconds`` for each point; training
+    ``steps`` of a reference model under each layout."""
 
     shapes: tuple[tuple[int, int, int], ...]
     passes: tuple[int, ...]
@@ -54,6 +55,7 @@ class Effort:
     disk: int = 2**26
     seconds: float = 0.04
     pieces: tuple[int, ...] = ()
+    steps: int = 12
 
     @classmethod
     def of(cls, device: str) -> Effort:
@@ -97,6 +99,23 @@ class Effort:
             for name in PASSES
             for elements in self.passes
         ]
+
+
+class Yardstick:
+    """A product that is timed beside everything else: how fast a processor is just now. Cores that are shared with
+    others of their host lose a third of their speed for seconds on end, and whatever is measured then would say so of
+    itself alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._call = partial(torch.nn.functional.linear, torch.randn(256, 512), torch.randn(512, 512))
+        self._processor = device.type == "cpu"
+
+    def seconds(self) -> float:
+        """Of one product, the median of five; on other devices always the same."""
+        if not self._processor:
+            return 1.0
+        with torch.no_grad():
+            return statistics.median(_batch(self._call, torch.device("cpu"), 1) for _ in range(5))
 
 
 def _powers(first: int, last: int, step: int) -> tuple[int, ...]:

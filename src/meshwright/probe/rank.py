@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, Products
+from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
 from meshwright.probe.compare import find_slow, ratios
 from meshwright.probe.disk import disk_rates
-from meshwright.probe.points import Effort, Point, synchronize, time_call, time_point
+from meshwright.probe.points import Effort, Point, Yardstick, synchronize, time_call, time_point
 
 _SITE = "probe"
 _NAME_BYTES = 256
@@ -46,10 +46,12 @@ def measure(
     starts: dict[str, float],
     say: Callable[[str], None] = lambda line: None,
     pieces: Sequence[Point] = (),
+    steps: Callable[[Yardstick, float], Sequence[ReferenceStep]] = lambda yardstick, level: (),
 ) -> dict[str, Any]:
     """Measure, with the other ranks. cores: of this host, shared by its ranks. directory: what the disk is measured in.
     starts: seconds that are known already, by name. say: is told on rank 0 what comes next. pieces: of a layer, timed
-    like passes, by all ranks at once alone.
+    like passes, by all ranks at once alone. steps: measures training steps of a reference model, given the yardstick
+    and its usual seconds.
 
     Returns "measured" (`Measured.tables`), "hosts" (of each rank), "ratios" (of each rank, to the others, at products
     and at memory), "slow" (fields of `compare.Slow`), "device" (name and memory) and "seconds"; alike on all ranks,
@@ -66,13 +68,15 @@ def measure(
     products: list[Products] = []
     passes: list[Pass] = []
     compared: list[list[float]] = []
+    yardstick, level = Yardstick(mesh.device), 0.0
     for busy, each in phases:
         if leader:
             who = f"{busy} ranks at once" if busy > 1 else "one rank"
             say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
         if (busy, each) != phases[0]:
             points = effort.points()
-        by_rank = _compute(mesh, points, busy, each, effort.seconds)
+        by_rank, usual = _compute(mesh, points, busy, each, effort.seconds, yardstick)
+        level = level or usual
         compared = compared or by_rank
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
         products += _products(points, seconds, busy, each)
@@ -86,8 +90,12 @@ def measure(
         passes=tuple(passes),
         collectives=tuple(_collectives(mesh, effort, say if leader else lambda line: None)),
         copies=tuple(_copies(mesh.device, effort)),
+        yardstick=level,
         starts=tuple({**starts, **_starts(mesh.device, effort.seconds)}.items()),
     )
+    if leader:
+        say("steps of a reference model")
+    measured = replace(measured, steps=tuple(steps(yardstick, level)))
     slow, compared_as = [], {}
     for what, kind in (("products", "product"), ("memory", "pass")):
         chosen = [[rank[at] for at, point in enumerate(effort.points()) if point.kind == kind] for rank in compared]
@@ -112,16 +120,32 @@ def measure(
 # --- computing
 
 
-def _compute(mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float) -> list[list[float]]:
-    """Seconds of every point by rank, while the first `busy` ranks of each host compute; of a rank that waits, none."""
+def _compute(
+    mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, yardstick: Yardstick
+) -> tuple[list[list[float]], float]:
+    """Seconds of every point by rank, while the first `busy` ranks of each host compute; of a rank that waits, none.
+    And the yardstick's: a point that was timed while it was slower than usual counts as much less."""
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
-    times = []
+    times, local = [], []
     for point in points:
         collectives.barrier(mesh.world, _SITE)  # all begin at once
         times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
+        local.append(yardstick.seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
-    return [rank if any(rank) else [] for rank in _gathered(mesh, times)]
+    found, levels = [], []
+    for taken, beside in zip(_gathered(mesh, times), _gathered(mesh, local), strict=True):
+        if any(taken):
+            levels.append(statistics.median(beside))
+            taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(beside), strict=True)]
+        found.append(taken if any(taken) else [])
+    return found, statistics.mean(levels)
+
+
+def _smooth(times: list[float]) -> list[float]:
+    """Each the median of itself and two neighbours on either side: others take a processor for seconds, not for the
+    milliseconds in which one of them was asked."""
+    return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
 def _products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:

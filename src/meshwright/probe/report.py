@@ -155,6 +155,8 @@ def summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> s
         rows.append(
             (named, f"{small * 1e6:.0f} µs at {_bytes(curve.sizes[0])}, {large:.2f} GB/s at {_bytes(curve.sizes[-1])}")
         )
+    if measured.steps:
+        rows.append(("steps", ", ".join(f"{each.layout} {_seconds(each.seconds)}" for each in measured.steps)))
     if measured.disk_write is not None and measured.disk_read is not None:
         rows.append(
             ("disk", f"{measured.disk_write / _GIGA:.2f} GB/s written, {measured.disk_read / _GIGA:.2f} GB/s read")

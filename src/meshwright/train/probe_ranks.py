@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
     from meshwright.probe.rank import measure, mesh_of
     from meshwright.train.probe_pieces import pieces_of
+    from meshwright.train.probe_steps import reference_steps
 
     keep_freed_memory()
     starts: dict[str, float] = {}
@@ -104,7 +106,8 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
         effort = _effort(mesh.device.type, description["effort"])
         cores = max(1, available_cores())
-        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say, pieces_of(effort))
+        steps = partial(reference_steps, mesh, effort.steps, effort.precisions)
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say, pieces_of(effort), steps)
         return {**found, "kind": mesh.device.type, "rank": start.rank}
     finally:
         if start.ranks > 1 and sys.exc_info()[0] is None:
