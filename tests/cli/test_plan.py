@@ -72,6 +72,18 @@ def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
     )
     document = json.loads(run("plan", str(recipe), "--cluster", "2xa100-80", "--json"))
     assert (document["sequence"], document["batch"]) == (64, 8) and document["layouts"][0]["fits"]
+    own, first = document["recipe_layout"], document["layouts"][0]
+    assert own["layout"] == "dp2 bf16" and own["step_seconds"] >= first["step_seconds"]
+    text = run("plan", str(recipe), "--cluster", "2xa100-80")
+    assert "the recipe's own layout: dp2 bf16, " in text and "times the first" in text
+    text = run("plan", str(recipe), "--cluster", "4xa100-80")
+    assert "the recipe's own layout: " in text and "2" in text.partition("own layout: ")[2].partition("\n")[0]
+    assert "recipe_layout" not in json.loads(
+        run("plan", str(recipe), "--cluster", "2xa100-80", "--layout", "dp2", "--json")
+    )
+    line = json.dumps({"model": str(recipe), "cluster": "2xa100-80", "layout": "dp2"})
+    document = json.loads(run("plan", "--jobs", "-", text=line + "\n"))
+    assert (document["sequence"], document["batch"]) == (64, 8)
 
 
 def test_requests_are_answered_by_the_line(tmp_path: Path):

@@ -93,8 +93,9 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ("12xh100-sxm", "12 devices are not whole nodes of 8; right would be 8 or 16, or nodes of another size (2x6)"),
         (
             "9217xtpu7x",
-            "9217 devices are not whole nodes of 9216; right would be 9216 or 18432, or nodes of another size",
+            "9217 devices are not whole nodes of 9216; right would be 9216 or 18432, or nodes of another size (13x709)",
         ),
+        ("13xh100-sxm", "13 devices are not whole nodes of 8; right would be 8 or 16"),
         ("0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("2.5xh100-sxm", '"2.5" devices; it takes a whole number, at least 1'),
         ("-8xh100-sxm", '"-8" devices; it takes a whole number, at least 1'),
@@ -127,6 +128,14 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ),
         ({"device": 3, "devices": 8}, "device should be a name such as h100-sxm or a table, not 3"),
         ({"device": {"peaks": {"bf17": 1}}, "devices": 8}, 'unknown precision "bf17"'),
+        (
+            {"device": {"like": "h200", "peaks": {"bf16": 989e12}}, "devices": 8},
+            "peaks.bf16 is in 10^12 operations a second; 9.89e+14 is no device's, 989 may be",
+        ),
+        (
+            {"device": {"like": "h200", "memory_gb_per_second": 4.8e12}, "devices": 8},
+            "memory_gb_per_second is in 10^9 bytes a second; 4.8e+12 is no device's, 4800 may be",
+        ),
         ({"device": {"memory": 1}, "devices": 8}, 'device: unknown field "memory"; did you mean "memory_bytes"?'),
         ({"device": "tpu7x", "devices": 9216 * 2}, "across_gb_per_second is missing, and no published figure is known"),
         ({"device": "h100-sxm", "devices": 8, "measured": {}}, "damaged (backend is missing)"),

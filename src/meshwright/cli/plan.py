@@ -89,25 +89,29 @@ def command(
     from meshwright.plan.answers import document as document_of
     from meshwright.plan.answers import nothing_fits
     from meshwright.plan.estimate import problem_of
-    from meshwright.plan.models import is_recipe
+    from meshwright.plan.models import is_recipe, recipe_of, said_by
     from meshwright.plan.text import headline
 
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
+    own = None
     if is_recipe(model):
-        said = _from_recipe(model, said)
+        own = recipe_of(model)
+        said = said_by(own, said)
     for name in ("sequence", "batch"):
         if said[name] is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
     parsed = _layout(layout)
+    mine = None if own is None or own.layout == "auto" or parsed is not None else own.parsed_layout
+    named = (parsed.precision if parsed else None) or precision or (mine.precision if mine else None)
     problem = problem_of(
         model, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine, compile=bool(said["compile"]),
-        optimizer=said["optimizer"] or "adamw", precision=(parsed.precision if parsed else None) or precision,
+        optimizer=said["optimizer"] or "adamw", precision=named,
         documents=documents,
     )  # fmt: skip
     with answering(as_json) as answer:
-        from meshwright.plan.estimate import priced
+        from meshwright.plan.estimate import priced, recipe_layout
         from meshwright.plan.search import search
-        from meshwright.plan.text import estimate_text, found_text
+        from meshwright.plan.text import estimate_text, found_text, recipe_text
 
         if parsed is not None:
             found, best = None, [priced(problem, parsed)]
@@ -118,6 +122,10 @@ def command(
         lines = [headline(problem, model)]
         if found is not None:
             lines.append(found_text(found))
+        if mine is not None:
+            cost = recipe_layout(problem, mine)
+            document["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
+            lines.append(recipe_text(cost, best[0] if best else None))
         if best:
             lines.append(estimate_text(best[0]))
         if explained and best:
@@ -172,18 +180,6 @@ def _layout(text: str | None) -> Any:
         return Layout.parse(text)
     except UserError as error:
         raise UserError(f"--layout: {error}") from None
-
-
-def _from_recipe(path: str, said: dict[str, Any]) -> dict[str, Any]:
-    """What the command line does not say, as the recipe says it."""
-    from meshwright.recipe import load_recipe
-
-    recipe = load_recipe(path)
-    own = {
-        "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
-        "compile": recipe.train.compile,
-    }  # fmt: skip
-    return {name: own[name] if value is None else value for name, value in said.items()}
 
 
 def _answer_jobs(path: str) -> None:

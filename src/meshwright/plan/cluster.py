@@ -26,7 +26,9 @@ from meshwright.plan.measured import Measured
 from meshwright.plan.measured import read as read_measured
 from meshwright.toml import read_toml
 
-_GIGA = 1e9
+_TERA, _GIGA = 1e12, 1e9
+_FASTEST = 1e6
+"""No device does so many 10¹² operations, or moves so many 10¹² bytes, a second."""
 FIELDS = (
     *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
     *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
@@ -173,10 +175,9 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     if devices % size:
         few, many = devices // size * size, -(-devices // size) * size
         right = f"{few} or {many}" if few else f"{many}"
-        raise UserError(
-            f"{where}: {devices} devices are not whole nodes of {size}; right would be {right}, or nodes of another "
-            f"size ({_factors(devices, size)})"
-        )
+        other = _factors(devices, size)
+        another = f", or nodes of another size ({other})" if other else ""
+        raise UserError(f"{where}: {devices} devices are not whole nodes of {size}; right would be {right}{another}")
     links = device.links
     inside = across = None
     if links is not None:
@@ -194,9 +195,9 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _factors(devices: int, size: int) -> str:
-    """The nearest smaller nodes that it is: nodes x devices."""
+    """The nearest smaller nodes that it is: nodes x devices; nothing where those would be single devices."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
-    return f"{devices // fits}x{fits}"
+    return f"{devices // fits}x{fits}" if fits > 1 else ""
 
 
 def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
@@ -247,14 +248,14 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
         ("power_watts", "power_watts", 1.0),
     ):
         if key in table:
-            said[field] = _number(table[key], key, where) * unit
+            said[field] = _in_unit(_number(table[key], key, where), key, unit, where) * unit
     peaks = table.get("peaks", {})
     if not isinstance(peaks, Mapping):
         raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations a second")
     for precision, peak in peaks.items():
         if precision not in PRECISIONS:
             raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
-        said[precision] = _number(peak, f"peaks.{precision}", where)
+        said[precision] = _in_unit(_number(peak, f"peaks.{precision}", where), f"peaks.{precision}", _TERA, where)
     if "like" in table:
         base = _catalogued(table["like"], where)
         return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
@@ -265,6 +266,16 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
         raise UserError(f"{where}: name should be text, not {table['name']!r}")
     empty = dict.fromkeys(PRECISIONS)
     return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
+
+
+def _in_unit(value: float, key: str, unit: float, where: str) -> float:
+    """The number, unless it is one of operations or bytes where it is counted in 10¹² or 10⁹ of them."""
+    if unit > 1 and value >= _FASTEST * 1e12 / unit:
+        name = "10^12 operations" if unit == _TERA else "10^9 bytes"
+        raise UserError(
+            f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be"
+        )
+    return value
 
 
 def _count(value: Any, key: str, where: str) -> int:

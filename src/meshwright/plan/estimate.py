@@ -158,6 +158,14 @@ def priced(problem: Problem, layout: Layout) -> Estimate:
     return Estimate(problem, layout, time, fullest(problem, layout), tuple(_warnings(problem, layout)))
 
 
+def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
+    """The price of a recipe's own layout, or why it cannot be: on other devices than those that it was written for."""
+    try:
+        return priced(problem, layout)
+    except UserError as error:
+        return str(error)
+
+
 def _warnings(problem: Problem, layout: Layout) -> list[str]:
     found = []
     config, engine = problem.config, problem.engine

@@ -11,6 +11,7 @@ from meshwright.layout import Layout
 from meshwright.names import unknown
 from meshwright.plan.answers import MOST_TOP, document, nothing_fits
 from meshwright.plan.estimate import priced, problem_of
+from meshwright.plan.models import is_recipe, recipe_of, said_by
 from meshwright.plan.search import search
 
 FIELDS = {
@@ -45,6 +46,9 @@ def _request(line: str) -> Mapping[str, Any]:
             raise UserError(unknown("field", key, FIELDS))
         if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
             raise UserError(f"{key}: takes {_kind(key)}, not {json.dumps(value)}")
+    if is_recipe(found.get("model")):
+        every = {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")}
+        found |= said_by(recipe_of(found["model"]), every)
     for key in NEEDED:
         if key not in found:
             raise UserError(f"{key} is missing; a request has {', '.join(NEEDED)}")

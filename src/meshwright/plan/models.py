@@ -46,9 +46,23 @@ def is_recipe(wanted: object) -> bool:
 
 
 def _of_recipe(path: Path) -> ModelConfig:
+    return config_of(recipe_of(path))
+
+
+def recipe_of(wanted: str | Path) -> Recipe:
+    """The recipe of a file, for which `is_recipe`."""
     from meshwright.recipe import load_recipe
 
-    return config_of(load_recipe(path))
+    return load_recipe(wanted)
+
+
+def said_by(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request does not say (None), as the recipe says it."""
+    own = {
+        "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
+        "compile": recipe.train.compile,
+    }  # fmt: skip
+    return {name: own[name] if value is None else value for name, value in said.items()}
 
 
 def config_of(recipe: Recipe) -> ModelConfig:

@@ -49,12 +49,7 @@ def found_text(found: Found) -> str:
         )
     room = problem.cluster.device.memory_bytes
     for one in found.advice:
-        over = (one.bytes - room) / GIB
-        wants = (
-            f"{one.layout}: {one.seconds:.3g} s, but {max(over, 0.0):.1f} GiB too much"
-            if over > 0
-            else f"{one.layout}: {one.seconds:.3g} s, but no room for the allocator"
-        )
+        wants = f"{one.layout}: {one.seconds:.3g} s, but {(one.bytes - room) / GIB:.1f} GiB too much"
         if one.instead is None:
             lines.append(f"  {wants}; no single change makes it fit")
         else:
@@ -68,6 +63,18 @@ def _row(number: int, one: Estimate, why: str) -> tuple[str, ...]:
         str(number), str(one.layout), f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}",
         f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", f"{one.memory.device_bytes / GIB:.1f}", why,
     )  # fmt: skip
+
+
+def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
+    """What a recipe's own layout costs beside the best one, or why it cannot be."""
+    if isinstance(own, str):
+        return f"the recipe's own layout: {own}"
+    fits = "" if own.fits else ", which does not fit"
+    beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
+    return (
+        f"the recipe's own layout: {own.layout}, {own.time.seconds:.4g} s{beside}; "
+        f"{own.memory.device_bytes / GIB:.1f} GiB{fits}"
+    )
 
 
 def estimate_text(one: Estimate) -> str:
