@@ -73,7 +73,8 @@ class Cluster:
     @property
     def kind(self) -> str:
         """What torch calls its devices: "cpu" where `meshwright probe` has measured processors, else "cuda"."""
-        return "cpu" if self.measured is not None and self.measured.backend == "gloo" else "cuda"
+        found = self.measured
+        return "cpu" if found is not None and found.backend != "nccl" and not found.copies else "cuda"
 
     @property
     def time_factor(self) -> float:
