@@ -29,7 +29,7 @@ def test_a_recipe_says_its_layout_name_and_run_directory(tiny_recipe: Path):
     assert recipe.run.name == "tiny"  # from the file's name
     assert recipe.run_directory == Path("runs/tiny")
     assert recipe.source_path == tiny_recipe
-    assert recipe.data.sources == ("stdlib",)
+    assert [source.path for source in recipe.data.all_sources] == ["stdlib"]
     assert load_recipe(tiny_recipe, ["run.directory=/elsewhere"]).run_directory == Path("/elsewhere")
 
 
@@ -69,7 +69,7 @@ def test_overrides_are_toml_values_or_bare_words_and_the_last_counts(tiny_recipe
     assert recipe.parsed_layout == Layout(dp=2, zero=1)
     assert (recipe.train.steps, recipe.train.schedule, recipe.train.optimizer) == (10, "linear", "sgd")
     assert (recipe.train.betas, recipe.train.compile, recipe.run.name) == ([0.8, 0.9], True, "5")
-    assert recipe.data.sources == ("a", "b")
+    assert [source.path for source in recipe.data.all_sources] == ["a", "b"]
     assert (recipe.data.clean.minimum_characters, recipe.data.tokenizer) == (3, "a=b.json")
 
 

@@ -85,7 +85,7 @@ PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
-DATA_FORMATS = ("auto", "text", "jsonl")
+DATA_FORMATS = ("auto", "text", "jsonl", "parquet", "wet")
 TOKENIZERS = ("bytes", "bpe")
 
 OPTIMIZERS = ("adamw", "sgd")

@@ -134,12 +134,23 @@ class CleanRecipe(Table):
     encoding: Name = "utf-8"
 
 
+class SourceRecipe(Table):
+    """[[data.sources]]: one of several sources, and its share of the samples."""
+
+    path: Name  # as data.source
+    name: Name | None = None  # what counts call it; its path unless said
+    weight: Positive | None = None  # its share of the samples, relative to the others'
+    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"  # data.format unless said
+    text_key: Name | None = None  # data.text_key unless said
+
+
 class DataRecipe(Table):
     """[data]: what is read, how it becomes tokens, and how tokens become samples."""
 
-    source: Name | Annotated[list[Name], Field(min_length=1)]  # "stdlib", a path, a glob, or several of them
+    source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
+    sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
-    text_key: Name = "text"  # of a JSONL line
+    text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
     tokenizer: Name = "bpe"  # "bytes", "bpe" (trained on the data), a tokenizer.json or a Hugging Face directory
     vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of the trained BPE: 256 bytes, the end of text, merges
     sequence: Count  # tokens in a sample
@@ -149,9 +160,34 @@ class DataRecipe(Table):
     shard_tokens: Count = 2**26  # tokens in one file of the cache
     clean: CleanRecipe = CleanRecipe()
 
+    @model_validator(mode="after")
+    def _sources_agree(self) -> Self:
+        if (self.source is None) == (self.sources is None):
+            raise ValueError(
+                "says no text to read: give source, or a [[data.sources]] table for each of several"
+                if self.source is None
+                else "says its text twice, by source and by sources: keep one"
+            )
+        weighted = [source.weight is not None for source in self.sources or []]
+        if any(weighted) and not all(weighted):
+            without = self.all_sources[weighted.index(False)].path
+            raise ValueError(f'sources: "{without}" has no weight and another has: give every source one, or none')
+        names = [source.name or source.path for source in self.sources or []]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f'sources: two are called "{twice}": give each a name of its own')
+        return self
+
     @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+    def all_sources(self) -> tuple[SourceRecipe, ...]:
+        if self.sources is not None:
+            return tuple(self.sources)
+        return tuple(SourceRecipe(path=path) for path in ([self.source] if isinstance(self.source, str) else self.source or []))
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The share of each source in the samples, relative to the others'; None: they are read as one text."""
+        said = tuple(source.weight for source in self.all_sources if source.weight is not None)
+        return said or None
 
 
 class TrainRecipe(Table):

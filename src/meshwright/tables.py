@@ -72,7 +72,7 @@ class Schema(Generic[Root]):
         key = self._key(problem)
         others = len({self._key(problem) for problem in problems} - {key})
         more = f" (and {others} more key{'s' if others > 1 else ''} to mend)" if others else ""
-        raise UserError(": ".join(part for part in (where(key), key, self._reason(key, problem)) if part) + more)
+        raise UserError(": ".join(part for part in (where(key), *self._said_wrong(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
         """Put an override such as `train.steps=100` into `tables`; returns its dotted key. A bare word is a string."""
@@ -103,6 +103,18 @@ class Schema(Generic[Root]):
                 break
             key = f"{key}.{part}" if key else str(part)
         return key
+
+    def _said_wrong(self, key: str, problem: Any) -> list[str]:
+        """The key and what is wrong with it; inside a list of tables the number of the table and the key there."""
+        rows = _table_of_rows(self.keys[key].annotation) if key in self.keys else None
+        inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
+        if rows is None or not inside:
+            return [key, self._reason(key, problem)]
+        place = problem["loc"].index(inside[0])
+        inner, there = Schema(rows, {}), {**problem, "loc": problem["loc"][place + 1 :]}
+        name = inner._key(there)
+        said = inner._reason(name, there) if name else f"should be a table, not {_said(problem['input'])}"
+        return [f"{key} number {inside[0] + 1}", name, said]
 
     def _reason(self, key: str, problem: Any) -> str:
         """What is wrong with the value of `key`, in our words."""
@@ -135,6 +147,17 @@ class Schema(Generic[Root]):
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _table_of_rows(kind: Any) -> type[Any] | None:
+    """The table that a list holds rows of, if that is what `kind` is."""
+    if get_origin(kind) is Annotated:
+        return _table_of_rows(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return next(filter(None, map(_table_of_rows, get_args(kind))), None)
+    if get_origin(kind) is list and is_table(get_args(kind)[0]):
+        return get_args(kind)[0]  # type: ignore[no-any-return]
+    return None
 
 
 def _keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:

@@ -31,8 +31,8 @@ class Packed:
         def texts(first: int):
             return ((number, text) for number, text in enumerate(documents) if number >= first)
 
-        packer = Packer(directory, texts, len(documents), tokenizer, "", shard_tokens, keep_text=True)
-        self.directory, self.shards = directory, packer.pack(lambda done: None)
+        packer = Packer(directory, texts, [len(documents)], tokenizer, "", shard_tokens, keep_text=True)
+        self.directory, [self.shards] = directory, packer.pack(lambda done: None)
         self.stream: list[int] = []
         self.document_of: list[int] = []
         for number, text in enumerate(documents):

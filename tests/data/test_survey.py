@@ -23,7 +23,7 @@ def text(number: int, lines: int = 3) -> str:
 def surveyed(directory: Path, log: list[str] | None = None, **data: Any) -> tuple[Survey, dict[str, list[str]]]:
     """The survey of a directory and the texts of each split."""
     recipe = DataRecipe(source=str(directory), sequence=8, **data)
-    files = find_files(recipe.sources)
+    files = find_files(recipe.all_sources)
     result = survey(files, recipe, (log if log is not None else []).append)
     reader = Reader(longest=result.longest)
     splits = {split: [text for _, text in result.texts(files, reader, split)] for split in ("train", "validation")}
@@ -146,7 +146,7 @@ def test_a_corpus_of_which_nothing_is_left_says_what_dropped_it(tmp_path: Path):
 
 def test_texts_go_on_from_any_document_without_opening_files_before_it(corpus: Path):
     recipe = DataRecipe(source=str(corpus), sequence=8)
-    files = find_files(recipe.sources)
+    files = find_files(recipe.all_sources)
     result = survey(files, recipe, print)
     every = list(result.texts(files, Reader(), "train"))
     for file in files[:50]:
@@ -157,7 +157,7 @@ def test_texts_go_on_from_any_document_without_opening_files_before_it(corpus: P
 
 def test_a_file_that_changes_between_the_passes_is_noticed(corpus: Path):
     recipe = DataRecipe(source=str(corpus), sequence=8)
-    files = find_files(recipe.sources)
+    files = find_files(recipe.all_sources)
     result = survey(files, recipe, print)
     (corpus / "100.txt").write_bytes(b"\x00")
     with pytest.raises(UserError, match=r"100\.txt (changed while it was being prepared|is binary)"):

@@ -35,7 +35,8 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     Killed and started again, it goes on where it was.
     """
     with answering(as_json) as answer:
-        summary = _prepared(recipe, overrides, check=True).summary()
+        data, samples = _prepared(recipe, overrides, check=True)
+        summary = data.summary(samples)
         answer(summary, _rendered([_tables(summary)]))
 
 
@@ -52,8 +53,8 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     from meshwright.data.description import describe_rows
 
     with answering(as_json) as answer:
-        data = _prepared(recipe, overrides, check=False)
-        summary, described = data.summary(), describe_rows(data, rows)
+        data, samples = _prepared(recipe, overrides, check=False)
+        summary, described = data.summary(samples), describe_rows(data, rows)
         answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
 
 
@@ -61,12 +62,14 @@ command.add_command(prepare)
 command.add_command(show)
 
 
-def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> PreparedData:
+def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
+    """The prepared data, and how many samples the recipe's run reads."""
     from meshwright.data import prepare as prepare_data
     from meshwright.recipe import load_recipe
 
     loaded = load_recipe(recipe, list(overrides))
-    return prepare_data(loaded.data, loaded.run.seed, lambda line: click.echo(line, err=True), check=check)
+    data = prepare_data(loaded.data, loaded.run.seed, lambda line: click.echo(line, err=True), check=check)
+    return data, loaded.train.steps * loaded.train.batch
 
 
 def _tables(summary: Mapping[str, Any]) -> Any:
@@ -91,7 +94,34 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
     facts.add_row("prepared in", _printable(summary["directory"]))
-    return Group(splits, "", facts)
+    return Group(splits, "", *_sources(summary), facts)
+
+
+def _sources(summary: Mapping[str, Any]) -> list[Any]:
+    """Where there are several sources: what each holds, its share of the samples, how often the run reads it."""
+    from rich.table import Table
+
+    if len(summary["sources"]) == 1:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("source", overflow="fold")
+    seen = f"times read in {summary['planned_samples']:,} samples"
+    for name in ("files", "documents", "train tokens", "train bytes", "weight", "share", seen):
+        table.add_column(name, justify="right")
+    for source in summary["sources"]:
+        train = source["train"]
+        kept = train["documents"] + source["validation"]["documents"]
+        table.add_row(
+            _printable(source["name"]),
+            f"{source['files']:,}",
+            f"{kept:,} of {source['documents']:,}",
+            f"{train['tokens']:,}",
+            f"{train['bytes']:,}",
+            "-" if source["weight"] is None else f"{source['weight']:g}",
+            f"{source['share']:.1%}",
+            f"{source['epochs']:.2f}",
+        )
+    return [table, ""]
 
 
 def _picture(row: Mapping[str, Any]) -> Any:

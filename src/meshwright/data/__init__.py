@@ -1,9 +1,18 @@
 """Data: sources, cleaning, tokenizers, packing into a cache, and the order in which samples are read."""
 
 from meshwright.data.compression import xz_bits_per_byte
-from meshwright.data.order import SampleOrder
+from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packed import NO_TARGET, PackedTokens, TokenBatch
 from meshwright.data.preparation import prepare
 from meshwright.data.prepared import PreparedData
 
-__all__ = ["NO_TARGET", "PackedTokens", "PreparedData", "SampleOrder", "TokenBatch", "prepare", "xz_bits_per_byte"]
+__all__ = [
+    "NO_TARGET",
+    "MixtureOrder",
+    "PackedTokens",
+    "PreparedData",
+    "SampleOrder",
+    "TokenBatch",
+    "prepare",
+    "xz_bits_per_byte",
+]

@@ -46,7 +46,8 @@ class PackedTokens:
     them.
 
     So every token but the stream's first is a target once. `sequences` rows are full; `rows` counts the last, partial
-    one too.
+    one too. With `sources`, the number of shards of each, every source is a stream of its own: its rows follow those of
+    the source before it, and none has tokens of two.
     """
 
     def __init__(
@@ -57,10 +58,15 @@ class PackedTokens:
         sequence: int,
         document_mask: bool,
         padding: int,
+        sources: Sequence[int] | None = None,
     ) -> None:
         self.directory, self.shards, self.dtype = directory, tuple(shards), dtype
         self.sequence, self.document_mask, self.padding = sequence, document_mask, padding
         self._bounds = np.cumsum([0, *(shard.tokens for shard in shards)])
+        shards_before = np.cumsum([0, *(sources or [len(shards)])])
+        assert shards_before[-1] == len(shards), (sources, len(shards))
+        self._source_bounds = self._bounds[shards_before]  # where each source's tokens begin, and the end of the last
+        self._streams = len(shards_before) - 1
         self._mapped: dict[int, NDArray[Any]] = {}
         self._starts: NDArray[np.int64] | None = None
 
@@ -81,11 +87,17 @@ class PackedTokens:
     @property
     def sequences(self) -> int:
         """Full rows: what training draws its samples from."""
-        return max(0, self.tokens - 1) // self.sequence
+        return sum(self.sequences_by_source)
+
+    @property
+    def sequences_by_source(self) -> list[int]:
+        """Full rows of each source; one number where the split is one stream."""
+        return [max(0, tokens - 1) // self.sequence for tokens in np.diff(self._source_bounds).tolist()]
 
     @property
     def rows(self) -> int:
         """Rows that hold every target once, the last one perhaps partial: what exact evaluation reads."""
+        assert self._streams == 1, "evaluation reads one stream"
         return -(-max(0, self.tokens - 1) // self.sequence)
 
     def batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
@@ -96,10 +108,11 @@ class PackedTokens:
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
+        assert not padded or self._streams == 1, "padded rows are those of one stream"
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
         length = self.sequence
         values = np.full((len(rows), length + 1), self.padding, dtype=np.int64)
-        begins = rows * length
+        begins = self._begins(rows)
         for place, begin in enumerate(begins.tolist()):
             self._read(begin, values[place])
         tokens, targets = values[:, :-1], values[:, 1:].copy()
@@ -132,6 +145,15 @@ class PackedTokens:
             with (self.directory / shard_file(shard.number, TEXT)).open("rb") as file:
                 for size in sizes:
                     yield file.read(size).decode()
+
+    def _begins(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in the stream each row begins."""
+        if self._streams == 1:
+            return rows * self.sequence
+        first_rows = np.cumsum([0, *self.sequences_by_source])
+        source = np.searchsorted(first_rows, rows, side="right") - 1
+        begins: NDArray[np.int64] = self._source_bounds[source] + (rows - first_rows[source]) * self.sequence
+        return begins
 
     def _read(self, begin: int, out: NDArray[np.int64]) -> None:
         """Fill `out` with the stream from `begin` on, as far as it goes."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -58,71 +59,77 @@ def shard_file(number: int, kind: str) -> str:
 
 
 class Packer:
-    """Packs the documents of one split into shards of at least `shard_tokens` tokens, cut between documents.
+    """Packs the documents of one split into shards of at least `shard_tokens` tokens, cut between documents and at the
+    end of each source.
 
-    `texts(first)` gives (number, text) of the split's documents from number `first` on; `end` is one past its last
-    number.
+    `texts(first)` gives (number, text) of the split's documents from number `first` on; `ends` is, for each source, one
+    past its last number.
     """
 
     def __init__(
         self,
         directory: Path,
         texts: Callable[[int], Iterator[tuple[int, str]]],
-        end: int,
+        ends: Sequence[int],
         tokenizer: TextTokenizer,
         tokenizer_sha256: str,
         shard_tokens: int,
         keep_text: bool,
     ) -> None:
-        self.directory, self.texts, self.end = directory, texts, end
+        self.directory, self.texts, self.ends = directory, texts, tuple(ends)
         self.tokenizer, self.tokenizer_sha256 = tokenizer, tokenizer_sha256
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
-    def pack(self, progress: Callable[[int], None]) -> list[Shard]:
-        """All shards. Whole ones of an interrupted call stay; `progress` hears how many bytes of text are done."""
+    def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
+        """All shards of each source. Whole ones of an interrupted call stay; `progress` hears how many bytes of text are
+        done."""
         self.directory.mkdir(exist_ok=True)
-        shards: list[Shard] = []
-        encoded: Iterator[tuple[int, NDArray[Any], bytes]] | None = None
-        done = following = 0
-        while following < self.end:
-            shard = self._whole(len(shards), following)
-            if shard is None:
-                encoded = encoded or self._encoded(following)
-                shard = self._write(len(shards), following, encoded, partial(_further, progress, done))
-            else:
-                encoded = None
-            shards.append(shard)
-            following = shard.next
-            done += shard.bytes
+        shards: list[list[Shard]] = []
+        done = following = number = 0
+        for end in self.ends:
+            encoded: Iterator[tuple[int, NDArray[Any], bytes]] | None = None
+            shards.append([])
+            while following < end:
+                shard = self._whole(number, following, end)
+                if shard is None:
+                    encoded = encoded or self._encoded(following, end)
+                    shard = self._write(number, following, end, encoded, partial(_further, progress, done))
+                else:
+                    encoded = None
+                shards[-1].append(shard)
+                following = shard.next
+                number += 1
+                done += shard.bytes
         return shards
 
-    def _whole(self, number: int, first: int) -> Shard | None:
+    def _whole(self, number: int, first: int, end: int) -> Shard | None:
         record = read_json(self.directory / shard_file(number, "json"))
         if record is None:
             return None
         shard = Shard(**record)
-        fits = shard.first == first and shard.tokenizer == self.tokenizer_sha256
+        fits = shard.first == first and shard.next <= end and shard.tokenizer == self.tokenizer_sha256
         return shard if fits and shard.problem(self.directory, contents=True) is None else None
 
-    def _encoded(self, first: int) -> Iterator[tuple[int, NDArray[Any], bytes]]:
-        """(number, framed tokens, UTF-8 text) of each document."""
-        start, end = (np.array([token], self.tokenizer.dtype) for token in (self.tokenizer.start, self.tokenizer.end))
-        for batch in _batches(self.texts(first)):
+    def _encoded(self, first: int, end: int) -> Iterator[tuple[int, NDArray[Any], bytes]]:
+        """(number, framed tokens, UTF-8 text) of each document from number `first` to before `end`."""
+        begin_token, end_token = (np.array([token], self.tokenizer.dtype) for token in (self.tokenizer.start, self.tokenizer.end))
+        for batch in _batches(itertools.takewhile(lambda item: item[0] < end, self.texts(first))):
             tokens = self.tokenizer.encode([text for _, text in batch])
             for (number, text), inner in zip(batch, tokens, strict=True):
-                yield number, np.concatenate([start, inner, end]), text.encode()
+                yield number, np.concatenate([begin_token, inner, end_token]), text.encode()
 
     def _write(
         self,
         number: int,
         first: int,
+        end: int,
         encoded: Iterator[tuple[int, NDArray[Any], bytes]],
         progress: Callable[[int], None],
     ) -> Shard:
         names = {kind: shard_file(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT)}
         documents: list[tuple[int, int]] = []
         count = size = 0
-        following = self.end
+        following = end
         record = self.directory / shard_file(number, "json")
         record.unlink(missing_ok=True)
         files: dict[str, dict[str, Any]] = {}

@@ -7,11 +7,12 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.cleaning import RULES
 from meshwright.data.contents import Contents
@@ -28,13 +29,13 @@ from meshwright.data.files import (
 from meshwright.data.packing import Packer, Shard, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
-from meshwright.data.sources import find_files
+from meshwright.data.sources import KEYED_FORMATS, find_files
 from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, survey
 from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
-FORMAT = 1
+FORMAT = 2
 TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a BPE tokenizer is trained on, at most: more changes nothing that matters
 
 Log = Callable[[str], None]
@@ -69,7 +70,7 @@ def prepare(
             f"data.cache: {error.filename or job.directory} cannot be written: {error.strerror or error}; "
             "make room there or name another directory in data.cache"
         ) from None
-    data = PreparedData(job.directory, manifest, recipe.sequence, recipe.document_mask, seed)
+    data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
     return data
 
@@ -81,7 +82,9 @@ class _Job:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(recipe.sources, recipe.format, cache=cache)
+        self.files = find_files(
+            recipe.all_sources, recipe.format, cache, "data.sources" if recipe.sources else "data.source"
+        )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
@@ -94,7 +97,9 @@ class _Job:
             "files": [
                 [file.name, file.format, digest] for file, digest in zip(self.files, self.contents.sha256, strict=True)
             ],
-            "text_key": recipe.text_key if any(file.format == "jsonl" for file in self.files) else None,
+            "sources": self._by_source([1] * len(self.files)),
+            "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
+            "text_keys": [source.text_key for source in recipe.all_sources],
             "clean": recipe.clean.model_dump(),
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if recipe.tokenizer == "bpe" else None,
@@ -134,11 +139,24 @@ class _Job:
         if file := self.contents.changed():
             self._forget()
             raise changed(file)
-        shards = {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()}
+        shards = {
+            name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
+            for name, by_source in splits.items()
+        }
         manifest = {
             "format": FORMAT,
             "key": self.key,
             "files": len(self.files),
+            "sources": [
+                {
+                    "files": files,
+                    "documents": documents,
+                    "shards": {name: len(by_source[number]) for name, by_source in splits.items()},
+                }
+                for number, (files, documents) in enumerate(
+                    zip(self._by_source([1] * len(self.files)), self._by_source(result.pieces), strict=True)
+                )
+            ],
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.str,
             "end_token": tokenizer.end,
@@ -211,13 +229,13 @@ class _Job:
 
     def _pack(
         self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
-    ) -> list[Shard]:
+    ) -> list[list[Shard]]:
         reader, total = self._reader(result), result.bytes[split]
         numbers = np.flatnonzero(result.codes == SPLITS.index(split))
         packer = Packer(
             self.directory / split,
             lambda first: result.texts(self.files, reader, split, first),
-            int(numbers[-1]) + 1 if len(numbers) else 0,
+            self._ends(result, numbers),
             tokenizer,
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
@@ -228,11 +246,25 @@ class _Job:
                 lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text")
             )
         )
-        tokens = sum(shard.tokens for shard in shards)
-        if shards:
-            documents, count = _count(len(numbers), "document"), _count(len(shards), "shard")
+        number_of_shards = sum(map(len, shards))
+        tokens = sum(shard.tokens for by_source in shards for shard in by_source)
+        if number_of_shards:
+            documents, count = _count(len(numbers), "document"), _count(number_of_shards, "shard")
             self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
         return shards
+
+    def _by_source(self, counts: Sequence[int]) -> list[int]:
+        """Counts of every file, added up for each source."""
+        totals = [0] * len(self.recipe.all_sources)
+        for file, count in zip(self.files, counts, strict=True):
+            totals[file.source] += count
+        return totals
+
+    def _ends(self, result: Survey, numbers: NDArray[np.int64]) -> list[int]:
+        """For each source, one past the last of `numbers` (documents of a split, ascending) that it has."""
+        borders = np.cumsum(self._by_source(result.pieces))
+        counts = np.searchsorted(numbers, borders)
+        return [int(numbers[count - 1]) + 1 if count else 0 for count in counts.tolist()]
 
     def _reader(self, result: Survey) -> Reader:
         return Reader(self.recipe.clean.encoding, self.recipe.text_key, result.longest)

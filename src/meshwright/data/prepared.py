@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 
 from meshwright.data.cleaning import RULES
 from meshwright.data.compression import token_byte_counts
-from meshwright.data.order import SampleOrder
+from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packed import PackedTokens
 from meshwright.data.packing import Shard
 from meshwright.data.survey import SPLITS
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe
 
 
 class PreparedData:
     """The prepared data of one recipe: a tokenizer, and for each split packed tokens."""
 
-    def __init__(
-        self, directory: Path, manifest: dict[str, Any], sequence: int, document_mask: bool, seed: int
-    ) -> None:
-        self.directory, self.manifest = directory, manifest
-        self.sequence, self.document_mask, self.seed = sequence, document_mask, seed
+    def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
+        self.directory, self.manifest, self.seed = directory, manifest, seed
+        self.sequence, self.document_mask = recipe.sequence, recipe.document_mask
+        self.sources, self.weights = recipe.all_sources, recipe.weights
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -49,27 +49,43 @@ class PreparedData:
         return load_tokenizer(self.tokenizer_directory)
 
     def split(self, name: str) -> PackedTokens:
-        """The packed tokens of "train" or "validation" (which is empty when data.validation_fraction is 0)."""
+        """The packed tokens of "train" or "validation" (which is empty when data.validation_fraction is 0).
+
+        Where sources have weights, each is a stream of its own in "train".
+        """
         assert name in SPLITS, name
         shards = [Shard(**record) for record in self.manifest["splits"][name]]
         dtype = np.dtype(self.manifest["dtype"])
         padding = self.manifest["end_token"]
-        return PackedTokens(self.directory / name, shards, dtype, self.sequence, self.document_mask, padding)
+        apart = [source["shards"][name] for source in self.manifest["sources"]] if self.weights else None
+        return PackedTokens(
+            self.directory / name,
+            shards,
+            dtype,
+            self.sequence,
+            self.document_mask,
+            padding,
+            apart if name == "train" else None,
+        )
 
     def documents(self, split: str = "validation") -> Iterator[str]:
         """The text of each document of a split, as it was tokenized; that of "train" only if it was to be kept."""
         return self.split(split).texts()
 
-    def order(self) -> SampleOrder:
+    def order(self) -> SampleOrder | MixtureOrder:
         """The order in which training reads the samples of the training split."""
-        return SampleOrder(self.seed, self.split("train").sequences)
+        split = self.split("train")
+        if self.weights is None:
+            return SampleOrder(self.seed, split.sequences)
+        return MixtureOrder(self.seed, split.sequences_by_source, self.weights)
 
     def token_bytes(self) -> NDArray[np.int64] | None:
         """UTF-8 bytes per token id, [vocabulary]; None unless the tokenizer is byte-level."""
         return token_byte_counts(self.tokenizer.tokenizer)
 
-    def summary(self) -> dict[str, Any]:
-        """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all."""
+    def summary(self, samples: int = 0) -> dict[str, Any]:
+        """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all; of
+        each source how often a run of `samples` samples reads it."""
         splits = {name: self.split(name) for name in SPLITS}
         return {
             "tokens": sum(split.tokens for split in splits.values()),
@@ -93,8 +109,45 @@ class PreparedData:
                 }
                 for name, split in splits.items()
             },
+            "sources": self._sources(samples),
+            "planned_samples": samples,
             "directory": str(self.directory),
         }
+
+    def _sources(self, samples: int) -> list[dict[str, Any]]:
+        """Of each source: name, weight, its share of the samples, files, documents read, documents, tokens and bytes of
+        each split, its samples, and how often each of these comes in `samples` samples."""
+        split, order = self.split("train"), self.order()
+        shares = [1.0] * len(self.sources)
+        if isinstance(order, MixtureOrder):
+            shares = [part / sum(order.parts) for part in order.parts]
+            epochs = [
+                count / own for count, own in zip(order.counts(samples), split.sequences_by_source, strict=True)
+            ]
+        else:
+            epochs = [samples / split.sequences] * len(self.sources)
+        said = []
+        first = dict.fromkeys(SPLITS, 0)
+        for number, (source, counted) in enumerate(zip(self.sources, self.manifest["sources"], strict=True)):
+            one: dict[str, Any] = {
+                "name": source.name or source.path,
+                "weight": source.weight,
+                "files": counted["files"],
+                "documents": counted["documents"],
+                "epochs": epochs[number],
+            }
+            for name in SPLITS:
+                shards = self.split(name).shards[first[name] : first[name] + counted["shards"][name]]
+                first[name] += len(shards)
+                one[name] = {
+                    key: sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "bytes")
+                }
+            if self.weights is None:
+                one["share"] = one["train"]["tokens"] / split.tokens
+            else:
+                one["share"], one["sequences"] = shares[number], split.sequences_by_source[number]
+            said.append(one)
+        return said
 
     def check_lengths(self, validation_fraction: float) -> None:
         """`UserError` when a split that should be there cannot fill one sample."""
@@ -107,3 +160,13 @@ class PreparedData:
                     + (", raise data.validation_fraction" if name == "validation" else "")
                     + " or shorten data.sequence"
                 )
+        if self.weights is not None:
+            split = self.split("train")
+            for number, sequences in enumerate(split.sequences_by_source):
+                if not sequences:
+                    name = self.sources[number].name or self.sources[number].path
+                    raise UserError(
+                        f'data.sources: "{name}" has weight {self.sources[number].weight:g}, and what is left of it after '
+                        f"cleaning cannot fill one training sample of data.sequence = {self.sequence} tokens; add text "
+                        "to it or leave it out"
+                    )

@@ -1,23 +1,28 @@
-"""From files to documents: text and JSON Lines, plain or gzipped, with one line for everything that cannot be read."""
+"""From files to documents: text, JSON Lines, Parquet and WET, with one line for everything that cannot be read.
+
+Each format is one function; what they share (compression, stores, cutting, errors) is around them.
+"""
 
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import itertools
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.data.parquet import parquet_texts
 from meshwright.data.sources import SourceFile
+from meshwright.data.streams import Stream, compression, decoding_errors, open_stream
+from meshwright.data.wet import wet_texts
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
 LONGEST_DOCUMENT = 1_000_000  # characters; longer texts are cut at blank lines: memory stays bounded, threads stay busy
+LONGEST_LINE = 1 << 30  # bytes of a JSON line, which is read whole; longer ones are refused
 _HEAD = 1 << 16  # bytes looked at to tell text from anything else
 _CHUNK = 1 << 18  # characters read at a time
 _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that does not decode
@@ -36,7 +41,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How files become documents. A text file is one document; a JSON line is one, its text under `text_key`.
+    """How files become documents. A text file is one document; so is a JSON line, a row of a Parquet file (each has its
+    text under `text_key`, unless the file has a key of its own), and a page of a WET file.
 
     A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
     anywhere; the pieces joined are the text again.
@@ -49,20 +55,23 @@ class Reader:
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
         try:
-            with _open(file) as stream:
-                yield from self._text(file, stream) if file.format == "text" else self._json_lines(file, stream)
+            with open_stream(file) as stream:
+                if file.format == "text":
+                    yield from self._text(file, stream)
+                else:
+                    yield from self._records(file, stream)
         except EOFError:
             raise UserError(
-                f"{file.path}: the gzip file is cut short, its end is missing; fetch or write it again"
+                f"{file.path}: the {compression(file)} file is cut short, its end is missing; fetch or write it again"
             ) from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{file.path}: not a readable gzip file ({error})") from None
+        except decoding_errors() as error:
+            raise UserError(f"{file.path}: not a readable {compression(file)} file ({error})") from None
         except FileNotFoundError:
             raise UserError(f"{file.path} vanished while it was being read") from None
         except OSError as error:
             raise UserError(f"{file.path}: cannot be read: {error.strerror or error}") from None
 
-    def _text(self, file: SourceFile, stream: io.BufferedReader | gzip.GzipFile) -> Iterator[Document]:
+    def _text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         head = stream.peek(_HEAD)[:_HEAD]
         if not head and file.named:
             raise UserError(f"{file.path} is empty")
@@ -78,44 +87,35 @@ class Reader:
         except UnicodeError:  # an encoding whose broken bytes have no place as surrogates, as UTF-16
             yield Document(file.name, None)
 
-    def _json_lines(self, file: SourceFile, stream: io.BufferedReader | gzip.GzipFile) -> Iterator[Document]:
-        number = 0
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            text = self._json_text(line.rstrip(b"\r\n"), f"{file.path}:{number}")
-            text = text.replace("\r\n", "\n").replace("\r", "\n")
-            for count, piece in enumerate(_pieces(iter([text]), self.longest), 1):
-                yield Document(f"{file.name}:{number}" + (f"#{count}" if count > 1 else ""), piece)
-        if number == 0 and file.named:
+    def _records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
+        """Documents of a format whose files hold many: named by file and place."""
+        if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
-
-    def _json_text(self, line: bytes, where: str) -> str:
-        try:
-            value: Any = json.loads(line.decode(self.encoding, "surrogateescape"))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-        except (UnicodeError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise UserError(f'{where}: the line is not an object, as in {{"{self.text_key}": "..."}}')
-        if self.text_key not in value:
-            keys = ", ".join(f'"{key}"' for key in list(value)[:8]) or "no keys"
-            close = nearest(self.text_key, value)
-            hint = f'; set data.text_key = "{close}"' if close else "; set data.text_key to the one that holds the text"
-            raise UserError(f'{where}: no key "{self.text_key}" (the line has {keys}){hint}')
-        text = value[self.text_key]
-        if not isinstance(text, str):
-            raise UserError(f'{where}: "{self.text_key}" is {json.dumps(text)[:40]}, not a string')
-        return text
+        key = file.text_key or self.text_key
+        texts: Iterator[tuple[str, str]]
+        match file.format:
+            case "jsonl":
+                texts = json_texts(file, stream, key, self.encoding)
+            case "parquet":
+                if not isinstance(stream, io.BufferedReader):
+                    raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
+                texts = parquet_texts(file, stream, key, self.encoding)
+            case _:
+                texts = wet_texts(file, stream, self.encoding)
+        for place, text in texts:
+            if "\r" in text:
+                text = text.replace("\r\n", "\n").replace("\r", "\n")
+            if len(text) <= self.longest:
+                yield Document(file.name + place, text.removeprefix("\ufeff"))
+                continue
+            for count, piece in enumerate(_pieces(iter([text]), self.longest), 1):
+                yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
 
     def _not_text(self, head: bytes) -> str | None:
         """Why a file that begins with `head` is not text in this encoding, or None."""
         wide = self.encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32", "utf16", "utf32"))
         if b"\0" in head and not wide:
-            return "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, or .gz of these"
+            return "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by their suffix or data.format"
         if wide or not head:
             return None
         text = codecs.getincrementaldecoder(self.encoding)("surrogateescape").decode(head)
@@ -138,10 +138,43 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def _open(file: SourceFile) -> io.BufferedReader | gzip.GzipFile:
-    if file.path.name.lower().endswith(".gz"):
-        return gzip.open(file.path, "rb")
-    return io.BufferedReader(io.FileIO(file.path), _HEAD)
+def json_texts(file: SourceFile, stream: Stream, key: str, encoding: str) -> Iterator[tuple[str, str]]:
+    """(":17", text) of each line that is not blank: an object with its text under `key`; "a.b": the key b inside a.
+
+    A null is an empty text.
+    """
+    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        if len(line) == LONGEST_LINE:
+            raise UserError(f"{file.path}:{number}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line")
+        yield f":{number}", _json_text(line, key, encoding, f"{file.path}:{number}")
+
+
+def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:
+    try:
+        value: Any = json.loads(line.decode(encoding, "surrogateescape"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except (UnicodeError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
+    for name in [key] if key in value else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            keys = ", ".join(f'"{key}"' for key in list(value)[:8]) if isinstance(value, dict) else "no keys"
+            close = nearest(name, value) if isinstance(value, dict) else None
+            right = f"{key[: len(key) - len(name)]}{close}" if key.endswith(name) else close
+            hint = f'; set data.text_key = "{right}"' if close else "; set data.text_key to the one that holds the text"
+            raise UserError(f'{where}: no key "{key}" (the line has {keys or "no keys"}){hint}')
+        value = value[name]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f'{where}: "{key}" is {json.dumps(value)[:40]}, not a string')
+    return value
 
 
 def _pieces(chunks: Iterator[str], longest: int) -> Iterator[str]:
@@ -149,21 +182,23 @@ def _pieces(chunks: Iterator[str], longest: int) -> Iterator[str]:
 
     At least one piece, and none empty unless all is.
     """
-    text = next(chunks, "").removeprefix("\ufeff")
+    rest = next(chunks, "").removeprefix("\ufeff")
     produced = False
     for more in itertools.chain(chunks, [""]):
-        text += more
-        while len(text) > longest:
-            cut = _last_break(text, longest)
-            yield text[:cut]
-            text, produced = text[cut:], True
-    if text or not produced:
-        yield text
+        text, begin = rest + more, 0
+        while len(text) - begin > longest:
+            cut = _last_break(text, begin, longest)
+            yield text[begin:cut]
+            begin, produced = cut, True
+        rest = text[begin:]
+    if rest or not produced:
+        yield rest
 
 
-def _last_break(text: str, longest: int) -> int:
+def _last_break(text: str, begin: int, longest: int) -> int:
     """Where to cut: in the second half of `longest` characters after the last blank line, else after the last line."""
-    blank = text.rfind("\n\n", longest // 2, longest)
+    middle, end = begin + longest // 2, begin + longest
+    blank = text.rfind("\n\n", middle, end)
     if blank >= 0:
         return blank + 2
-    return text.rfind("\n", longest // 2, longest) + 1 or longest
+    return text.rfind("\n", middle, end) + 1 or end

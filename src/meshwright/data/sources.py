@@ -1,4 +1,4 @@
-"""Which files a recipe's `data.source` means: the standard library, files, globs and directories, in a fixed order."""
+"""Which files a recipe's sources mean: the standard library, files, globs, directories, URLs, in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.data.stores import StoredFile, find_stored, is_url, local_path
 from meshwright.errors import UserError
 from meshwright.names import CORPORA, nearest
+from meshwright.recipe import SourceRecipe
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}  # by suffix, after that of the format
+FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
+KEYED_FORMATS = ("jsonl", "parquet")  # whose records have their text under a key
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
 
@@ -21,42 +25,53 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 class SourceFile:
     """One file to read.
 
-    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text" or "jsonl".
-    `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable without that being an
-    error.
+    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl",
+    "parquet" or "wet". `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable
+    without that being an error. `source`: the number of the source that it is of. `text_key`: that source's own.
     """
 
     name: str
-    path: Path
+    path: Path | StoredFile
     format: str
     named: bool
+    source: int = 0
+    text_key: str | None = None
 
 
-def find_files(sources: Sequence[str], format: str = "auto", cache: Path | None = None) -> list[SourceFile]:
+def find_files(
+    sources: Sequence[str | SourceRecipe], format: str = "auto", cache: Path | None = None, key: str = "data.source"
+) -> list[SourceFile]:
     """All files of `sources`, source after source, inside one sorted by name.
 
-    A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path to a
-    file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format` "auto" takes
-    `.jsonl`, `.ndjson` and their `.gz` as JSON Lines, all else as text. What was prepared into
-    `cache` is no source. `UserError` when a source names nothing.
+    A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path or
+    URL of a file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format`
+    "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
+    suffix of `COMPRESSIONS` may follow. What was prepared into `cache` is no source. `UserError`, which begins with
+    `key`, when a source names nothing.
     """
     files: list[SourceFile] = []
-    for source in sources:
+    for number, source in enumerate(sources):
+        if isinstance(source, str):
+            source = SourceRecipe(path=source)
+        wanted = format if source.format == "auto" else source.format
         found = [
-            SourceFile(name, path, _format_of(path, format), named)
-            for name, path, named in sorted(_expand(source))
-            if cache is None or not _is_cached(path, cache)
+            SourceFile(name, path, _format_of(path.name, wanted), named, number, source.text_key)
+            for name, path, named in sorted(_expand(source.path, key), key=lambda one: one[0])
+            if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)
         ]
         if not found:
-            raise UserError(f'data.source: there is no file in "{source}"')
+            raise UserError(f'{key}: there is no file in "{source.path}"')
         files += found
     return files
 
 
-def _format_of(path: Path, format: str) -> str:
+def _format_of(name: str, format: str) -> str:
     if format != "auto":
         return format
-    return "jsonl" if path.name.lower().endswith(JSONL_SUFFIXES) else "text"
+    name = name.lower()
+    for suffix in COMPRESSIONS:
+        name = name.removesuffix(suffix)
+    return next((known for suffix, known in FORMAT_SUFFIXES.items() if name.endswith(suffix)), "text")
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
@@ -68,29 +83,32 @@ def _is_cached(path: Path, cache: Path) -> bool:
     return len(parts) > 1 and re.fullmatch(r"[0-9a-f]{32}|contents", parts[0]) is not None
 
 
-def _expand(source: str) -> Iterator[tuple[str, Path, bool]]:
+def _expand(source: str, key: str) -> Iterator[tuple[str, Path | StoredFile, bool]]:
     """(name, path, named) of each file that `source` means."""
     if source == "stdlib":
-        yield from ((name, path, False) for name, path in _standard_library())
+        yield from ((name, path, False) for name, path in _standard_library(key))
         return
-    path = Path(source).expanduser()
+    if is_url(source) and local_path(source) is None:
+        yield from find_stored(source, key)
+        return
+    path = local_path(source) or Path(source).expanduser()
     if path.is_dir():
         yield from ((file.relative_to(path).as_posix(), file, False) for file in _files_below(path))
     elif path.is_file():
         yield path.name, path, True
     elif path.exists():
-        raise UserError(f'data.source: "{source}" is neither a file nor a directory')
-    elif glob.has_magic(source):
+        raise UserError(f'{key}: "{source}" is neither a file nor a directory')
+    elif glob.has_magic(str(path)):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
         if not matches:
-            raise UserError(f'data.source: "{source}" matches no file{_what_is_there(path)}')
+            raise UserError(f'{key}: "{source}" matches no file{_what_is_there(path)}')
         root = _fixed_part(path)
         yield from ((match.relative_to(root).as_posix(), match, False) for match in matches)
     else:
-        raise UserError(f'data.source: "{source}" does not exist{_what_is_there(path)}')
+        raise UserError(f'{key}: "{source}" does not exist{_what_is_there(path)}')
 
 
-def _standard_library() -> Iterator[tuple[str, Path]]:
+def _standard_library(key: str) -> Iterator[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     found = False
     for directory, below, files in os.walk(root):
@@ -103,7 +121,7 @@ def _standard_library() -> Iterator[tuple[str, Path]]:
                 yield f"stdlib/{path.relative_to(root).as_posix()}", path
     if not found:
         raise UserError(
-            f'data.source: "stdlib" needs the sources of the standard library, and this Python has none under {root}; '
+            f'{key}: "stdlib" needs the sources of the standard library, and this Python has none under {root}; '
             "name text files instead"
         )
 

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData, SampleOrder, TokenBatch
+from meshwright.data import PackedTokens, PreparedData, TokenBatch
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -116,7 +116,7 @@ class Trainer:
             self.model.compile_blocks()
         self.tokens: PackedTokens = data.split("train")
         self.validation_tokens: PackedTokens = data.split("validation")
-        self.order = SampleOrder(recipe.run.seed, self.tokens.sequences)
+        self.order = data.order()
         self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)
         self.steps_done = 0

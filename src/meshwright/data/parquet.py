@@ -1,0 +1,104 @@
+"""Texts of a Parquet file: one column, row group after row group in batches, so that memory stays bounded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from meshwright.data.sources import SourceFile
+from meshwright.data.stores import missing
+from meshwright.errors import UserError
+from meshwright.names import nearest
+
+_BATCH = 16 << 20  # bytes of text in a batch, about
+_MOST_ROWS = 8192
+_READ = 1 << 20  # bytes read of a column at a time
+
+
+def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encoding: str) -> Iterator[tuple[str, str]]:
+    """(":row 17", text) of each row, its text in the column `key`; "a.b" also means the field b of the struct column a.
+
+    A null is an empty text. Bytes that do not decode become lone surrogates. `UserError`: not Parquet, cut short or
+    damaged; no such column, or one of another type than text.
+    """
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise missing("pyarrow", file.path) from None
+    try:
+        source = arrow.PythonFile(stream, mode="r")
+        table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
+        path = _column(file, table.schema_arrow, key, arrow)
+        row = 0
+        for group in range(table.num_row_groups):
+            rows = _rows_at_once(table.metadata.row_group(group), ".".join(path))
+            for batch in table.iter_batches(rows, row_groups=[group], columns=[".".join(path)], use_threads=False):
+                column = batch.column(0)
+                for name in path[1:]:
+                    column = arrow.compute.struct_field(column, name)
+                for text in _texts(column, encoding, arrow):
+                    row += 1
+                    yield f":row {row}", text
+    except arrow.ArrowException as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
+        ) from None
+
+
+def _texts(column: Any, encoding: str, arrow: Any) -> Iterator[str]:
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    try:
+        if encoding.lower().replace("_", "-") == "utf-8" and not _is_bytes(column.type, arrow):
+            yield from (text or "" for text in column.to_pylist())
+            return
+    except UnicodeDecodeError:  # before the first was yielded: Parquet promises UTF-8, and not every writer keeps it
+        encoding = "utf-8"
+    if not _is_bytes(column.type, arrow):
+        encoding = "utf-8"  # what a text column is in, whatever text files are in
+        column = column.cast(arrow.large_binary())
+    yield from ((value or b"").decode(encoding, "surrogateescape") for value in column.to_pylist())
+
+
+def _is_bytes(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _is_text(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    strings = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return bool(strings or _is_bytes(kind, arrow))
+
+
+def _rows_at_once(group: Any, path: str) -> int:
+    """Rows of a row group that have about `_BATCH` bytes of text."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    size = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
+    return max(1, min(_MOST_ROWS, _BATCH * max(1, group.num_rows) // max(1, size)))
+
+
+def _column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
+    """The names that lead to the column `key`, the outermost first."""
+    path, fields = ([key], schema) if key in schema.names else (key.split("."), schema)
+    for depth, name in enumerate(path):
+        there = {one.name: one for one in fields}
+        if name not in there:
+            texts = [one.name for one in fields if _is_text(one.type, arrow)]
+            held = ", ".join(f'"{one}"' for one in list(there)[:8]) or "none"
+            close = nearest(name, texts) or (texts[0] if len(texts) == 1 else None)
+            hint = f'set data.text_key = "{".".join([*path[:depth], close])}"' if close else "set data.text_key"
+            raise UserError(f'{file.path}: no column "{key}" (columns {held}); {hint}')
+        fields, kind = there[name].type, there[name].type
+        if depth < len(path) - 1 and not arrow.types.is_struct(kind):
+            raise UserError(f'{file.path}: the column "{".".join(path[: depth + 1])}" is {kind}, without fields')
+    if not _is_text(kind, arrow):
+        texts = ", ".join(f'"{one.name}"' for one in schema if _is_text(one.type, arrow))
+        hint = f"columns of text: {texts}; set data.text_key" if texts else "it has no column of text"
+        raise UserError(f'{file.path}: the column "{key}" is {kind}, not text ({hint})')
+    return path

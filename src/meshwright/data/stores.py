@@ -1,0 +1,283 @@
+"""Files behind URLs: object stores through obstore, every other store through fsspec; each request is tried several times.
+
+Credentials come from the environment alone, where the stores' own tools look for them; a URL that holds some is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from meshwright.errors import UserError
+
+BLOCK = 8 << 20  # bytes asked of a store at a time
+TRIES = 6
+FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each one after
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", "http", "https"}
+_SECRET_QUERY = re.compile(r"(?i)[?&](x-amz-|x-goog-|sig=|signature=|token=|access_token=|key=|api_?key=)")
+_SECRET_VARIABLE = re.compile(r"(?i)key|token|secret|password|credential|signature|connection_string")
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
+_FINAL_OF_OBSTORE = {"NotFoundError", "PermissionDeniedError", "UnauthenticatedError", "NotSupportedError"}
+_FINAL_STATUS = re.compile(r"status code: 4(?!08|25|29)\d\d")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file in a store. `version`: what changes with its content, as the store says it; None if it says nothing."""
+
+    url: str
+    size: int | None
+    version: str | None
+    filesystem: Any = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return self.url.partition("?")[0].rpartition("/")[2]
+
+    def open(self) -> io.BufferedReader:
+        """Its bytes, seekable. A store that gives no parts of a file gives all of it, into an unnamed temporary one."""
+        if self.size is None or type(self.filesystem).__name__ == "HTTPFileSystem":  # which may ignore ranges
+            return self._fetched()
+        try:
+            return io.BufferedReader(_Blocks(self), 1 << 16)
+        except _NoParts:
+            return self._fetched()
+
+    def now(self) -> StoredFile:
+        """The same file as the store has it now; `UserError` if it is gone."""
+        self.filesystem.invalidate_cache()
+        said = trying(self.url, lambda: self.filesystem.info(self.url))
+        return StoredFile(self.url, said.get("size"), _version(said), self.filesystem)
+
+    def _fetched(self) -> io.BufferedReader:
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
+            place = os.path.join(directory, "file")
+            trying(self.url, lambda: self.filesystem.get_file(self.url, place))
+            return io.BufferedReader(io.FileIO(place), 1 << 16)  # lives on, without its name, until it is closed
+
+
+class _NoParts(Exception):
+    """The store has no parts of files to give."""
+
+
+class _Blocks(io.RawIOBase):
+    """A stored file read block after block; the block that was read last is kept."""
+
+    def __init__(self, file: StoredFile) -> None:
+        assert file.size is not None
+        self._file, self._size = file, file.size
+        self._place, self._number, self._block = 0, -1, memoryview(b"")
+        if self._size:
+            self._load(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        if self._place >= self._size:
+            return 0
+        number, begin = divmod(self._place, BLOCK)
+        if number != self._number:
+            self._load(number)
+        part = self._block[begin : begin + len(buffer)]
+        buffer[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+    def _load(self, number: int) -> None:
+        begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
+
+        def load() -> memoryview:
+            data = memoryview(self._file.filesystem.cat_file(self._file.url, start=begin, end=end))
+            if len(data) != end - begin:
+                raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
+            return data
+
+        self._block = trying(self._file.url, load, f" at byte {begin:,} of {self._size:,}")
+        self._number = number
+
+
+def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
+    """What `ask` returns, tried `TRIES` times with longer and longer waits; then `UserError` in one line.
+
+    What will not change by waiting is not tried again: a file that is not there, a door that is closed.
+    """
+    for number in range(TRIES):
+        try:
+            return ask()
+        except Exception as error:  # every store has its own
+            kind = type(error).__name__
+            if kind == "NotSupportedError":
+                raise _NoParts from None
+            final = isinstance(error, _FINAL) or kind in _FINAL_OF_OBSTORE or _FINAL_STATUS.search(str(error))
+            status = getattr(error, "status", None)  # of an HTTP client
+            if final or (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)):
+                raise UserError(f"{url} cannot be read{where}: {_reason(error)}{_hint(url, error)}") from None
+            if number == TRIES - 1:
+                raise UserError(
+                    f"{url} cannot be read{where}: {TRIES} tries failed, the last one so: {_reason(error)}; run the "
+                    "command again when the store answers"
+                ) from None
+        time.sleep(FIRST_WAIT * 2**number * random.uniform(0.75, 1.25))
+    raise AssertionError("the last try returns or raises")
+
+
+def is_url(source: str) -> bool:
+    """Whether `source` is a URL (or a chain of them, as fsspec writes it), not a path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", source) is not None
+
+
+def local_path(url: str) -> Path | None:
+    """The path that a `file://` URL means; None of any other."""
+    if not url.lower().startswith("file://"):
+        return None
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
+
+
+def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
+    """(name, file, named) of each file that `url` means: a file, a glob, or a directory. `key` said it."""
+    _refuse_secrets(url, key)
+    filesystem = _filesystem(url, key)
+    filesystem.invalidate_cache()
+    over_http = url.startswith(("http://", "https://"))  # where ? begins a query, and directories are not listed
+    if "*" in url or (not over_http and re.search(r"[?\[]", url)):
+        if over_http:
+            raise UserError(f'{key}: "{url}": HTTP servers list no files; name each one')
+        found = trying(url, lambda: filesystem.glob(url, detail=True))
+        root = re.split(r"[^/]*[*?\[]", url)[0]
+        if not any(_is_file(said) for said in found.values()):
+            raise UserError(f'{key}: "{url}" matches no file')
+    else:
+        try:
+            said = trying(url, lambda: filesystem.info(url))
+        except _NoParts:
+            raise UserError(f'{key}: "{url}": this server does not say what it has there') from None
+        if said["type"] != "directory":
+            yield url.partition("?")[0].rpartition("/")[2], _stored(url, said, filesystem), True
+            return
+        found = trying(url, lambda: filesystem.find(url, detail=True))
+        root = url
+    root = filesystem._strip_protocol(root).rstrip("/")
+    for path, said in found.items():
+        name = filesystem._strip_protocol(path).removeprefix(root).strip("/")
+        if _is_file(said) and name and not any(part.startswith(".") for part in name.split("/")):
+            yield name, _stored(filesystem.unstrip_protocol(path), said, filesystem), False
+
+
+def first_changed(files: Sequence[StoredFile]) -> int | None:
+    """The number of the first file that its store has otherwise by now."""
+    with ThreadPoolExecutor(16) as pool:
+        for number, (file, now) in enumerate(zip(files, pool.map(StoredFile.now, files), strict=True)):
+            if now != file:
+                return number
+    return None
+
+
+def _stored(url: str, said: dict[str, Any], filesystem: Any) -> StoredFile:
+    return StoredFile(url, said.get("size"), _version(said), filesystem)
+
+
+def _is_file(said: dict[str, Any]) -> bool:
+    return said["type"] == "file" and not said["name"].endswith("/")
+
+
+def _version(said: dict[str, Any]) -> str | None:
+    """The entity tag, else a checksum, else when it was written."""
+    for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
+        if said.get(key):
+            return f"{key.lower().replace('_', '')} {said[key]}"
+    for key in ("LastModified", "modified", "created"):
+        if said.get(key):
+            return f"{key} {said[key]}"
+    return None
+
+
+def _filesystem(url: str, key: str) -> Any:
+    try:
+        import fsspec
+    except ImportError:
+        raise missing("fsspec", url) from None
+    protocol = url.partition("://")[0].lower()
+    try:
+        if protocol in _OBJECT_STORES and "::" not in url and not (protocol.startswith("http") and "?" in url):
+            endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+            plain = protocol == "http" or (protocol.startswith("s3") and endpoint.startswith("http://"))
+            return import_module("obstore.fsspec").FsspecStore(
+                protocol,
+                client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
+                retry_config={"max_retries": 0},  # `trying` is what tries again
+            )
+        return fsspec.core.url_to_fs(url)[0]
+    except ImportError as error:
+        if str(error.name).startswith("obstore"):
+            raise missing("obstore", url) from None
+        raise UserError(f'{key}: "{url}" needs one more package: {_reason(error)}') from None
+    except ValueError as error:
+        raise UserError(f'{key}: "{url}": {_reason(error)}') from None
+
+
+def missing(package: str, what: object) -> UserError:
+    """The error where a package of the extra `data` is not installed."""
+    return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
+
+
+def _refuse_secrets(url: str, key: str) -> None:
+    if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
+        shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
+        raise UserError(
+            f'{key}: the URL of "{shown}" holds credentials, and a recipe is no place for them; put them into the '
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+            "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, without any secret of the environment that a store's answer may repeat."""
+    text = str(error)
+    code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
+    if code:
+        text = f"{code[1]} ({message[1]})" if message else code[1]
+    text = " ".join(text.partition("\n\nDebug source")[0].split()) or type(error).__name__
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, "***")
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _hint(url: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) or "404" in str(error) or type(error).__name__ == "NotFoundError":
+        return "; there is no such file or directory"
+    if url.startswith("s3") and re.search(r"40[013]|Denied|Unauthenticated|Forbidden", str(error)):
+        return (
+            "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
+            "(AWS_SKIP_SIGNATURE=true for a public bucket)"
+        )
+    return ""
