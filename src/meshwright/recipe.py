@@ -181,7 +181,8 @@ class DataRecipe(Table):
     def all_sources(self) -> tuple[SourceRecipe, ...]:
         if self.sources is not None:
             return tuple(self.sources)
-        return tuple(SourceRecipe(path=path) for path in ([self.source] if isinstance(self.source, str) else self.source or []))
+        paths = [self.source] if isinstance(self.source, str) else self.source or []
+        return tuple(SourceRecipe(path=path) for path in paths)
 
     @property
     def weights(self) -> tuple[float, ...] | None:

@@ -91,7 +91,7 @@ class MixtureOrder:
         periods, places = np.divmod(wanted.ravel(), len(self._sources))
         sources = self._sources[places]
         turns = periods * np.array(self.parts)[sources] + self._before[places]
-        samples = np.empty_like(turns)
+        samples: NDArray[np.int64] = np.empty_like(turns)
         for source in np.unique(sources):
             here = sources == source
             samples[here] = self._orders[source].sample(turns[here]) + self._first[source]

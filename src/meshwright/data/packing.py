@@ -81,8 +81,7 @@ class Packer:
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """All shards of each source. Whole ones of an interrupted call stay; `progress` hears how many bytes of text are
-        done."""
+        """All shards of each source. Whole ones of an interrupted call stay; `progress` hears how many bytes are done."""
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
         done = following = number = 0
@@ -112,7 +111,9 @@ class Packer:
 
     def _encoded(self, first: int, end: int) -> Iterator[tuple[int, NDArray[Any], bytes]]:
         """(number, framed tokens, UTF-8 text) of each document from number `first` to before `end`."""
-        begin_token, end_token = (np.array([token], self.tokenizer.dtype) for token in (self.tokenizer.start, self.tokenizer.end))
+        begin_token, end_token = (
+            np.array([token], self.tokenizer.dtype) for token in (self.tokenizer.start, self.tokenizer.end)
+        )
         for batch in _batches(itertools.takewhile(lambda item: item[0] < end, self.texts(first))):
             tokens = self.tokenizer.encode([text for _, text in batch])
             for (number, text), inner in zip(batch, tokens, strict=True):

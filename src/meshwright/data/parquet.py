@@ -79,8 +79,9 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 def _rows_at_once(group: Any, path: str) -> int:
     """Rows of a row group that have about `_BATCH` bytes of text."""
     columns = (group.column(number) for number in range(group.num_columns))
-    size = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
-    return max(1, min(_MOST_ROWS, _BATCH * max(1, group.num_rows) // max(1, size)))
+    size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
+    rows: int = group.num_rows
+    return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
 
 
 def _column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
@@ -89,9 +90,9 @@ def _column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
     for depth, name in enumerate(path):
         there = {one.name: one for one in fields}
         if name not in there:
-            texts = [one.name for one in fields if _is_text(one.type, arrow)]
+            close_to = [one.name for one in fields if _is_text(one.type, arrow)]
             held = ", ".join(f'"{one}"' for one in list(there)[:8]) or "none"
-            close = nearest(name, texts) or (texts[0] if len(texts) == 1 else None)
+            close = nearest(name, close_to) or (close_to[0] if len(close_to) == 1 else None)
             hint = f'set data.text_key = "{".".join([*path[:depth], close])}"' if close else "set data.text_key"
             raise UserError(f'{file.path}: no column "{key}" (columns {held}); {hint}')
         fields, kind = there[name].type, there[name].type

@@ -121,9 +121,7 @@ class PreparedData:
         shares = [1.0] * len(self.sources)
         if isinstance(order, MixtureOrder):
             shares = [part / sum(order.parts) for part in order.parts]
-            epochs = [
-                count / own for count, own in zip(order.counts(samples), split.sequences_by_source, strict=True)
-            ]
+            epochs = [count / own for count, own in zip(order.counts(samples), split.sequences_by_source, strict=True)]
         else:
             epochs = [samples / split.sequences] * len(self.sources)
         said = []
@@ -166,7 +164,6 @@ class PreparedData:
                 if not sequences:
                     name = self.sources[number].name or self.sources[number].path
                     raise UserError(
-                        f'data.sources: "{name}" has weight {self.sources[number].weight:g}, and what is left of it after '
-                        f"cleaning cannot fill one training sample of data.sequence = {self.sequence} tokens; add text "
-                        "to it or leave it out"
+                        f'data.sources: "{name}" has a weight, and what is left of it after cleaning cannot fill one '
+                        f"training sample of data.sequence = {self.sequence} tokens; add text to it or leave it out"
                     )

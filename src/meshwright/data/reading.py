@@ -10,8 +10,10 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from meshwright.data.parquet import parquet_texts
@@ -115,7 +117,10 @@ class Reader:
         """Why a file that begins with `head` is not text in this encoding, or None."""
         wide = self.encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32", "utf16", "utf32"))
         if b"\0" in head and not wide:
-            return "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by their suffix or data.format"
+            return (
+                "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by their suffix "
+                "or data.format"
+            )
         if wide or not head:
             return None
         text = codecs.getincrementaldecoder(self.encoding)("surrogateescape").decode(head)
@@ -143,14 +148,34 @@ def json_texts(file: SourceFile, stream: Stream, key: str, encoding: str) -> Ite
 
     A null is an empty text.
     """
-    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), 1):
+    quick = _quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
+        if not line or line.isspace():
             continue
         if len(line) == LONGEST_LINE:
-            raise UserError(f"{file.path}:{number}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line")
-        yield f":{number}", _json_text(line, key, encoding, f"{file.path}:{number}")
+            raise UserError(
+                f"{file.path}:{number}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
+            )
+        text: Any = None
+        if quick is not None:
+            try:
+                text = quick(line)[key]
+            except (ValueError, KeyError, TypeError):  # as what is wrong with it, if anything is, the slower way says
+                pass
+        if type(text) is not str:
+            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}")
+        yield f":{number}", text
+
+
+def _quick_json() -> Callable[[bytes], Any] | None:
+    """orjson's parser, where it is installed: it refuses all that is not strictly JSON in UTF-8, and is right else."""
+    try:
+        loads: Callable[[bytes], Any] = import_module("orjson").loads
+    except ImportError:
+        return None
+    return loads
 
 
 def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:

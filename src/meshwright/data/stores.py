@@ -1,6 +1,7 @@
-"""Files behind URLs: object stores through obstore, every other store through fsspec; each request is tried several times.
+"""Files behind URLs: object stores through obstore, other stores through fsspec; each request is tried several times.
 
-Credentials come from the environment alone, where the stores' own tools look for them; a URL that holds some is refused.
+Credentials come from the environment alone, where the stores' own tools look for them; a URL that holds some is
+refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bytes of a source file, wherever it lies, decompressed: gzip and Zstandard, of any number of members or frames."""
+"""The bytes of a source file, wherever it lies, decompressed: gzip and Zstandard, any number of members or frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import zlib
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.data.sources import COMPRESSIONS, SourceFile
 from meshwright.data.stores import missing
@@ -16,18 +16,20 @@ from meshwright.data.stores import missing
 _HEAD = 1 << 16  # bytes of a buffer: as many can be looked at before they are read
 _LONGEST_WINDOW = 31  # bits; what `zstd --long=31` writes, the longest there is
 
-Stream = io.BufferedReader | gzip.GzipFile  # or a ZstdFile, which has their methods
+Stream: TypeAlias = "io.BufferedReader[Any] | gzip.GzipFile"  # or a ZstdFile, which has their methods
 _zstd_errors: list[type[Exception]] = []
 
 
 def open_stream(file: SourceFile) -> Stream:
     """The decompressed bytes of `file`. Reading raises `EOFError` where a compressed file ends before its end."""
+    raw: io.BufferedReader[Any]
     raw = io.BufferedReader(io.FileIO(file.path), _HEAD) if isinstance(file.path, Path) else file.path.open()
     match compression(file):
         case "gzip":
             return _Gzip(fileobj=raw)
         case "Zstandard":
-            return _zstd_stream(raw, file)
+            unpacked: Stream = _zstd_stream(raw, file)
+            return unpacked
     return raw
 
 
@@ -44,12 +46,12 @@ def decoding_errors() -> tuple[type[Exception], ...]:
 class _Gzip(gzip.GzipFile):
     """Closes the file below it too."""
 
-    def __init__(self, fileobj: io.BufferedReader) -> None:
+    def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=fileobj, mode="rb")
-        self.myfileobj = fileobj  # type: ignore[assignment]  # what GzipFile closes: the file that it opened itself
+        self.myfileobj: Any = fileobj  # what GzipFile closes: the file that it opened itself
 
 
-def _zstd_stream(raw: io.BufferedReader, file: SourceFile) -> Any:
+def _zstd_stream(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
     module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"  # the same code
     try:
         zstd = import_module(module)

@@ -1,8 +1,8 @@
 """Texts of WET files, in which Common Crawl gives the text of web pages: WARC records of type "conversion".
 
 A record is a version line, headers, a blank line, as many bytes as its Content-Length says, and two line ends (ISO
-28500:2017, section 4). Each usually is a gzip member of its own. We read them ourselves since the length of every record is
-then checked: a file that is cut short is found out wherever the cut fell.
+28500:2017, section 4). Each usually is a gzip member of its own. They are read here and not by a library so that the
+length of every record is checked: a file that is cut short is found out wherever the cut fell.
 """
 
 from __future__ import annotations
