@@ -41,7 +41,7 @@ def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encodin
                 for text in _texts(column, encoding, arrow):
                     row += 1
                     yield f":row {row}", text
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"

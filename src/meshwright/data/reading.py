@@ -71,7 +71,7 @@ class Reader:
         except FileNotFoundError:
             raise UserError(f"{file.path} vanished while it was being read") from None
         except OSError as error:
-            raise UserError(f"{file.path}: cannot be read: {error.strerror or error}") from None
+            raise UserError(f"{file.path}: cannot be read: {error.strerror or ' '.join(str(error).split())}") from None
 
     def _text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         head = stream.peek(_HEAD)[:_HEAD]

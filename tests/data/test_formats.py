@@ -1,0 +1,342 @@
+"""Zstandard, Parquet and WET: what they hold becomes documents, and what is wrong with them becomes one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from backports import zstd
+from warcio.archiveiterator import ArchiveIterator
+from warcio.warcwriter import WARCWriter
+
+from meshwright.data import prepare
+from meshwright.data import reading as reading_module
+from meshwright.data.reading import Reader
+from meshwright.data.sources import find_files
+from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled")  # of warcio's writer
+
+TEXTS = [f"document {number}, καὶ {'words and words ' * (number % 7)}" for number in range(300)]
+
+
+def read(path: Path, **settings: object) -> list[tuple[str, str | None]]:
+    [file] = find_files([str(path)])
+    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
+
+
+def texts(path: Path, **settings: object) -> list[str | None]:
+    return [text for _, text in read(path, **settings)]
+
+
+def refusal(path: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, **settings)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert str(path) in line
+    return line
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    """Writes bytes to a file of that name."""
+
+    def write(name: str, data: bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def parquet(tmp_path: Path):
+    """Writes columns to a Parquet file."""
+
+    def write(columns: dict, **settings: object) -> Path:
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(columns), path, **settings)
+        return path
+
+    return write
+
+
+# --- Zstandard
+
+
+def test_zstandard_files_of_several_frames_read_like_plain_ones(file):
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    frames = zstd.compress(b"".join(lines[:100])) + zstd.compress(b"".join(lines[100:]))
+    assert texts(file("a.jsonl.zst", frames)) == TEXTS
+    assert texts(file("a.txt.zst", zstd.compress(b"one\r\ntwo"))) == ["one\ntwo"]
+
+
+def test_a_frame_with_the_longest_window_is_read(file):
+    options = {zstd.CompressionParameter.window_log: 31}
+    assert texts(file("a.txt.zst", zstd.compress(b"text", options=options))) == ["text"]
+
+
+def test_a_zstandard_file_cut_anywhere_is_said_to_be_cut_short(file):
+    data = zstd.compress("\n".join(json.dumps({"text": text}) for text in TEXTS).encode())
+    for end in range(1, len(data), 97):
+        assert "the Zstandard file is cut short, its end is missing" in refusal(file("a.jsonl.zst", data[:end]))
+
+
+def test_what_is_no_zstandard_is_said(file):
+    assert "not a readable Zstandard file" in refusal(file("a.txt.zst", b"plain text, named wrongly"))
+
+
+# --- Parquet
+
+
+def test_rows_of_a_parquet_file_are_documents_named_by_their_row(parquet):
+    path = parquet({"id": list(range(300)), "text": TEXTS}, row_group_size=70)
+    assert read(path) == [(f"a.parquet:row {number}", text) for number, text in enumerate(TEXTS, 1)]
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip", "brotli", "none"])
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.dictionary(pyarrow.int32(), "string")]
+)
+def test_text_columns_of_any_type_and_compression_read_alike(parquet, compression: str, kind):
+    column = pyarrow.array(TEXTS).cast(kind)
+    assert texts(parquet({"text": column}, compression=compression, row_group_size=100)) == TEXTS
+
+
+def test_a_null_is_a_blank_text_in_every_format(parquet, file):
+    assert texts(parquet({"text": ["a", None, "b"]})) == ["a", "", "b"]
+    assert texts(file("a.jsonl", b'{"text": "a"}\n{"text": null}\n{"text": "b"}')) == ["a", "", "b"]
+
+
+def test_a_dotted_key_leads_into_structs_and_objects_unless_a_key_is_called_so(parquet, file):
+    rows = [{"body": {"raw": "x", "text": "inner"}}]
+    assert texts(parquet({"page": rows}), text_key="page.body.text") == ["inner"]
+    assert texts(parquet({"page.body.text": ["flat"], "page": rows}), text_key="page.body.text") == ["flat"]
+    assert texts(file("a.jsonl", json.dumps({"page": rows[0]}).encode()), text_key="page.body.text") == ["inner"]
+    assert texts(file("a.jsonl", b'{"a.b": "flat", "a": {"b": "deep"}}'), text_key="a.b") == ["flat"]
+    assert 'no key "page.body.txt"' in (
+        line := refusal(file("a.jsonl", b'{"page": {"body": {"text": ""}}}'), text_key="page.body.txt")
+    )
+    assert 'set data.text_key = "page.body.text"' in line
+
+
+def test_bytes_that_do_not_decode_stay_as_surrogates(parquet):
+    kind = pyarrow.binary()
+    broken = pyarrow.array([b"good", b"bad \xff byte"], kind)
+    as_text = pyarrow.Array.from_buffers(pyarrow.string(), 2, broken.buffers())
+    for column in (broken, as_text):
+        assert texts(parquet({"text": column})) == ["good", "bad \udcff byte"]
+    latin = pyarrow.array(["Grüße".encode("latin-1")], kind)
+    assert texts(parquet({"text": latin}), encoding="latin-1") == ["Grüße"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "key", "said"),
+    [
+        (
+            {"id": [1], "content": ["a"]},
+            "text",
+            'no column "text" (columns "id", "content"); set data.text_key = "content"',
+        ),
+        ({"id": [1], "texts": ["a"], "b": ["a"]}, "text", 'set data.text_key = "texts"'),
+        ({"id": [1], "text": [2]}, "text", 'the column "text" is int64, not text (it has no column of text)'),
+        ({"body": ["a"], "text": [["a"]]}, "text", 'is list<element: string>, not text (columns of text: "body"; set'),
+        ({"text": [{"a": "b"}]}, "text", 'the column "text" is struct<a: string>, not text'),
+        ({"text": ["a"]}, "text.inner", 'the column "text" is string, without fields'),
+        ({"text": [{"inner": 1}]}, "text.inner", 'the column "text.inner" is int64, not text'),
+        ({"text": [{"inner": "a"}]}, "text.iner", 'set data.text_key = "text.inner"'),
+    ],
+)
+def test_a_column_that_is_not_there_or_not_text_is_answered_with_what_is(parquet, columns, key: str, said: str):
+    assert said in refusal(parquet(columns), text_key=key)
+
+
+def test_a_parquet_file_cut_anywhere_or_damaged_is_refused_in_one_line(parquet, file):
+    data = parquet({"text": TEXTS}, row_group_size=50, write_page_checksum=True).read_bytes()
+    for end in range(1, len(data), 211):
+        assert "not a whole Parquet file" in refusal(file("a.parquet", data[:end]))
+    damaged = bytearray(data)
+    damaged[len(data) // 3] ^= 0xFF
+    assert refusal(file("a.parquet", bytes(damaged)))
+    assert "is empty" in refusal(file("a.parquet", b""))
+    assert "Parquet is compressed inside" in refusal(file("a.parquet.gz", gzip.compress(data)))
+
+
+def test_a_large_row_group_is_read_in_batches(parquet):
+    text = "sixteen letters " * 640  # 10 KiB
+    path = parquet({"text": [f"{number} {text}" for number in range(8_000)]}, row_group_size=8_000, compression="none")
+    assert path.stat().st_size < 2e6 or path.stat().st_size > 8e7
+    before = pyarrow.total_allocated_bytes()
+    peak = 0
+    [file] = find_files([str(path)])
+    for _ in Reader().documents(file):
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert peak < 50e6
+
+
+# --- WET
+
+
+def wet(records: list[tuple[str, str, bytes]], compressed: bool = True) -> bytes:
+    """A WARC file of (type, URI, text), as another implementation writes it."""
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=compressed)
+    writer.write_record(writer.create_warcinfo_record("a.warc.wet.gz", {"software": "test"}))
+    for kind, uri, text in records:
+        record = writer.create_warc_record(uri, kind, payload=io.BytesIO(text), warc_content_type="text/plain")
+        writer.write_record(record)
+    return out.getvalue()
+
+
+PAGES = [("conversion", f"https://example.org/{number}?a=b", text.encode()) for number, text in enumerate(TEXTS[:60])]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_pages_of_a_wet_file_are_documents_named_by_record_and_address(file, compressed: bool):
+    path = file("a.warc.wet.gz" if compressed else "a.wet", wet(PAGES, compressed))
+    expected = [
+        (f"{path.name}:{number} {uri}", text.decode().strip("\ufeff")) for number, (_, uri, text) in enumerate(PAGES, 2)
+    ]
+    assert read(path) == expected
+    theirs = [
+        record.content_stream().read().decode()
+        for record in ArchiveIterator(path.open("rb"))
+        if record.rec_type == "conversion"
+    ]
+    assert [text for _, text in read(path)] == theirs
+
+
+def test_records_of_other_types_are_passed_over_and_counted(file):
+    data = wet([("metadata", "a:b", b"no page"), *PAGES[:2]])
+    assert [name for name, _ in read(file("a.wet.gz", data))] == [
+        "a.wet.gz:3 https://example.org/0?a=b",
+        "a.wet.gz:4 https://example.org/1?a=b",
+    ]
+
+
+def test_a_page_may_hold_what_looks_like_a_record_and_bytes_that_do_not_decode(file):
+    text = b"WARC/1.0\r\nContent-Length: 5\r\n\r\nbad \xff"
+    assert texts(file("a.wet", wet([("conversion", "a:b", text)], False))) == [
+        "WARC/1.0\nContent-Length: 5\n\nbad \udcff"
+    ]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_wet_file_cut_anywhere_but_between_records_is_refused(file, compressed: bool):
+    name = "a.wet.gz" if compressed else "a.wet"
+    data = wet(PAGES[:6], compressed)
+    begins = [found.start() for found in re.finditer(rb"\x1f\x8b\x08" if compressed else rb"WARC/1\.0\r\n", data)]
+    assert len(begins) == 7
+    # The two line ends that follow a record may be missing: nothing of a page is lost.
+    whole = {end for begin in begins for end in ([begin] if compressed else range(begin - 4, begin + 1))}
+    for end in set(range(1, len(data) - 4, 7)) - whole:
+        assert re.search("cut short|does not begin with WARC/|not a readable gzip", refusal(file(name, data[:end]))), end
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (wet([("response", "a:b", b"HTTP/1.1 200 OK\r\n\r\n")], False), "only response, warcinfo: WET files are read"),
+        (b"<html>not a crawl</html>", "record 1 does not begin with WARC/1.0"),
+        (b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\n", "record 1 says no Content-Length"),
+        (b"WARC/1.0\r\nContent-Length: -5\r\n\r\n", "says that it is -5 bytes long"),
+        (b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n", "says that it is 99,999,999,999 bytes long; at most"),
+        (b"", "is empty"),
+    ],
+)
+def test_what_is_no_wet_file_is_said_in_one_line(file, data: bytes, said: str):
+    assert said in refusal(file("a.wet", data))
+
+
+# --- what is too large, and what is not installed
+
+
+def test_a_record_of_100_megabytes_becomes_documents_that_joined_are_it(file):
+    paragraph = "A hundred megabytes, one paragraph after another.\n\n"
+    whole = paragraph * (100_000_000 // len(paragraph))
+    path = file("a.jsonl", b'{"text": "small"}\n' + json.dumps({"text": whole}).encode() + b'\n{"text": "after"}\n')
+    pieces = texts(path)
+    assert len(pieces) == 102 or len(pieces) > 100
+    assert pieces[0] == "small" and pieces[-1] == "after"
+    assert all(len(piece or "") <= reading_module.LONGEST_DOCUMENT for piece in pieces)
+    assert "".join(piece or "" for piece in pieces[1:-1]) == whole
+
+
+def test_a_line_that_never_ends_is_refused_before_it_is_whole(file, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reading_module, "LONGEST_LINE", 1000)
+    path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
+    tracemalloc.start()
+    assert ":2: a line of 1,000 bytes or more; JSON Lines has one record a line" in refusal(path)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_json_reads_the_same_with_and_without_its_quick_parser(file, monkeypatch: pytest.MonkeyPatch, quick: bool):
+    if not quick:
+        monkeypatch.setitem(sys.modules, "orjson", None)
+    path = file("a.jsonl", b'{"text": "a\xff"}\n{"text": "\\ud800", "x": NaN}\n {"text": "\\u00e9", "id": 1e999} \r\n')
+    assert texts(path) == ["a\udcff", "\ud800", "é"]
+    assert "not JSON" in refusal(file("b.jsonl", b'{"text": "cut'))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [("a.parquet", "pyarrow.parquet", "pyarrow"), ("a.txt.zst", "backports.zstd", "backports.zstd")],
+)
+def test_a_missing_package_is_named_with_the_command_that_brings_it(
+    file, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert f"needs the package {package}: pip install 'meshwright[data]'" in refusal(file(name, b"PAR1"))
+
+
+# --- all of them at once
+
+
+def test_the_same_texts_in_any_format_are_the_same_data(tmp_path: Path, file, parquet):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    pages = wet([("conversion", f"a:{number}", text.encode()) for number, text in enumerate(TEXTS)])
+    paths = [
+        file("a.jsonl", lines),
+        file("a.jsonl.gz", gzip.compress(lines)),
+        file("a.jsonl.zst", zstd.compress(lines)),
+        parquet({"text": TEXTS}, row_group_size=37),
+        file("a.warc.wet.gz", pages),
+    ]
+    made = []
+    for path in paths:
+        recipe = DataRecipe(source=str(path), tokenizer="bytes", sequence=16, cache=str(tmp_path / "cache"))
+        made.append(prepare(recipe).sha256)
+    assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.parquet", "a.warc.wet.gz"])
+def test_a_cut_file_leaves_nothing_half_written_and_whole_again_it_is_prepared(
+    tmp_path: Path, file, parquet, name: str
+):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    whole = {
+        "a.jsonl.zst": lambda: zstd.compress(lines),
+        "a.jsonl.gz": lambda: gzip.compress(lines),
+        "a.parquet": lambda: parquet({"text": TEXTS}).read_bytes(),
+        "a.warc.wet.gz": lambda: wet(PAGES),
+    }[name]()
+    path = file(name, whole[: len(whole) // 2])
+    cache = tmp_path / "cache"
+    recipe = DataRecipe(source=str(path), tokenizer="bytes", sequence=16, cache=str(cache))
+    with pytest.raises(UserError, match=name):
+        prepare(recipe)
+    assert [found.name for found in cache.rglob("*") if found.is_file()] == ["lock"]
+    path.write_bytes(whole)
+    assert prepare(recipe).summary()["documents"] > 50
