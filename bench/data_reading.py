@@ -1,7 +1,8 @@
 """Reading texts out of Parquet and JSON Lines against `datasets`: the same file, the same texts, taking turns.
 
-`datasets` is raced in every way that it reads a local file in: streamed example by example, streamed in batches, and loaded
-(converted into its own cache, then read from there). Ours has to be no slower than the fastest. Run it when nothing else runs.
+`datasets` is raced in every way that it reads a local file in: streamed example by example, streamed in batches, and
+loaded (converted into its own cache, then read from there). Ours has to be no slower than the fastest. Run it when
+nothing else runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from common import paired_ratio, write_result
 
+from common import paired_ratio, write_result
 from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
 

@@ -240,7 +240,9 @@ def test_a_wet_file_cut_anywhere_but_between_records_is_refused(file, compressed
     # The two line ends that follow a record may be missing: nothing of a page is lost.
     whole = {end for begin in begins for end in ([begin] if compressed else range(begin - 4, begin + 1))}
     for end in set(range(1, len(data) - 4, 7)) - whole:
-        assert re.search("cut short|does not begin with WARC/|not a readable gzip", refusal(file(name, data[:end]))), end
+        assert re.search("cut short|does not begin with WARC/|not a readable gzip", refusal(file(name, data[:end]))), (
+            end
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import SampleOrder
+from meshwright.data import MixtureOrder, SampleOrder
+from meshwright.data.order import LONGEST_PERIOD, evenly, whole_weights
 
 sizes = st.integers(1, 3000)
 seeds = st.integers(0, 2**63 - 1)
@@ -74,3 +75,92 @@ def test_a_published_order_never_changes():
     # Checkpoints of old versions resume in the middle of these.
     published = [7, 0, 9, 6, 2, 8, 3, 1, 5, 4, 4, 3, 2, 1, 0, 6, 7, 9, 5, 8]
     assert SampleOrder(7, 10).sample(np.arange(20)).tolist() == published
+
+
+# --- several sources by weight
+
+
+shares = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+
+
+@given(parts=shares)
+@settings(deadline=None, max_examples=200)
+def test_at_every_time_each_source_has_had_its_share_to_within_less_than_one(parts: list[int]):
+    period = np.array(evenly(parts))
+    times = np.arange(1, len(period) + 1)
+    bound = 1 - 1 / (2 * len(parts) - 2) if len(parts) > 1 else 0
+    for source, part in enumerate(parts):
+        taken = np.cumsum(period == source)
+        assert np.abs(taken - times * part / sum(parts)).max() <= bound + 1e-9
+        assert taken[-1] == part
+
+
+@given(parts=shares, data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_window_of_a_mixture_has_its_shares_to_within_less_than_two(parts: list[int], data: st.DataObject):
+    sequences = [data.draw(st.integers(1, 50)) for _ in parts]
+    begin, length = data.draw(st.integers(0, 10**7)), data.draw(st.integers(1, 400))
+    samples = MixtureOrder(3, sequences, parts).sample(begin + np.arange(length))
+    borders = np.cumsum([0, *sequences])
+    counts = np.histogram(samples, borders)[0] if len(parts) > 1 else np.array([length])
+    for count, part in zip(counts.tolist(), parts, strict=True):
+        assert abs(count - length * part / sum(parts)) < 2
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_sample_of_a_mixture_depends_on_its_number_alone(data: st.DataObject):
+    sequences = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    weights = [data.draw(st.sampled_from([0.1, 0.25, 1.0, 3.0, 1e-3, 0.3333])) for _ in sequences]
+    numbers = np.array(data.draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=30)))
+    together = MixtureOrder(5, sequences, weights).sample(numbers)
+    assert together.tolist() == [int(MixtureOrder(5, sequences, weights).sample(number)) for number in numbers]
+
+
+def test_each_source_of_a_mixture_goes_through_epochs_of_its_own():
+    sequences = [5, 1000, 30]
+    order = MixtureOrder(1, sequences, [1, 2, 1])
+    samples = order.sample(np.arange(400))
+    small = samples[samples < 5]
+    assert len(small) == 100
+    epochs = small.reshape(20, 5)
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs.tolist())
+    assert len(set(map(tuple, epochs.tolist()))) > 10  # and in another order each time
+    large = samples[(samples >= 5) & (samples < 1005)]
+    assert len(large) == 200 == len(set(large.tolist()))
+    assert order.counts(400) == [100, 200, 100]
+    assert order.counts(3) == np.histogram(samples[:3], [0, 5, 1005, 1035])[0].tolist()
+
+
+def test_sources_of_a_mixture_do_not_go_through_the_same_permutation():
+    samples = MixtureOrder(0, [500, 500], [1, 1]).sample(np.arange(1000))
+    first, second = samples[samples < 500], samples[samples >= 500] - 500
+    assert int((first == second).sum()) < 8
+
+
+@pytest.mark.parametrize(
+    ("weights", "whole"),
+    [
+        ([3, 1], [3, 1]),
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([0.5, 0.25], [2, 1]),
+        ([100.0], [1]),
+        ([1e-05, 1.0], [1, 65535]),
+    ],
+)
+def test_weights_become_the_whole_numbers_that_they_are_written_as(weights: list[float], whole: list[int]):
+    assert whole_weights(weights) == whole
+
+
+@given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_weights_of_many_digits_are_rounded_by_less_than_a_sixty_thousandth(weights: list[float]):
+    whole = whole_weights(weights)
+    assert sum(whole) <= LONGEST_PERIOD + len(whole) and min(whole) >= 1
+    for weight, part in zip(weights, whole, strict=True):
+        assert abs(weight / sum(weights) - part / sum(whole)) < len(weights) / 60_000
+
+
+def test_a_published_mixture_never_changes():
+    published = [7, 1, 13, 6, 0, 4, 5, 2, 10, 12, 3, 8]
+    assert MixtureOrder(7, [4, 10], [1, 2]).sample(np.arange(12)).tolist() == published

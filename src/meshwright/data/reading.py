@@ -118,8 +118,8 @@ class Reader:
         wide = self.encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32", "utf16", "utf32"))
         if b"\0" in head and not wide:
             return (
-                "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by their suffix "
-                "or data.format"
+                "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by suffix or "
+                "data.format"
             )
         if wide or not head:
             return None

@@ -37,9 +37,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a store. `version`: what changes with its content, as the store says it; None if it says nothing."""
+    """A file in a store. `place`: what its file system calls it. `version`: what changes with its content, as the store
+    says it; None if it says nothing."""
 
     url: str
+    place: str
     size: int | None
     version: str | None
     filesystem: Any = field(compare=False, repr=False)
@@ -49,7 +51,7 @@ class StoredFile:
 
     @property
     def name(self) -> str:
-        return self.url.partition("?")[0].rpartition("/")[2]
+        return _bare(self.url).rpartition("/")[2]
 
     def open(self) -> io.BufferedReader:
         """Its bytes, seekable. A store that gives no parts of a file gives all of it, into an unnamed temporary one."""
@@ -63,14 +65,14 @@ class StoredFile:
     def now(self) -> StoredFile:
         """The same file as the store has it now; `UserError` if it is gone."""
         self.filesystem.invalidate_cache()
-        said = trying(self.url, lambda: self.filesystem.info(self.url))
-        return StoredFile(self.url, said.get("size"), _version(said), self.filesystem)
+        said = trying(self.url, lambda: self.filesystem.info(self.place))
+        return _stored(self.url, self.place, said, self.filesystem)
 
     def _fetched(self) -> io.BufferedReader:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
-            place = os.path.join(directory, "file")
-            trying(self.url, lambda: self.filesystem.get_file(self.url, place))
-            return io.BufferedReader(io.FileIO(place), 1 << 16)  # lives on, without its name, until it is closed
+            target = os.path.join(directory, "file")
+            trying(self.url, lambda: self.filesystem.get_file(self.place, target))
+            return io.BufferedReader(io.FileIO(target), 1 << 16)  # lives on, without its name, until it is closed
 
 
 class _NoParts(Exception):
@@ -116,7 +118,7 @@ class _Blocks(io.RawIOBase):
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
         def load() -> memoryview:
-            data = memoryview(self._file.filesystem.cat_file(self._file.url, start=begin, end=end))
+            data = memoryview(self._file.filesystem.cat_file(self._file.place, start=begin, end=end))
             if len(data) != end - begin:
                 raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
             return data
@@ -166,31 +168,41 @@ def local_path(url: str) -> Path | None:
 def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
     """(name, file, named) of each file that `url` means: a file, a glob, or a directory. `key` said it."""
     _refuse_secrets(url, key)
-    filesystem = _filesystem(url, key)
+    filesystem, place = _filesystem(url, key)
     filesystem.invalidate_cache()
     over_http = url.startswith(("http://", "https://"))  # where ? begins a query, and directories are not listed
-    if "*" in url or (not over_http and re.search(r"[?\[]", url)):
+    if "*" in place or (not over_http and re.search(r"[?\[]", place)):
         if over_http:
             raise UserError(f'{key}: "{url}": HTTP servers list no files; name each one')
-        found = trying(url, lambda: filesystem.glob(url, detail=True))
-        root = re.split(r"[^/]*[*?\[]", url)[0]
+        found = trying(url, lambda: filesystem.glob(place, detail=True))
+        root = re.split(r"[^/]*[*?\[]", place)[0]
         if not any(_is_file(said) for said in found.values()):
             raise UserError(f'{key}: "{url}" matches no file')
     else:
         try:
-            said = trying(url, lambda: filesystem.info(url))
+            said = trying(url, lambda: filesystem.info(place))
         except _NoParts:
             raise UserError(f'{key}: "{url}": this server does not say what it has there') from None
         if said["type"] != "directory":
-            yield url.partition("?")[0].rpartition("/")[2], _stored(url, said, filesystem), True
+            yield _bare(url).rpartition("/")[2], _stored(url, place, said, filesystem), True
             return
-        found = trying(url, lambda: filesystem.find(url, detail=True))
-        root = url
-    root = filesystem._strip_protocol(root).rstrip("/")
+        found = trying(url, lambda: filesystem.find(place, detail=True))
+        root = place
+    first, _, others = url.partition("::")
+    protocol, others = first.partition("://")[0], f"::{others}" if others else ""
     for path, said in found.items():
-        name = filesystem._strip_protocol(path).removeprefix(root).strip("/")
+        name = _bare(path).removeprefix(_bare(root)).strip("/")
         if _is_file(said) and name and not any(part.startswith(".") for part in name.split("/")):
-            yield name, _stored(filesystem.unstrip_protocol(path), said, filesystem), False
+            yield (
+                name,
+                _stored(f"{protocol}://{path.partition('://')[2] or path}{others}", path, said, filesystem),
+                False,
+            )
+
+
+def _bare(url: str) -> str:
+    """The path of a URL, of the first one of a chain, or what already is a path; without slashes at its ends."""
+    return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 
 def first_changed(files: Sequence[StoredFile]) -> int | None:
@@ -202,8 +214,8 @@ def first_changed(files: Sequence[StoredFile]) -> int | None:
     return None
 
 
-def _stored(url: str, said: dict[str, Any], filesystem: Any) -> StoredFile:
-    return StoredFile(url, said.get("size"), _version(said), filesystem)
+def _stored(url: str, place: str, said: dict[str, Any], filesystem: Any) -> StoredFile:
+    return StoredFile(url, place, said.get("size"), _version(said), filesystem)
 
 
 def _is_file(said: dict[str, Any]) -> bool:
@@ -221,7 +233,8 @@ def _version(said: dict[str, Any]) -> str | None:
     return None
 
 
-def _filesystem(url: str, key: str) -> Any:
+def _filesystem(url: str, key: str) -> tuple[Any, str]:
+    """What reads `url`, and what that calls it."""
     try:
         import fsspec
     except ImportError:
@@ -231,12 +244,14 @@ def _filesystem(url: str, key: str) -> Any:
         if protocol in _OBJECT_STORES and "::" not in url and not (protocol.startswith("http") and "?" in url):
             endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
             plain = protocol == "http" or (protocol.startswith("s3") and endpoint.startswith("http://"))
-            return import_module("obstore.fsspec").FsspecStore(
+            store = import_module("obstore.fsspec").FsspecStore(
                 protocol,
                 client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
                 retry_config={"max_retries": 0},  # `trying` is what tries again
             )
-        return fsspec.core.url_to_fs(url)[0]
+            return store, url if protocol.startswith("http") else url.partition("://")[2]
+        filesystem, place = fsspec.core.url_to_fs(url)
+        return filesystem, place
     except ImportError as error:
         if str(error.name).startswith("obstore"):
             raise missing("obstore", url) from None
@@ -274,9 +289,11 @@ def _reason(error: Exception) -> str:
 
 
 def _hint(url: str, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) or "404" in str(error) or type(error).__name__ == "NotFoundError":
+    kind, status = type(error).__name__, re.search(r"status code: (\d+)", str(error))
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or (status and status[1] == "404"):
         return "; there is no such file or directory"
-    if url.startswith("s3") and re.search(r"40[013]|Denied|Unauthenticated|Forbidden", str(error)):
+    closed = kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError)
+    if url.startswith("s3") and (closed or (status and status[1] in ("400", "401", "403"))):
         return (
             "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
             "(AWS_SKIP_SIGNATURE=true for a public bucket)"
