@@ -25,7 +25,7 @@ from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import PRESETS
 from meshwright.names import FAMILIES
-from meshwright.recipe import SCHEMA, Recipe, load_recipe
+from meshwright.recipe import SCHEMA, Recipe, SourceRecipe, load_recipe
 from meshwright.tables import is_table
 from meshwright.train.resuming import RESUMABLE
 
@@ -81,6 +81,8 @@ def phrase(schema: dict[str, Any]) -> str:
     """How recipe.md writes the type that a JSON schema describes."""
     if "anyOf" in schema:
         return " or ".join(phrase(member) for member in schema["anyOf"] if member.get("type") != "null")
+    if "$ref" in schema:
+        return "table"
     kind = schema["type"]
     if kind == "array":
         if "maxItems" in schema and schema.get("minItems") == schema["maxItems"]:
@@ -116,6 +118,11 @@ def schema_of(key: str) -> dict[str, Any]:
 
 def test_recipe_md_has_every_key_and_no_other():
     assert list(DOCUMENTED) == list(FIELDS)
+
+
+def test_recipe_md_has_every_key_of_a_source_and_no_other():
+    [rows] = [rows for header, rows in tables(REPOSITORY / "docs" / "recipe.md") if header[0] == "key of a source"]
+    assert [row[0].strip("`") for row in rows] == list(SourceRecipe.model_fields)
 
 
 @each_key
@@ -164,7 +171,8 @@ def test_recipes_in_the_documentation_are_valid(page: Path):
     for text in blocks(page, "toml"):
         tables = copy.deepcopy(tomllib.loads(QUICKSTART.read_text()))
         for name, value in tomllib.loads(text).items():
-            replaces = not isinstance(value, dict) or name == "model"  # a model says its architecture once
+            # A model says its architecture once, data say their sources once.
+            replaces = not isinstance(value, dict) or name == "model" or "sources" in value
             tables[name] = value if replaces else {**tables.get(name, {}), **value}
         Recipe.from_tables(tables, where=page.name)
 
