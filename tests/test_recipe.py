@@ -186,6 +186,68 @@ def test_values_that_contradict_each_other_are_refused(tiny_recipe: Path, overri
     assert reason in refusal(tiny_recipe, *overrides)
 
 
+SOURCES = """
+[[data.sources]]
+path = "a"
+weight = 3
+
+[[data.sources]]
+path = "b/*.parquet"
+text_key = "page.text"
+weight = 0.5
+"""
+
+
+def with_sources(recipe: Path, text: str = SOURCES) -> Path:
+    """The recipe with tables of sources in place of its source."""
+    lines = [line for line in recipe.read_text().splitlines() if not line.startswith("source")]
+    recipe.write_text("\n".join(lines) + "\n" + text)
+    return recipe
+
+
+def test_several_sources_are_tables_with_weights(tiny_recipe: Path):
+    recipe = load_recipe(with_sources(tiny_recipe))
+    assert [source.path for source in recipe.data.all_sources] == ["a", "b/*.parquet"]
+    assert recipe.data.weights == (3.0, 0.5)
+    assert load_recipe_text(recipe.to_toml(), "copy") == recipe
+    without = load_recipe(with_sources(tiny_recipe), ['data.sources=[{path="c"}, {path="d", name="e"}]'])
+    assert without.data.weights is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("weight = 3", "wieght = 3", "data.sources number 1: wieght: unknown key; did you mean weight?"),
+        ("weight = 0.5", "weight = 0", "data.sources number 2: weight: should be a number, above 0, not 0"),
+        ('path = "a"', "", "data.sources number 1: path: this key is missing; it should be text in quotes"),
+        (
+            'path = "a"',
+            'path = "a"\nformat = "parqet"',
+            'number 1: format: unknown format "parqet"; did you mean "parquet"?',
+        ),
+        (
+            "weight = 0.5",
+            "",
+            'data: sources: "b/*.parquet" has no weight and another has: give every source one, or none',
+        ),
+        ('path = "a"', 'path = "b/*.parquet"', 'two are called "b/*.parquet": give each a name of its own'),
+        (SOURCES, "", "data: says no text to read: give source, or a [[data.sources]] table for each of several"),
+        (SOURCES, "[data.sources]", "data.sources: should be a list, each a table"),
+        (SOURCES, f'source = "a"\n{SOURCES}', "data: says its text twice, by source and by sources: keep one"),
+    ],
+)
+def test_a_mistake_in_a_table_of_sources_is_said_of_that_table(tiny_recipe: Path, old: str, new: str, reason: str):
+    lines = [line for line in tiny_recipe.read_text().splitlines() if not line.startswith("source")]
+    place = lines.index("[data]") + 1
+    assert old in SOURCES
+    text = SOURCES.replace(old, new)
+    if text.startswith("source ="):
+        lines.insert(place, text.partition("\n")[0])
+        text = text.partition("\n")[2]
+    tiny_recipe.write_text("\n".join(lines) + "\n" + text)
+    assert reason in refusal(tiny_recipe)
+
+
 def test_a_model_needs_an_architecture(tiny_recipe: Path):
     text = tiny_recipe.read_text()
     tiny_recipe.write_text(text.replace('family = "llama"\n', ""))

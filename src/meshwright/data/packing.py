@@ -81,7 +81,7 @@ class Packer:
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """The shards of each source. Whole ones of an interrupted call stay; `progress` hears the bytes that are done."""
+        """The shards of each source; whole ones of an interrupted call stay. `progress` hears the bytes done."""
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
         done = following = number = 0
