@@ -211,6 +211,16 @@ def test_a_store_that_stays_broken_half_way_ends_in_one_line_and_the_next_run_en
     assert there == here
 
 
+def test_an_object_that_is_shorter_than_its_store_said_is_not_read_as_if_it_ended(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+):
+    s3.put("bucket/a.jsonl", LINES)
+    [file] = find_files(["s3://bucket/a.jsonl"])
+    s3.put("bucket/a.jsonl", LINES[: len(LINES) // 2])
+    with pytest.raises(UserError, match=rf"{len(LINES) // 2:,} bytes came instead of {len(LINES):,}"):
+        list(Reader().documents(file))
+
+
 def test_what_waiting_does_not_mend_is_said_at_once(s3: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stores, "FIRST_WAIT", 100.0)
     assert refusal("s3://bucket/none.txt").startswith("s3://bucket/none.txt cannot be read: ")

@@ -89,7 +89,7 @@ class Packer:
             encoded: Iterator[tuple[int, NDArray[Any], bytes]] | None = None
             shards.append([])
             while following < end:
-                shard = self._whole(number, following, end)
+                shard = self._whole(number, following)
                 if shard is None:
                     encoded = encoded or self._encoded(following, end)
                     shard = self._write(number, following, end, encoded, partial(_further, progress, done))
@@ -101,12 +101,12 @@ class Packer:
                 done += shard.bytes
         return shards
 
-    def _whole(self, number: int, first: int, end: int) -> Shard | None:
+    def _whole(self, number: int, first: int) -> Shard | None:
         record = read_json(self.directory / shard_file(number, "json"))
         if record is None:
             return None
         shard = Shard(**record)
-        fits = shard.first == first and shard.next <= end and shard.tokenizer == self.tokenizer_sha256
+        fits = shard.first == first and shard.tokenizer == self.tokenizer_sha256
         return shard if fits and shard.problem(self.directory, contents=True) is None else None
 
     def _encoded(self, first: int, end: int) -> Iterator[tuple[int, NDArray[Any], bytes]]:
