@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import re
@@ -13,7 +14,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from backports import zstd
 from warcio.archiveiterator import ArchiveIterator
 from warcio.warcwriter import WARCWriter
 
@@ -24,6 +24,8 @@ from meshwright.data.sources import find_files
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+zstd = importlib.import_module(ZSTD)
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled")  # of warcio's writer
 
 TEXTS = [f"document {number}, καὶ {'words and words ' * (number % 7)}" for number in range(300)]
@@ -294,7 +296,7 @@ def test_json_reads_the_same_with_and_without_its_quick_parser(file, monkeypatch
 
 @pytest.mark.parametrize(
     ("name", "module", "package"),
-    [("a.parquet", "pyarrow.parquet", "pyarrow"), ("a.txt.zst", "backports.zstd", "backports.zstd")],
+    [("a.parquet", "pyarrow.parquet", "pyarrow"), ("a.txt.zst", ZSTD, "backports.zstd")],
 )
 def test_a_missing_package_is_named_with_the_command_that_brings_it(
     file, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str

@@ -31,6 +31,7 @@ _SECRET_VARIABLE = re.compile(r"(?i)key|token|secret|password|credential|signatu
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
 _FINAL_OF_OBSTORE = {"NotFoundError", "PermissionDeniedError", "UnauthenticatedError", "NotSupportedError"}
 _FINAL_STATUS = re.compile(r"status code: 4(?!08|25|29)\d\d")
+_NO_CREDENTIALS = "169.254.169.254"  # where a cloud's machine is asked for its role, if the environment has none
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,7 @@ class StoredFile:
             return self._fetched()
         try:
             return io.BufferedReader(_Blocks(self), 1 << 16)
-        except _NoParts:
+        except _NotSupported:
             return self._fetched()
 
     def now(self) -> StoredFile:
@@ -75,8 +76,8 @@ class StoredFile:
             return io.BufferedReader(io.FileIO(target), 1 << 16)  # lives on, without its name, until it is closed
 
 
-class _NoParts(Exception):
-    """The store has no parts of files to give."""
+class _NotSupported(UserError):
+    """The store does not do what was asked, such as giving a part of a file."""
 
 
 class _Blocks(io.RawIOBase):
@@ -138,8 +139,13 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
         except Exception as error:  # every store has its own
             kind = type(error).__name__
             if kind == "NotSupportedError":
-                raise _NoParts from None
-            final = isinstance(error, _FINAL) or kind in _FINAL_OF_OBSTORE or _FINAL_STATUS.search(str(error))
+                raise _NotSupported(f"{url} cannot be read{where}: {_reason(error)}") from None
+            final = (
+                isinstance(error, _FINAL)
+                or kind in _FINAL_OF_OBSTORE
+                or _FINAL_STATUS.search(str(error))
+                or _NO_CREDENTIALS in str(error)
+            )
             status = getattr(error, "status", None)  # of an HTTP client
             if final or (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)):
                 raise UserError(f"{url} cannot be read{where}: {_reason(error)}{_hint(url, error)}") from None
@@ -181,7 +187,7 @@ def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
     else:
         try:
             said = trying(url, lambda: filesystem.info(place))
-        except _NoParts:
+        except _NotSupported:
             raise UserError(f'{key}: "{url}": this server does not say what it has there') from None
         if said["type"] != "directory":
             yield _bare(url).rpartition("/")[2], _stored(url, place, said, filesystem), True
@@ -292,7 +298,11 @@ def _hint(url: str, error: Exception) -> str:
     kind, status = type(error).__name__, re.search(r"status code: (\d+)", str(error))
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or (status and status[1] == "404"):
         return "; there is no such file or directory"
-    closed = kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError)
+    closed = (
+        _NO_CREDENTIALS in str(error)
+        or kind in ("PermissionDeniedError", "UnauthenticatedError")
+        or isinstance(error, PermissionError)
+    )
     if url.startswith("s3") and (closed or (status and status[1] in ("400", "401", "403"))):
         return (
             "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
