@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from meshwright.data.sources import SourceFile
@@ -12,7 +13,7 @@ from meshwright.data.stores import missing
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
-_BATCH = 16 << 20  # bytes of text in a batch, about
+_BATCH = 1 << 20  # bytes of text in a batch, about: as much as a processor's cache holds
 _MOST_ROWS = 8192
 _READ = 1 << 20  # bytes read of a column at a time
 
@@ -28,7 +29,7 @@ def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encodin
     except ImportError:
         raise missing("pyarrow", file.path) from None
     try:
-        source = arrow.PythonFile(stream, mode="r")
+        source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
         table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
         path = _column(file, table.schema_arrow, key, arrow)
         row = 0
@@ -48,19 +49,16 @@ def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encodin
         ) from None
 
 
-def _texts(column: Any, encoding: str, arrow: Any) -> Iterator[str]:
+def _texts(column: Any, encoding: str, arrow: Any) -> list[str]:
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    try:
-        if encoding.lower().replace("_", "-") == "utf-8" and not _is_bytes(column.type, arrow):
-            yield from (text or "" for text in column.to_pylist())
-            return
-    except UnicodeDecodeError:  # before the first was yielded: Parquet promises UTF-8, and not every writer keeps it
-        encoding = "utf-8"
     if not _is_bytes(column.type, arrow):
-        encoding = "utf-8"  # what a text column is in, whatever text files are in
-        column = column.cast(arrow.large_binary())
-    yield from ((value or b"").decode(encoding, "surrogateescape") for value in column.to_pylist())
+        try:
+            texts: list[str] = column.to_pylist()
+            return [text or "" for text in texts] if column.null_count else texts
+        except UnicodeDecodeError:  # Parquet promises UTF-8, and not every writer keeps it
+            encoding, column = "utf-8", column.cast(arrow.large_binary())
+    return [(value or b"").decode(encoding, "surrogateescape") for value in column.to_pylist()]
 
 
 def _is_bytes(kind: Any, arrow: Any) -> bool:

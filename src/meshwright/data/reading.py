@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.data.parquet import parquet_texts
 from meshwright.data.sources import SourceFile
@@ -30,8 +30,7 @@ _CHUNK = 1 << 18  # characters read at a time
 _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that does not decode
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """One document as read: newlines are "\\n", no byte order mark. A byte that did not decode is a lone surrogate.
 
     `text` None: the file is not text at all.
