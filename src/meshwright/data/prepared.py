@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import RULES
 from meshwright.data.compression import token_byte_counts
 from meshwright.data.order import SampleOrder
 from meshwright.data.packed import PackedTokens
@@ -71,12 +70,14 @@ class PreparedData:
     def summary(self) -> dict[str, Any]:
         """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all."""
         splits = {name: self.split(name) for name in SPLITS}
+        cleaning = self.manifest["cleaning"]
         return {
             "tokens": sum(split.tokens for split in splits.values()),
             "documents": sum(split.documents for split in splits.values()),
             "bytes": sum(split.bytes for split in splits.values()),
-            "dropped": {rule: self.manifest["dropped"][rule] for rule in RULES},
-            "dropped_examples": dict(self.manifest["examples"]),
+            "dropped": dict(cleaning["dropped"]),
+            "dropped_examples": dict(cleaning["examples"]),
+            "masked": dict(cleaning["masked"]),
             "sha256": self.sha256,
             "files": self.manifest["files"],
             "vocabulary": self.vocabulary,
