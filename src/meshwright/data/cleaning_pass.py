@@ -210,7 +210,7 @@ class _Report:
             for at, counts in enumerate((None, sizes)):
                 dropped[:, at] += np.bincount(codes, counts, 1 + len(RULES)).astype(np.int64)
             if "changes" in segment:
-                changes += segment.column("changes")[kept].sum(axis=0)
+                changes += segment.column("changes")[kept].sum(axis=0, dtype=np.int64)
         minhash = self.cleaner.minhash
         masked = [*self.cleaner.recipe.mask, *(["c4_lines"] if "c4" in self.cleaner.recipe.heuristics else [])]
         return {

@@ -29,7 +29,8 @@ _LONGEST_WORD = 1000
 _POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 _LETTER = re.compile(r"[^\W\d_]")
-_ENDS = (".", "!", "?", '"', "'", "”", "’", "…", "。", "！", "？", "।", "؟", "۔")
+_ENDS = tuple(".!?｡。．！？‼⁇⁈⁉।॥؟۔።։")  # of sentences, in the scripts that have such marks
+_C4_ENDS = (".", "!", "?", '"')
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _SENTENCE = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)")
 
@@ -102,7 +103,7 @@ def c4_lines(text: str) -> tuple[str, int]:
             line = _CITATION.sub("", line)
         words, lower = line.split(), line.lower()
         if (
-            line.endswith(_ENDS[:5])
+            line.endswith(_C4_ENDS)
             and not line.endswith("...")
             and len(words) >= _WORDS_OF_LINE
             and "javascript" not in lower

@@ -13,7 +13,7 @@ _SAMPLE = 1_000  # characters looked at, at the beginning and in the middle: mor
 
 def check_languages(languages: list[str]) -> None:
     """`UserError` unless every one is a code that the model knows, such as "en"."""
-    known = [str(code) for code in _identifier().nb_classes]
+    known = [str(code) for code in _identifier().labels]
     for language in languages:
         if language not in known:
             close = nearest(language, known)
@@ -38,4 +38,4 @@ def _identifier() -> Any:
         raise UserError(
             "data.clean.languages needs py3langid: run `pip install 'meshwright[language]'` or leave the key out"
         ) from None
-    return LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -52,7 +52,7 @@ _KEYS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 _NAMED_SECRET = re.compile(
     r"(?i:aws_secret_access_key|aws_secret_key|secretaccesskey)[\"']?\s{0,4}[:=]\s{0,4}[\"']?([A-Za-z0-9/+=]{40})(?![A-Za-z0-9/+=])"
 )
-_IPV4 = re.compile(r"\d(?<![\w.]\d)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)")
+_IPV4 = re.compile(r"\d(?<![\w.]\d)(?<!==\d)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)")
 _PERHAPS_IPV6 = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _IPV6 = re.compile(r"[0-9A-Fa-f:](?<![\w:.][0-9A-Fa-f:])[0-9A-Fa-f:]{1,3}[0-9A-Fa-f:]{0,35}(?![\w:.])")
 

@@ -43,6 +43,14 @@ class PreparedData:
         """Of tokenizer and tokens: equal where samples are."""
         return str(self.manifest["sha256"])
 
+    @property
+    def cleaning(self) -> dict[str, Any]:
+        """What cleaning did: counts by rule, distributions before and after, samples, as JSON."""
+        cleaning = dict(self.manifest["cleaning"])
+        for counts in ("dropped", "dropped_bytes", "examples", "samples"):  # in the order in which rules are asked
+            cleaning[counts] = {rule: cleaning[counts][rule] for rule in cleaning["rules"] if rule in cleaning[counts]}
+        return cleaning
+
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer_directory)
@@ -70,7 +78,7 @@ class PreparedData:
     def summary(self) -> dict[str, Any]:
         """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all."""
         splits = {name: self.split(name) for name in SPLITS}
-        cleaning = self.manifest["cleaning"]
+        cleaning = self.cleaning
         return {
             "tokens": sum(split.tokens for split in splits.values()),
             "documents": sum(split.documents for split in splits.values()),
