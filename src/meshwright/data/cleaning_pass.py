@@ -109,7 +109,7 @@ def _judge(
 
     for at in range(file, len(files)):
         for document in itertools.islice(reader.documents(files[at]), judged[at], None):
-            verdict = cleaner.judge(document.text, document.name, getattr(document, "problem", None))
+            verdict = cleaner.judge(document.text, document.name, document.problem)
             writer.add(at, document.name, document.text, verdict)
             said(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:

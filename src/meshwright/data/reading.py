@@ -9,10 +9,11 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.data.schema import record_problem
 from meshwright.data.sources import SourceFile
 from meshwright.errors import UserError
 from meshwright.names import nearest
@@ -27,11 +28,12 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of 
 class Document:
     """One document as read: newlines are "\\n", no byte order mark. A byte that did not decode is a lone surrogate.
 
-    `text` None: the file is not text at all.
+    `text` None: the file is not text at all, or its record has a `problem`: it does not fit the schema.
     """
 
     name: str
     text: str | None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,14 @@ class Reader:
     """How files become documents. A text file is one document; a JSON line is one, its text under `text_key`.
 
     A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
-    anywhere; the pieces joined are the text again.
+    anywhere; the pieces joined are the text again. With `required_keys` (and the types of their values) a JSON line
+    that lacks them or its text is a document with a problem; without, it is an error.
     """
 
     encoding: str = "utf-8"
     text_key: str = "text"
     longest: int = LONGEST_DOCUMENT
+    required_keys: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
@@ -85,12 +89,22 @@ class Reader:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
+            if self.required_keys and (problem := self._schema_problem(line)):
+                yield Document(f"{file.name}:{number}", None, problem)
+                continue
             text = self._json_text(line.rstrip(b"\r\n"), f"{file.path}:{number}")
             text = text.replace("\r\n", "\n").replace("\r", "\n")
             for count, piece in enumerate(_pieces(iter([text]), self.longest), 1):
                 yield Document(f"{file.name}:{number}" + (f"#{count}" if count > 1 else ""), piece)
         if number == 0 and file.named:
             raise UserError(f"{file.path} is empty")
+
+    def _schema_problem(self, line: bytes) -> str | None:
+        try:
+            record = json.loads(line.decode(self.encoding, "surrogateescape"))
+        except (ValueError, RecursionError):
+            return "is not JSON"
+        return record_problem(record, self.required_keys, self.text_key)
 
     def _json_text(self, line: bytes, where: str) -> str:
         try:

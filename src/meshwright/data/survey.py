@@ -131,7 +131,7 @@ def survey(
 
 def document_reader(recipe: DataRecipe, longest: int) -> Reader:
     """How the survey reads documents, and everything after it."""
-    return Reader(recipe.clean.encoding, recipe.text_key, longest)
+    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys)
 
 
 def _split(cleaned: Cleaned, fraction: float) -> tuple[NDArray[np.uint8], dict[str, int]]:
