@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,22 @@ def test_killed_at_any_moment_it_ends_with_the_same_segments(tmp_path: Path):
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("undisturbed", "killed")
     ]
     assert files[0] == files[1] and len(files[0]) > 10
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 40_000)
+    monkeypatch.setattr(duplicates, "PART", 100)
+    peaks = []
+    for count in (200, 1600):
+        # A tenth repeats, far from where it stood first; the documents stay on disk.
+        source = write(tmp_path / f"{count}", texts(count, count) + texts(count // 10, count))
+        cleaned(source, tmp_path / "warm")  # what is imported and compiled once
+        tracemalloc.start()
+        result = cleaned(source, tmp_path / f"work {count}", near_duplicates=True)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert result.report["dropped"]["exact_duplicates"] == count // 10
+    assert peaks[1] < 1.3 * peaks[0]
 
 
 def test_the_report_adds_up(tmp_path: Path, small_segments: None):

@@ -244,11 +244,10 @@ class _Report:
 
     def _samples(self) -> dict[str, Any]:
         """`examples`: the name of the first document that each rule dropped; `samples` of what it dropped."""
-        headers = [segment.header for segment in self.segments]
         examples: dict[str, str] = {}
-        for header in headers:
-            examples = {**header["examples"], **examples}
-        samples = merged_samples(headers)
+        for segment in self.segments:
+            examples = {**segment.header["examples"], **examples}
+        samples = merged_samples(segment.header for segment in self.segments)
         duplicates = self.duplicates
         wanted = {*duplicates.first.values()}
         wanted.update(number for pairs in duplicates.earlier.values() for pair in pairs.items() for number in pair)

@@ -121,25 +121,32 @@ class SegmentWriter:
 
 
 class Segment:
-    """A segment as it lies on disk; columns are read when they are asked for."""
+    """A segment as it lies on disk; header and columns are read when they are asked for, and not kept."""
 
     def __init__(self, path: Path) -> None:
         """`ValueError`: it is not whole."""
         self.path = path
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ValueError(f"{path} is no segment")
-            length = int.from_bytes(file.read(8), "little")
-            self.header: dict[str, Any] = json.loads(file.read(length))
-        self.first, self.documents = int(self.header["first"]), int(self.header["documents"])
-        self._types = columns(self.header["bands"], self.header["rewrites"])
+        header, offset = self._read_header()
+        self.first, self.documents = int(header["first"]), int(header["documents"])
+        self._types = columns(header["bands"], header["rewrites"])
         self._offsets: dict[str, int] = {}
-        offset = len(_MAGIC) + 8 + length
         for name, (dtype, width) in self._types.items():
             self._offsets[name] = offset
             offset += np.dtype(dtype).itemsize * width * self.documents
         if path.stat().st_size != offset:
             raise ValueError(f"{path} is cut short")
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What `SegmentWriter.write` notes of the whole segment: pieces of each file, examples, samples."""
+        return self._read_header()[0]
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        with self.path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"{self.path} is no segment")
+            length = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(length)), len(_MAGIC) + 8 + length
 
     def __contains__(self, column: str) -> bool:
         return column in self._types
