@@ -19,7 +19,7 @@ table{border-collapse:collapse;width:100%}td,th{padding:.15rem .8rem .15rem 0;te
 th{font-weight:600}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.bar{width:22%}.bar i{display:block;height:.55rem;margin-top:.15rem;border-radius:2px}
 pre{background:#f5f6f8;padding:.6rem .8rem;border-radius:4px;font-size:12.5px;white-space:pre-wrap;margin:.3rem 0;
-overflow-wrap:anywhere}
+overflow-wrap:anywhere;max-height:14rem;overflow-y:auto}
 svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:#57606a}
 .muted{color:#57606a}.key i{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin:0 .3rem 0 .8rem}
 """
