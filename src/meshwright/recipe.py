@@ -19,8 +19,11 @@ from meshwright.names import (
     DATA_FORMATS,
     DEVICES,
     FAMILIES,
+    HEURISTICS,
     LEARNING_RATE_SCHEDULES,
     OPTIMIZERS,
+    PERSONAL_DATA,
+    RECORD_TYPES,
     unknown,
 )
 from meshwright.tables import Schema, Table, matching, named
@@ -124,7 +127,7 @@ class ModelRecipe(Table):
 
 
 class CleanRecipe(Table):
-    """[data.clean]: which documents are dropped."""
+    """[data.clean]: which documents are dropped, and what in the others is masked."""
 
     minimum_characters: CountOrZero = 1
     maximum_characters: Count | None = None
@@ -132,6 +135,19 @@ class CleanRecipe(Table):
     maximum_repetition: Fraction = 0.75  # of a document's lines, those that stood earlier in it
     exact_duplicates: bool = True  # drop them
     encoding: Name = "utf-8"
+    required_keys: dict[str, Annotated[str, named("type", RECORD_TYPES)]] = {}  # of a record, and what their values are
+    languages: list[Name] = []  # kept; all unless given
+    minimum_language_probability: Fraction = 0.65
+    heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
+    heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
+    mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
+    evaluation_sets: list[Name] = []  # text or JSON Lines that training must not have seen
+    contamination_words: Count = 13  # in a run that counts as shared
+    maximum_contamination: Fraction = 0.0  # of a document's words, those in shared runs
+    near_duplicates: bool = False  # drop them
+    minhash_bands: Annotated[int, Field(ge=1, le=256)] = 14
+    minhash_rows: Annotated[int, Field(ge=1, le=64)] = 8
+    minhash_words: Count = 5  # in a shingle
 
 
 class SourceRecipe(Table):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.data import _printable
-from meshwright.data.cleaning import RULES
+from meshwright.data.cleaning import asked
+from meshwright.recipe import CleanRecipe
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def test_prepare_answers_with_one_document_and_tells_its_progress_aside(command_
     assert answer["schema"] == 1
     assert answer["documents"] == 50 and len(answer["sha256"]) == 64
     assert answer["tokens"] == answer["bytes"] + 2 * 50
-    assert answer["dropped"] == {rule: int(rule == "exact_duplicates") for rule in RULES}
+    assert answer["dropped"] == {rule: int(rule == "exact_duplicates") for rule in asked(CleanRecipe())}
     assert "kept 50 of 51 documents; dropped: exact_duplicates 1" in outcome.errors
     again = command_line("data", "prepare", recipe, "data.sequence=16", "--json")
     assert json.loads(again.output) == answer and again.errors == ""
@@ -61,6 +63,35 @@ def test_show_draws_rows_with_their_documents_and_masked_targets(command_line, r
     assert "no target: what follows is another document" in outcome.output
     assert "dropped by exact_duplicates    1  (first: copy.txt)" in outcome.output
     assert "\x1b" not in outcome.output and "document \\x1b[1m" in outcome.output
+
+
+def test_show_counts_what_was_masked(command_line, recipe: Path):
+    outcome = command_line("data", "show", recipe, "--rows", "0", 'data.clean.mask=["email"]')
+    assert outcome.code == 0, outcome.errors
+    assert re.search(r"masked email +0\n", outcome.output)
+
+
+def test_what_is_masked_is_masked_in_what_training_reads(command_line, recipe: Path, tmp_path: Path):
+    for path in (tmp_path / "texts").iterdir():
+        path.write_text(f"{path.read_text()}write to {path.stem}@example.org\n")
+    outcome = command_line("data", "prepare", recipe, 'data.clean.mask=["email"]', "--json")
+    answer = json.loads(outcome.output)
+    assert answer["masked"] == {"email": 50}
+    [text] = Path(answer["directory"], "validation").glob("*.text.txt")
+    kept = text.read_text()
+    assert kept.count("write to <email>\n") == answer["splits"]["validation"]["documents"] and "@" not in kept
+
+
+def test_report_writes_one_page_about_the_cleaning(command_line, recipe: Path, tmp_path: Path):
+    page = tmp_path / "page.html"
+    outcome = command_line("data", "report", recipe, "--output", page)
+    assert (outcome.code, outcome.output) == (0, f"report: {page}\n")
+    assert "<b>exact_duplicates</b>" in page.read_text() and "repeats 07.txt" in page.read_text()
+    answer = json.loads(command_line("data", "report", recipe, "--json").output)
+    assert Path(answer["report"]).read_text() == page.read_text()
+    assert answer["dropped"]["exact_duplicates"] == 1 and answer["documents"] == {"before": 51, "after": 50}
+    outcome = command_line("data", "report", recipe, "--output", tmp_path / "nowhere" / "page.html")
+    assert outcome.code == 2 and "cannot write" in outcome.errors.splitlines()[-1]
 
 
 def test_what_show_draws_is_what_training_reads(command_line, recipe: Path):

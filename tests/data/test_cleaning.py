@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.cleaning import RULES, Cleaner, repetition
+from meshwright.data.cleaning import RULES, Cleaner, asked, is_code
+from meshwright.data.repetition import repeated_lines
 from meshwright.recipe import CleanRecipe
 
 
-def dropped(text: str | None, **clean: Any) -> str | None:
-    return Cleaner(CleanRecipe(**clean)).check(text)[0]
+def dropped(text: str | None, name: str = "", **clean: Any) -> str | None:
+    return Cleaner(CleanRecipe(**clean)).judge(text, name).rule
 
 
 ORDINARY = "def answer():\n\treturn 42  # größer als 41, 世界\n\x0c\n"
 
 
-def test_ordinary_text_is_kept():
-    assert dropped(ORDINARY) is None
+def test_ordinary_text_is_kept_as_it_is():
+    verdict = Cleaner(CleanRecipe()).judge(ORDINARY)
+    assert verdict.rule is None and verdict.text == ORDINARY and verdict.content == ORDINARY.encode()
 
 
 @pytest.mark.parametrize(
@@ -55,24 +57,36 @@ def test_a_rule_keeps_what_is_just_within_it(text: str, clean: dict[str, Any]):
     assert dropped(text, **clean) is None
 
 
-def test_exact_duplicates_are_dropped_after_the_first_whatever_white_space_surrounds_them():
+def test_digests_are_equal_whatever_white_space_surrounds_a_text():
     cleaner = Cleaner(CleanRecipe())
-    assert [cleaner.check(text)[0] for text in ("one", "two", "\none \n", "One")] == [
-        None,
-        None,
-        "exact_duplicates",
-        None,
-    ]
-    keeping = Cleaner(CleanRecipe(exact_duplicates=False))
-    assert [keeping.check("one")[0] for _ in range(3)] == [None] * 3
-
-
-def test_a_document_that_was_dropped_makes_no_later_one_a_duplicate():
-    cleaner = Cleaner(CleanRecipe(minimum_characters=5))
-    assert cleaner.check("abc")[0] == "length"
-    assert cleaner.check("  abc  ")[0] is None
+    one, same, other = (cleaner.judge(text).digest for text in ("one", "\none \n", "One"))
+    assert one == same != other
 
 
 def test_repetition_is_the_share_of_lines_that_stood_before():
-    assert repetition("a\nb\n\n  a\nc\na") == pytest.approx(2 / 5)
-    assert repetition("") == repetition("a\nb") == 0
+    assert repeated_lines("a\nb\n\n  a\nc\na") == pytest.approx(2 / 5)
+    assert repeated_lines("") == repeated_lines("a\nb") == 0
+
+
+def test_only_rules_that_a_recipe_asks_for_are_asked():
+    assert asked(CleanRecipe()) == (*("encoding", "control_characters", "length", "repetition", "exact_duplicates"),)
+    everything = CleanRecipe(
+        required_keys={"url": "text"},
+        languages=["en"],
+        heuristics=["fineweb", "c4", "gopher-repetition", "gopher-quality"],
+        evaluation_sets=["set.jsonl"],
+        near_duplicates=True,
+    )
+    assert asked(everything) == RULES
+
+
+def test_a_document_is_code_by_the_name_of_its_file():
+    assert all(map(is_code, ("a/b.py", "x.CPP", "lib.rs.gz", "stdlib/json/decoder.py", "long.py#2")))
+    assert not any(map(is_code, ("a.txt", "corpus.jsonl:17", "README", "py", "a.py.txt", "corpus.json.txt:3")))
+
+
+def test_rules_for_prose_are_not_asked_of_code_unless_the_recipe_says_so():
+    code = "for i in range(3):\n    print(i)\n"
+    assert dropped(code, "a.txt", heuristics=["gopher-quality"]) == "gopher_words"
+    assert dropped(code, "a.py", heuristics=["gopher-quality"]) is None
+    assert dropped(code, "a.py", heuristics=["gopher-quality"], heuristics_on_code=True) == "gopher_words"

@@ -129,7 +129,7 @@ def test_what_is_dropped_is_counted_under_its_rule_with_an_example(corpus: Path)
         "repetition": 1,
         "exact_duplicates": 2,
     }
-    assert result.examples["exact_duplicates"] == "x same 1"
+    assert result.report["examples"]["exact_duplicates"] == "x same 1"
     assert sum(result.documents.values()) == 200
 
 

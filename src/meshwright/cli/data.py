@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 
 if TYPE_CHECKING:
@@ -17,9 +18,15 @@ if TYPE_CHECKING:
 _LINES = 10  # of one document, in the picture of a batch
 
 
-@a_command("data", "meshwright data prepare recipe.toml", "meshwright data show recipe.toml", group=True)
+@a_command(
+    "data",
+    "meshwright data prepare recipe.toml",
+    "meshwright data show recipe.toml",
+    "meshwright data report recipe.toml",
+    group=True,
+)
 def command() -> None:
-    """Prepare a recipe's data, or show what a batch looks like.
+    """Prepare a recipe's data, show what a batch looks like, or report what cleaning did.
 
     Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
     """
@@ -58,8 +65,30 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
         answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
 
 
+@a_command("report", "meshwright data report recipe.toml --output report.html")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="The page; report.html beside the prepared data unless given."
+)
+@json_option
+def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+    """Write one HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
+
+    Data that are not prepared yet are prepared first.
+    """
+    from meshwright.data.cleaning_report import cleaning_page
+
+    with answering(as_json) as answer:
+        data, _ = _prepared(recipe, overrides, check=False)
+        page = output or data.directory / "report.html"
+        write_file(page, cleaning_page(Path(recipe).name, data.cleaning))
+        answer({"report": page, **data.cleaning}, f"report: {page}")
+
+
 command.add_command(prepare)
 command.add_command(show)
+command.add_command(report)
 
 
 def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
@@ -91,6 +120,8 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
         facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {_printable(example)})" if example else ""))
+    for kind, count in summary["masked"].items():
+        facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
     facts.add_row("prepared in", _printable(summary["directory"]))

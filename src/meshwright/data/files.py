@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -11,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 PARTIAL = ".partial-"  # a name that starts so does not count, and is removed by whoever prepares next
 _BLOCK = 1 << 20
@@ -73,6 +77,15 @@ def write_whole(path: Path, data: bytes) -> dict[str, Any]:
     with WholeFile(path) as file:
         file.write(data)
         return file.finish()
+
+
+def write_array(file: WholeFile, array: NDArray[Any]) -> None:
+    """Write an array of one axis as .npy, a block at a time: it may be larger than memory."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    file.write(header.getvalue())
+    for begin in range(0, len(array), _BLOCK):
+        file.write(array[begin : begin + _BLOCK].tobytes())
 
 
 def read_json(path: Path) -> Any | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +13,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import RULES
+from meshwright.data.cleaning import Cleaner
 from meshwright.data.contents import Contents
+from meshwright.data.decontamination import digests
 from meshwright.data.files import (
     PARTIAL,
+    WholeFile,
     canonical_json,
     damage,
     only_process,
     read_json,
     sha256_of_file,
     sync_directory,
+    write_array,
     write_whole,
 )
 from meshwright.data.packing import Packer, Shard, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
 from meshwright.data.sources import KEYED_FORMATS, find_files
-from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, survey
+from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, document_reader, survey
 from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
@@ -100,7 +102,7 @@ class _Job:
             "sources": self._by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
-            "clean": recipe.clean.model_dump(),
+            "clean": {**recipe.clean.model_dump(), "evaluation_sets": digests(recipe.clean.evaluation_sets)},
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if recipe.tokenizer == "bpe" else None,
             "training_text": TRAINING_TEXT,
@@ -160,8 +162,7 @@ class _Job:
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.str,
             "end_token": tokenizer.end,
-            "dropped": result.dropped,
-            "examples": result.examples,
+            "cleaning": result.report,
             "tokenizer": tokenizer_record,
             "splits": shards,
             "sha256": hashlib.sha256(canonical_json([tokenizer_record, shards])).hexdigest(),
@@ -179,22 +180,25 @@ class _Job:
                 path.unlink()
 
     def _survey(self) -> Survey:
-        codes_path, path = self.directory / "survey.npy", self.directory / "survey.json"
+        codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
-        if record is not None and damage(codes_path, record["codes"], contents=True) is None:
-            return Survey.from_description(np.load(codes_path, allow_pickle=False), record)
-        self.log(f"reading {_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
-        result = survey(self.files, self.recipe, self.log)
-        dropped = ", ".join(f"{rule} {count}" for rule in RULES if (count := result.dropped[rule]))
-        kept = sum(result.documents.values())
-        because = f"; dropped: {dropped}" if dropped else ""
-        self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
-        codes = io.BytesIO()
-        np.save(codes, result.codes)
-        written = write_whole(codes_path, codes.getvalue())
-        write_whole(path, canonical_json({**result.description(), "codes": written}))
-        sync_directory(self.directory)
-        return result
+        if record is None or damage(codes_path, record["codes"], contents=True) is not None:
+            path.unlink(missing_ok=True)
+            self.log(f"reading {_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
+            result = survey(self.files, self.recipe, self.log, work)
+            dropped = ", ".join(f"{rule} {count}" for rule, count in result.dropped.items() if count)
+            kept = sum(result.documents.values())
+            because = f"; dropped: {dropped}" if dropped else ""
+            self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+            with WholeFile(codes_path) as file:
+                write_array(file, result.codes)
+                written = file.finish()
+            record = {**result.description(), "codes": written}
+            write_whole(path, canonical_json(record))
+            sync_directory(self.directory)
+        shutil.rmtree(work, ignore_errors=True)  # what a killed pass goes on from
+        codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
+        return Survey.from_description(codes, record, Cleaner(self.recipe.clean))
 
     def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
@@ -267,7 +271,7 @@ class _Job:
         return [int(numbers[count - 1]) + 1 if count else 0 for count in counts.tolist()]
 
     def _reader(self, result: Survey) -> Reader:
-        return Reader(self.recipe.clean.encoding, self.recipe.text_key, result.longest)
+        return document_reader(self.recipe, result.longest)
 
 
 def _cache_directory(recipe: DataRecipe) -> Path:

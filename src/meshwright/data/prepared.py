@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import RULES
 from meshwright.data.compression import token_byte_counts
 from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packed import PackedTokens
@@ -43,6 +42,14 @@ class PreparedData:
     def sha256(self) -> str:
         """Of tokenizer and tokens: equal where samples are."""
         return str(self.manifest["sha256"])
+
+    @property
+    def cleaning(self) -> dict[str, Any]:
+        """What cleaning did: counts by rule, distributions before and after, samples, as JSON."""
+        cleaning = dict(self.manifest["cleaning"])
+        for counts in ("dropped", "dropped_bytes", "examples", "samples"):  # in the order in which rules are asked
+            cleaning[counts] = {rule: cleaning[counts][rule] for rule in cleaning["rules"] if rule in cleaning[counts]}
+        return cleaning
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -87,12 +94,14 @@ class PreparedData:
         """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all; of
         each source how often a run of `samples` samples reads it."""
         splits = {name: self.split(name) for name in SPLITS}
+        cleaning = self.cleaning
         return {
             "tokens": sum(split.tokens for split in splits.values()),
             "documents": sum(split.documents for split in splits.values()),
             "bytes": sum(split.bytes for split in splits.values()),
-            "dropped": {rule: self.manifest["dropped"][rule] for rule in RULES},
-            "dropped_examples": dict(self.manifest["examples"]),
+            "dropped": dict(cleaning["dropped"]),
+            "dropped_examples": dict(cleaning["examples"]),
+            "masked": dict(cleaning["masked"]),
             "sha256": self.sha256,
             "files": self.manifest["files"],
             "vocabulary": self.vocabulary,

@@ -10,13 +10,14 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from meshwright.data.parquet import parquet_texts
+from meshwright.data.schema import Unfit, record_problem
 from meshwright.data.sources import SourceFile
 from meshwright.data.streams import Stream, compression, decoding_errors, open_stream
 from meshwright.data.wet import wet_texts
@@ -33,11 +34,12 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of 
 class Document(NamedTuple):
     """One document as read: newlines are "\\n", no byte order mark. A byte that did not decode is a lone surrogate.
 
-    `text` None: the file is not text at all.
+    `text` None: the file is not text at all, or its record has a `problem`: it does not fit the schema.
     """
 
     name: str
     text: str | None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,14 @@ class Reader:
     text under `text_key`, unless the file has a key of its own), and a page of a WET file.
 
     A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
-    anywhere; the pieces joined are the text again.
+    anywhere; the pieces joined are the text again. With `required_keys` (and the types of their values) a JSON line
+    that lacks them or its text is a document with a problem; without, it is an error.
     """
 
     encoding: str = "utf-8"
     text_key: str = "text"
     longest: int = LONGEST_DOCUMENT
+    required_keys: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
@@ -93,10 +97,10 @@ class Reader:
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
         key = file.text_key or self.text_key
-        texts: Iterator[tuple[str, str]]
+        texts: Iterator[tuple[str, str | Unfit]]
         match file.format:
             case "jsonl":
-                texts = json_texts(file, stream, key, self.encoding)
+                texts = json_texts(file, stream, key, self.encoding, self.required_keys)
             case "parquet":
                 if not isinstance(stream, io.BufferedReader):
                     raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
@@ -104,6 +108,9 @@ class Reader:
             case _:
                 texts = wet_texts(file, stream, self.encoding)
         for place, text in texts:
+            if isinstance(text, Unfit):
+                yield Document(file.name + place, None, text.problem)
+                continue
             if "\r" in text:
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
             if len(text) <= self.longest:
@@ -142,10 +149,13 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def json_texts(file: SourceFile, stream: Stream, key: str, encoding: str) -> Iterator[tuple[str, str]]:
+def json_texts(
+    file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str | Unfit]]:
     """(":17", text) of each line that is not blank: an object with its text under `key`; "a.b": the key b inside a.
 
-    A null is an empty text.
+    A null is an empty text. required: keys that a line must have, and the types of their values; a line that has not
+    comes as what is wrong with it.
     """
     quick = _quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
@@ -157,6 +167,9 @@ def json_texts(file: SourceFile, stream: Stream, key: str, encoding: str) -> Ite
             raise UserError(
                 f"{file.path}:{number}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
             )
+        if required and (problem := _schema_problem(line, key, encoding, required)):
+            yield f":{number}", Unfit(problem)
+            continue
         text: Any = None
         if quick is not None:
             try:
@@ -175,6 +188,14 @@ def _quick_json() -> Callable[[bytes], Any] | None:
     except ImportError:
         return None
     return loads
+
+
+def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
+    try:
+        record = json.loads(line.decode(encoding, "surrogateescape"))
+    except (ValueError, RecursionError):
+        return "is not JSON"
+    return record_problem(record, required, key)
 
 
 def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:

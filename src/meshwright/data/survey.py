@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import RULES, Cleaner
+from meshwright.data.cleaning import Cleaner
+from meshwright.data.cleaning_pass import Cleaned, clean
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader
+from meshwright.data.segments import KEPT
 from meshwright.data.sources import SourceFile
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
@@ -20,6 +23,7 @@ SPLITS = ("train", "validation")
 FEW_DOCUMENTS = 100
 SHORT_DOCUMENT = 8_000  # characters
 _DROPPED = len(SPLITS)  # codes from here on: dropped by RULES[code - _DROPPED]
+_BLOCK = 1 << 24  # codes looked at at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,142 +31,144 @@ class Survey:
     """What became of every document of the corpus, in reading order.
 
     `codes` [documents]: the index in `SPLITS`, or len(SPLITS) + the index in `RULES` of what dropped it. `pieces`:
-    documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split. `examples`:
-    the first document that each rule dropped.
+    documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split.
+    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `cleaner`: by which texts were masked.
     """
 
     codes: NDArray[np.uint8]
     pieces: tuple[int, ...]
     longest: int
     bytes: dict[str, int]
-    examples: dict[str, str]
+    report: dict[str, Any]
+    cleaner: Cleaner
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents that each rule dropped; every rule is there."""
-        return {rule: int((self.codes == _DROPPED + index).sum()) for index, rule in enumerate(RULES)}
+        """Documents that each rule dropped; every rule that was asked is there."""
+        return dict(self.report["dropped"])
 
     @property
     def documents(self) -> dict[str, int]:
         """Documents in each split."""
-        return {split: int((self.codes == index).sum()) for index, split in enumerate(SPLITS)}
+        return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
     def description(self) -> dict[str, Any]:
-        """All but `codes`, as JSON."""
-        return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "examples": self.examples}
+        """All but `codes` and `cleaner`, as JSON."""
+        return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
 
     @classmethod
-    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any]) -> Survey:
-        return cls(codes, tuple(description["pieces"]), *(description[key] for key in ("longest", "bytes", "examples")))
+    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], cleaner: Cleaner) -> Survey:
+        longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
+        return cls(codes, tuple(description["pieces"]), longest, sizes, report, cleaner)
 
     def texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """(number, text) of the split's documents from number `first` on; files without any are not opened."""
-        wanted = np.flatnonzero(self.codes == SPLITS.index(split)).tolist()
-        position = bisect.bisect_left(wanted, first)
-        begin = 0
+        """(number, text as it is kept) of the split's documents from number `first` on; files without any are not
+        opened."""
+        wanted = SPLITS.index(split)
+        end = 0
         for file, pieces in zip(files, self.pieces, strict=True):
-            end = begin + pieces
-            if position < len(wanted) and wanted[position] < end:
-                number = begin
-                for number, document in enumerate(reader.documents(file), begin):
-                    if position < len(wanted) and wanted[position] == number:
-                        if document.text is None:
-                            raise changed(file)
-                        yield number, document.text
-                        position += 1
-                if number + 1 != end:
-                    raise changed(file)
-            begin = end
+            begin, end = end, end + pieces
+            if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
+                continue
+            number = begin - 1
+            for number, document in enumerate(reader.documents(file), begin):
+                if number >= end:
+                    break
+                if number >= first and self.codes[number] == wanted:
+                    if document.text is None:
+                        raise changed(file)
+                    text = document.text
+                    if self.cleaner.rewrites:
+                        text, _ = self.cleaner.rewritten(text, document.name)
+                    yield number, text
+            if number + 1 != end:
+                raise changed(file)
+
+
+def count_codes(codes: NDArray[np.uint8], code: int) -> int:
+    """How many of `codes`, which may be larger than memory, are `code`."""
+    return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
 
 
 def changed(file: SourceFile) -> UserError:
     return UserError(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
 
-def survey(files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None]) -> Survey:
+def survey(
+    files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
+) -> Survey:
     """Read and clean everything once and split it.
 
     A document goes to validation when the hash of its content, as a fraction of 2^64, is below `validation_fraction`:
     whatever else the corpus holds, and without a seed. Should none go there, the one with the smallest hash does. A
     corpus of fewer than 100 documents has its long ones cut at blank lines, so that there is something to split.
-    `UserError` when nothing is left, or a split would be empty.
+    What a killed call finished lies in `directory` (else in a temporary one). `UserError` when nothing is left, or a
+    split would be empty.
     """
-    result = _Pass(files, recipe, LONGEST_DOCUMENT)
-    if recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
-        log(
-            f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into pieces "
-            f"of at most {SHORT_DOCUMENT:,} characters, so that both splits get some"
-        )
-        result = _Pass(files, recipe, SHORT_DOCUMENT)
-    return result.split()
+    with TemporaryDirectory() as temporary:
+        cleaner = Cleaner(recipe.clean)
 
+        def cleaned(longest: int) -> Cleaned:
+            reader = document_reader(recipe, longest)
+            return clean(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
-class _Pass:
-    """One reading of the corpus with texts cut at `longest` characters."""
-
-    def __init__(self, files: Sequence[SourceFile], recipe: DataRecipe, longest: int) -> None:
-        self.recipe, self.longest = recipe, longest
-        self.codes = bytearray()
-        self.pieces: list[int] = []
-        self.hashes: list[int] = []  # of kept documents: the first 8 bytes of the SHA-256
-        self.sizes: list[int] = []  # of kept documents, in UTF-8 bytes
-        self.examples: dict[str, str] = {}
-        self.longest_kept = 0
-        cleaner, reader = Cleaner(recipe.clean), Reader(recipe.clean.encoding, recipe.text_key, longest)
-        for file in files:
-            before = len(self.codes)
-            for document in reader.documents(file):
-                rule, digest = cleaner.check(document.text)
-                if rule is None:
-                    assert document.text is not None
-                    self.codes.append(0)
-                    self.hashes.append(int.from_bytes(digest[:8]))
-                    self.sizes.append(len(document.text.encode()))
-                    self.longest_kept = max(self.longest_kept, len(document.text))
-                else:
-                    self.codes.append(_DROPPED + RULES.index(rule))
-                    self.examples.setdefault(rule, document.name)
-            self.pieces.append(len(self.codes) - before)
-
-    @property
-    def kept(self) -> int:
-        return len(self.hashes)
-
-    def split(self) -> Survey:
-        """The survey, with every kept document on its side."""
-        if not self.kept:
-            raise UserError(self._nothing_left())
-        codes = np.frombuffer(bytes(self.codes), dtype=np.uint8).copy()
-        hashes, sizes = np.array(self.hashes, dtype=np.uint64), np.array(self.sizes, dtype=np.int64)
-        validation = self._in_validation(hashes)
-        codes[codes < _DROPPED] = validation
-        sides = {"train": int(sizes[~validation].sum()), "validation": int(sizes[validation].sum())}
-        return Survey(codes, tuple(self.pieces), self.longest, sides, self.examples)
-
-    def _in_validation(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        fraction = self.recipe.validation_fraction
-        if not fraction:
-            return np.zeros(len(hashes), dtype=bool)
-        least, most = hashes.min(), hashes.max()
-        if least == most:
-            raise UserError(
-                "data.source: all that is left after cleaning is one short text, too little to split into training and "
-                "validation; add text, or set data.validation_fraction = 0"
+        longest = LONGEST_DOCUMENT
+        result = cleaned(longest)
+        if recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
+            longest = SHORT_DOCUMENT
+            log(
+                f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
+                f"pieces of at most {SHORT_DOCUMENT:,} characters, so that both splits get some"
             )
-        # Equal contents stay on one side, so both corrections go by hash and not by document.
-        validation = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-        if not validation.any():
-            validation = hashes == least
-        return validation & (hashes != most) if validation.all() else validation
+            result = cleaned(longest)
+        if not result.kept:
+            raise UserError(_nothing_left(result))
+        codes, sides = _split(result, recipe.validation_fraction)
+        return Survey(codes, result.pieces, longest, sides, result.report, cleaner)
 
-    def _nothing_left(self) -> str:
-        if not self.codes:
-            return "data.source: there is no text in its files"
-        reasons = ", ".join(
-            f"{rule} {self.codes.count(_DROPPED + index)} (first: {self.examples[rule]})"
-            for index, rule in enumerate(RULES)
-            if rule in self.examples
+
+def document_reader(recipe: DataRecipe, longest: int) -> Reader:
+    """How the survey reads documents, and everything after it."""
+    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys)
+
+
+def _split(cleaned: Cleaned, fraction: float) -> tuple[NDArray[np.uint8], dict[str, int]]:
+    """The codes of the survey, and the bytes of each split."""
+    threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    least, most, below = 2**64, -1, 0
+    for place, hashes, _ in cleaned.parts() if fraction else ():
+        kept = hashes[cleaned.codes[place] == KEPT]
+        if len(kept):
+            least, most = min(least, int(kept.min())), max(most, int(kept.max()))
+            below += int((kept < threshold).sum())
+    if fraction and least == most:
+        raise UserError(
+            "data.source: all that is left after cleaning is one short text, too little to split into training and "
+            "validation; add text, or set data.validation_fraction = 0"
         )
-        return f"data: no document is left after cleaning; dropped by rule: {reasons}; see [data.clean]"
+    codes, sizes = cleaned.codes, np.zeros(len(SPLITS), np.int64)
+    for place, hashes, documents in cleaned.parts():
+        kept = codes[place] == KEPT
+        validation = hashes < threshold
+        if not fraction:
+            validation = np.zeros(len(hashes), bool)
+        elif not below:  # equal contents stay on one side, so both corrections go by hash and not by document
+            validation = hashes == np.uint64(least)
+        elif below == cleaned.kept:
+            validation = hashes != np.uint64(most)
+        sizes += [documents[kept & (validation == side)].sum() for side in (False, True)]
+        codes[place] = np.where(kept, validation, codes[place] + np.uint8(_DROPPED - 1))
+    return codes, dict(zip(SPLITS, sizes.tolist(), strict=True))
+
+
+def _nothing_left(cleaned: Cleaned) -> str:
+    if not len(cleaned.codes):
+        return "data.source: there is no text in its files"
+    reasons = ", ".join(
+        f"{rule} {count} (first: {cleaned.report['examples'][rule]})"
+        for rule, count in cleaned.report["dropped"].items()
+        if count
+    )
+    return f"data: no document is left after cleaning; dropped by rule: {reasons}; see [data.clean]"

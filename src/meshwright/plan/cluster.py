@@ -273,9 +273,7 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
     """The number, unless it is one of operations or bytes where it is counted in 10¹² or 10⁹ of them."""
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
-        raise UserError(
-            f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be"
-        )
+        raise UserError(f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be")
     return value
 
 

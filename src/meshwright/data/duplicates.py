@@ -1,0 +1,62 @@
+"""Documents whose key stood before, found by sorting parts of the keys on disk: memory is that of one part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+PART = 1 << 21  # keys sorted at a time: about 100 MB
+_MOST_PARTS = 512  # files open at a time
+
+Keys = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+
+
+def repeated(
+    chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
+) -> Iterator[tuple[Numbers, Numbers]]:
+    """(documents whose key stood before, for each the first document that has it), part of the keys after part.
+
+    `chunks`: (keys [n, width], document numbers [n]), numbers ascending; `total`: about how many there are. Files of
+    one use lie in `directory`.
+    """
+    parts = min(_MOST_PARTS, -(-total // (part or PART)))
+    if parts <= 1:
+        yield _repeated([*chunks])
+        return
+    paths = [directory / f"{number:03d}.keys" for number in range(parts)]
+    directory.mkdir(exist_ok=True)
+    width = 1
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb")) for path in paths]
+        for keys, numbers in chunks:
+            width = keys.shape[1]
+            # The high bits choose the part; keys are hashes, so parts are about as large.
+            chosen = ((keys[:, 0] >> np.uint64(32)) * np.uint64(parts)) >> np.uint64(32)
+            order = np.argsort(chosen, kind="stable")
+            records = np.concatenate([keys, numbers[:, None].astype(np.uint64)], axis=1)[order]
+            borders = np.searchsorted(chosen[order], np.arange(parts + 1))
+            for file, begin, end in zip(files, borders, borders[1:], strict=False):
+                file.write(records[begin:end].tobytes())
+    for path in paths:
+        records = np.fromfile(path, np.uint64).reshape(-1, width + 1)
+        path.unlink()
+        yield _repeated([(records[:, :width], records[:, width].astype(np.int64))])
+    directory.rmdir()
+
+
+def _repeated(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
+    if not chunks:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    keys = np.concatenate([keys for keys, _ in chunks])
+    numbers = np.concatenate([numbers for _, numbers in chunks])
+    order = np.lexsort(keys.T)  # stable: equal keys stay in the order of the documents
+    keys, numbers = keys[order], numbers[order]
+    first = np.ones(len(keys), bool)
+    first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    earliest = numbers[np.flatnonzero(first)[np.cumsum(first) - 1]]
+    return numbers[~first], earliest[~first]

@@ -1,0 +1,119 @@
+"""Masks over personal data and secrets: e-mail addresses, telephone numbers, keys, internet addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+
+# Every quantifier is bounded and what may stand before a match is fixed: no text makes these slow.
+_EMAIL = re.compile(
+    r"(?<![\w.%+-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,8}"
+    r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9])"
+)
+# Patterns begin with what they consume and look behind after it: so the search skips to the few places that matter.
+# International: E.164, "+" and 8 to 15 digits. North American: with its separators. Bare digits are left alone.
+_PHONES = (
+    re.compile(r"\+(?<![\w.+-]\+)[1-9]\d{0,2}(?:[ .()/-]{0,2}\d){7,14}(?![\w-]|\.\d)"),
+    re.compile(r"\((?<![\w.+-]\()[2-9]\d{2}\) ?[2-9]\d{2}[ .-]\d{4}(?![\w-]|\.\d)"),
+    re.compile(
+        r"[2-9](?<![\w.+][2-9])(?<!\d-[2-9])\d{2}"
+        r"(?:-[2-9]\d{2}-|\.[2-9]\d{2}\.| [2-9]\d{2}[ -])\d{4}(?![\w-]|\.\d)"
+    ),
+    re.compile(r"1[ .-](?<![\w.+-]1[ .-])[2-9]\d{2}[ .-][2-9]\d{2}[ .-]\d{4}(?![\w-]|\.\d)"),
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----"
+    r"[^-]{0,20000}(?:-----END (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----)?"
+)
+# A literal that every match holds, so that most texts are only searched for it, and the form of the key.
+_KEYS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (literal, re.compile(rf"(?<![A-Za-z0-9_-]){form}(?![A-Za-z0-9])"))
+    for literal, form in (
+        ("AKIA", "AKIA[A-Z2-7]{16}"),  # Amazon: access key
+        ("ASIA", "ASIA[A-Z2-7]{16}"),  # Amazon: temporary access key
+        ("AIza", "AIza[A-Za-z0-9_-]{35}"),  # Google
+        ("ghp_", "ghp_[A-Za-z0-9]{36}"),  # GitHub
+        ("gho_", "gho_[A-Za-z0-9]{36}"),
+        ("ghs_", "ghs_[A-Za-z0-9]{36}"),
+        ("ghu_", "ghu_[A-Za-z0-9]{36}"),
+        ("ghr_", "ghr_[A-Za-z0-9]{36}"),
+        ("github_pat_", "github_pat_[A-Za-z0-9_]{22,255}"),
+        ("glpat-", "glpat-[A-Za-z0-9_-]{20,64}"),  # GitLab
+        ("xox", "xox[abeoprs]-[A-Za-z0-9-]{10,250}"),  # Slack
+        ("_live_", "[rs]k_live_[A-Za-z0-9]{16,255}"),  # Stripe
+        ("sk-", "sk-(?:[A-Za-z0-9]{1,16}-){0,3}[A-Za-z0-9_-]{32,255}"),  # OpenAI, Anthropic and alike
+        ("hf_", "hf_[A-Za-z0-9]{34,40}"),  # Hugging Face
+        ("npm_", "npm_[A-Za-z0-9]{36}"),
+        ("eyJ", r"eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{10,1000}"),  # a signed JWT
+    )
+)
+# Amazon's secret keys are 40 characters without a form of their own: only what says that it is one is masked.
+_NAMED_SECRET = re.compile(
+    r"(?i:aws_secret_access_key|aws_secret_key|secretaccesskey)[\"']?\s{0,4}[:=]\s{0,4}[\"']?([A-Za-z0-9/+=]{40})(?![A-Za-z0-9/+=])"
+)
+_IPV4 = re.compile(r"\d(?<![\w.]\d)(?<!==\d)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)")
+_PERHAPS_IPV6 = re.compile(r":[0-9A-Fa-f]{0,4}:")
+_IPV6 = re.compile(r"[0-9A-Fa-f:](?<![\w:.][0-9A-Fa-f:])[0-9A-Fa-f:]{1,3}[0-9A-Fa-f:]{0,35}(?![\w:.])")
+
+
+def _emails(text: str) -> tuple[str, int]:
+    return _EMAIL.subn("<email>", text) if "@" in text else (text, 0)
+
+
+def _phones(text: str) -> tuple[str, int]:
+    count = 0
+    for form in _PHONES:
+        text, found = form.subn("<phone>", text)
+        count += found
+    return text, count
+
+
+def _keys(text: str) -> tuple[str, int]:
+    count = 0
+    if "PRIVATE KEY" in text:
+        text, found = _PRIVATE_KEY.subn("<key>", text)
+        count += found
+    for literal, form in _KEYS:
+        if literal in text:
+            text, found = form.subn("<key>", text)
+            count += found
+    if "ecret" in text or "SECRET" in text:
+        text, found = _NAMED_SECRET.subn(lambda match: match[0].replace(match[1], "<key>"), text)
+        count += found
+    return text, count
+
+
+def _addresses(text: str) -> tuple[str, int]:
+    count = 0
+
+    def masked(match: re.Match[str]) -> str:
+        nonlocal count
+        try:
+            world_wide = ipaddress.ip_address(match[0]).is_global
+        except ValueError:
+            return match[0]
+        world_wide = world_wide and match[0].count(":") != 2  # a::b is a name in C++
+        count += world_wide  # private, local and example addresses point at nobody
+        return "<ip>" if world_wide else match[0]
+
+    text = _IPV4.sub(masked, text)
+    return _IPV6.sub(masked, text) if _PERHAPS_IPV6.search(text) else text, count
+
+
+MASKS: dict[str, Callable[[str], tuple[str, int]]] = {
+    "key": _keys,
+    "email": _emails,
+    "phone": _phones,
+    "ip": _addresses,
+}
+
+
+def mask(text: str, kinds: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """The text with every match written as `<email>`, `<phone>`, `<key>` or `<ip>`, and how many of each kind there
+    were."""
+    counts = {}
+    for kind, masked in MASKS.items():
+        if kind in kinds:
+            text, counts[kind] = masked(text)
+    return text, counts

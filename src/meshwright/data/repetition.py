@@ -1,0 +1,100 @@
+"""How much of a text repeats: lines, paragraphs and runs of words, as MassiveText measures it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+_PARAGRAPHS = re.compile("\n{2,}")
+_LINES = re.compile("\n+")
+
+# Gopher (arXiv:2112.11446), appendix A1.1, table A1: a document is dropped in which more than this share repeats.
+GOPHER_LIMITS = {
+    "gopher_duplicate_lines": 0.30,
+    "gopher_duplicate_paragraphs": 0.30,
+    "gopher_duplicate_line_characters": 0.20,
+    "gopher_duplicate_paragraph_characters": 0.20,
+    "gopher_top_2_gram": 0.20,
+    "gopher_top_3_gram": 0.18,
+    "gopher_top_4_gram": 0.16,
+    "gopher_duplicate_5_grams": 0.15,
+    "gopher_duplicate_6_grams": 0.14,
+    "gopher_duplicate_7_grams": 0.13,
+    "gopher_duplicate_8_grams": 0.12,
+    "gopher_duplicate_9_grams": 0.11,
+    "gopher_duplicate_10_grams": 0.10,
+}
+
+
+def repeated_lines(text: str) -> float:
+    """The share of a text's lines that stood in it before; blank lines and white space around lines do not count."""
+    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
+
+def duplicates(parts: Sequence[str]) -> tuple[int, int]:
+    """How many of the parts stood before, and how many characters those have."""
+    seen = set(parts)
+    if len(seen) == len(parts):
+        return 0, 0
+    return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
+
+
+def gopher_repetition(text: str) -> tuple[str, str] | None:
+    """The first rule of table A1 that `text` breaks, with the share that broke it; None when it breaks none."""
+    for rule, share in _shares(text):
+        if share > GOPHER_LIMITS[rule]:
+            return rule, f"{share:.2f} > {GOPHER_LIMITS[rule]:.2f}"
+    return None
+
+
+def _shares(text: str) -> Iterator[tuple[str, float]]:
+    if not text.strip():
+        return
+    for kind, parts in (("paragraph", _PARAGRAPHS.split(text.strip())), ("line", _LINES.split(text))):
+        count, characters = duplicates(parts)
+        yield f"gopher_duplicate_{kind}s", count / len(parts)
+        yield f"gopher_duplicate_{kind}_characters", characters / len(text)
+    yield from ((rule, characters / len(text)) for rule, characters in repeated_runs(text.split()))
+
+
+def repeated_runs(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """For 2 to 4 words the characters of the run that stands most often; for 5 to 10 those in runs that stood before.
+
+    A run that stands once repeats nothing. Characters that several runs share count once, as the paper says.
+    """
+    # A run of n words that repeats begins with one of n - 1 that does: few places are left after the first count.
+    places: Sequence[int] = range(len(words))
+    for n in range(2, 11):
+        places = places[: bisect.bisect_right(places, len(words) - n)]
+        if n == 2:
+            runs: list[tuple[str, ...]] = list(itertools.pairwise(words))
+        else:
+            runs = [tuple(words[place : place + n]) for place in places]
+        counts = Counter(runs)
+        if len(counts) < len(runs):
+            repeated = [(place, run) for place, run in zip(places, runs, strict=True) if counts[run] > 1]
+        else:
+            repeated = []
+        if n <= 4:
+            run, most = max(((run, counts[run]) for _, run in repeated), key=itemgetter(1), default=((), 0))
+            yield f"gopher_top_{n}_gram", most * (sum(map(len, run)) + n - 1)
+        else:
+            yield f"gopher_duplicate_{n}_grams", _characters_that_stood_before(words, repeated, n)
+        places = [place for place, _ in repeated]
+
+
+def _characters_that_stood_before(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
+    seen: set[tuple[str, ...]] = set()
+    characters = end = 0  # end: of the words counted so far
+    for place, run in runs:
+        if run in seen:
+            characters += sum(map(len, words[max(place, end) : place + n]))
+            end = place + n
+        else:
+            seen.add(run)
+    return characters

@@ -1,0 +1,52 @@
+"""What each cleaning rule drops and where its threshold was published, for the report and the documentation."""
+
+from __future__ import annotations
+
+_GOPHER = "arXiv:2112.11446, appendix A1.1"
+_TABLE = f"{_GOPHER}, table A1"
+_C4 = "arXiv:1910.10683, section 2.2"
+_FINEWEB = "arXiv:2406.17557, section 3.6"
+
+RULE_NOTES: dict[str, tuple[str, str]] = {
+    "encoding": ("does not decode, or is not text", ""),
+    "schema": ("a record without its text or a required key, or with a value of another type", ""),
+    "control_characters": ("control characters are more than maximum_control_fraction of it", ""),
+    "length": ("blank, shorter than minimum_characters or longer than maximum_characters", ""),
+    "repetition": ("more than maximum_repetition of its lines stood in it before", ""),
+    "language": ("not in one of languages with minimum_language_probability", "arXiv:2406.17557, section 3.3: 0.65"),
+    "gopher_words": ("fewer than 50 or more than 100,000 words", _GOPHER),
+    "gopher_word_length": ("a mean word of fewer than 3 or more than 10 characters", _GOPHER),
+    "gopher_symbols": ("more than 0.1 hash signs or ellipses a word", _GOPHER),
+    "gopher_bullets": ("more than 0.9 of its lines begin with a bullet", _GOPHER),
+    "gopher_ellipses": ("more than 0.3 of its lines end with an ellipsis", _GOPHER),
+    "gopher_letters": ("fewer than 0.8 of its words hold a letter", _GOPHER),
+    "gopher_stop_words": ("holds fewer than two of: the, be, to, of, and, that, have, with", _GOPHER),
+    "gopher_duplicate_lines": ("more than 0.30 of its lines stood in it before", _TABLE),
+    "gopher_duplicate_paragraphs": ("more than 0.30 of its paragraphs stood in it before", _TABLE),
+    "gopher_duplicate_line_characters": ("such lines hold more than 0.20 of its characters", _TABLE),
+    "gopher_duplicate_paragraph_characters": ("such paragraphs hold more than 0.20 of its characters", _TABLE),
+    "gopher_top_2_gram": ("its most frequent run of 2 words holds more than 0.20 of its characters", _TABLE),
+    "gopher_top_3_gram": ("its most frequent run of 3 words holds more than 0.18 of its characters", _TABLE),
+    "gopher_top_4_gram": ("its most frequent run of 4 words holds more than 0.16 of its characters", _TABLE),
+    "gopher_duplicate_5_grams": ("runs of 5 words that stood before hold more than 0.15 of its characters", _TABLE),
+    "gopher_duplicate_6_grams": ("runs of 6 words that stood before hold more than 0.14 of its characters", _TABLE),
+    "gopher_duplicate_7_grams": ("runs of 7 words that stood before hold more than 0.13 of its characters", _TABLE),
+    "gopher_duplicate_8_grams": ("runs of 8 words that stood before hold more than 0.12 of its characters", _TABLE),
+    "gopher_duplicate_9_grams": ("runs of 9 words that stood before hold more than 0.11 of its characters", _TABLE),
+    "gopher_duplicate_10_grams": ("runs of 10 words that stood before hold more than 0.10 of its characters", _TABLE),
+    "c4_curly_bracket": ("holds a curly bracket", _C4),
+    "c4_lorem_ipsum": ("holds lorem ipsum", _C4),
+    "c4_sentences": ("fewer than 3 sentences in the lines that C4 keeps", _C4),
+    "fineweb_punctuation": ("at most 0.12 of its lines end with punctuation", _FINEWEB),
+    "fineweb_duplicate_lines": ("lines that stood before hold at least 0.1 of its characters", _FINEWEB),
+    "fineweb_short_lines": ("at least 0.67 of its lines are shorter than 30 characters", _FINEWEB),
+    "contamination": (
+        "more than maximum_contamination of its words stand in runs of contamination_words that evaluation sets hold",
+        "arXiv:2005.14165, appendix C: 13 words",
+    ),
+    "exact_duplicates": ("its text, without white space at its ends, was there before", ""),
+    "near_duplicates": (
+        "shares a band of its MinHash with an earlier document",
+        "arXiv:2406.17557, section 3.4: 14 bands of 8 rows over 5 words",
+    ),
+}

@@ -1,0 +1,91 @@
+"""The words of a text as numbers: a 64-bit hash of each, and of every run of n of them."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+
+# Polynomial hashes modulo 2^64: with prefix sums and the inverse of an odd base, any stretch is one subtraction.
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 2**64)
+
+_FOLD = bytes(
+    byte if byte >= 0x80 or chr(byte).isdigit() or chr(byte).islower() else byte + 32 if chr(byte).isupper() else 32
+    for byte in range(256)
+)
+# UTF-8 of punctuation beyond ASCII: Latin-1 signs, U+2000-206F, U+3000-303F, fullwidth forms.
+_UNICODE_SIGNS = re.compile(
+    rb"\xc2[\x80-\xbf]|\xe2[\x80\x81][\x80-\xbf]|\xe3\x80[\x80-\xbf]"
+    rb"|\xef\xbc[\x81-\x8f\x9a-\xa0\xbb-\xbf]|\xef\xbd[\x80\x9b-\xa5]",
+    re.DOTALL,
+)
+# Kana and Han, which are written without spaces: every character is a word of its own.
+_OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\xbf][\x80-\xbf]", re.DOTALL)
+
+
+class Words:
+    """The folded words of a text: lower case, without punctuation, as texts are compared.
+
+    As in GPT-3 (arXiv:2005.14165, appendix C). In scripts without spaces (Han, kana) every character is a word.
+    `hashes` [words]: of each word.
+    """
+
+    def __init__(self, text: str) -> None:
+        data = (text if text.isascii() else text.lower()).encode().translate(_FOLD)
+        if not text.isascii():
+            data = _OWN_WORD.sub(rb" \g<0> ", _UNICODE_SIGNS.sub(b" ", data))
+        array = np.frombuffer(data, np.uint8)
+        inside = np.zeros(len(array) + 2, bool)
+        np.not_equal(array, 32, out=inside[1:-1])
+        edges = np.flatnonzero(inside[1:] != inside[:-1])
+        starts, ends = edges[0::2], edges[1::2]
+        powers, inverses = _powers(len(array))
+        prefix = _prefix(array.astype(np.uint64) * powers[: len(array)])
+        self.hashes = mixed((prefix[ends] - prefix[starts]) * inverses[starts])
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def runs(self, n: int) -> Hashes:
+        """The hash of each run of `n` words, [words - n + 1]; empty when there are fewer."""
+        if len(self) < n:
+            return np.empty(0, np.uint64)
+        powers, inverses = _powers(len(self))
+        prefix = _prefix(self.hashes * powers[: len(self)])
+        return mixed((prefix[n:] - prefix[:-n]) * inverses[: len(self) - n + 1])
+
+
+def mixed(values: Hashes) -> Hashes:
+    """Every bit of a value spread over all (the finisher of SplitMix64); changes `values` in place."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def _prefix(values: Hashes) -> Hashes:
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def _powers(count: int) -> tuple[Hashes, Hashes]:
+    """At least `count` powers of the base, and of its inverse."""
+    return _powers_of_two(max(16, (count - 1).bit_length()))
+
+
+@cache
+def _powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
+    def powers(base: int) -> Hashes:
+        values = np.full(1 << bits, base, np.uint64)
+        values[0] = 1
+        return np.cumprod(values, dtype=np.uint64)
+
+    return powers(_BASE), powers(_INVERSE)
