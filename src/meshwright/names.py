@@ -86,7 +86,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl")
-TOKENIZERS = ("bytes", "bpe")
+TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 
 OPTIMIZERS = ("adamw", "sgd")
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")

@@ -107,6 +107,13 @@ def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
     assert (result["tokens"], result["bytes"]) == (13, 12) and "xz_bits_per_byte" not in result
 
 
+def test_a_text_that_spells_the_end_of_texts_pays_for_its_letters(place, checkpoint):
+    path = place / "spelled.txt"
+    path.write_text("a<|endoftext|>b")
+    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    assert (result["tokens"], result["bytes"]) == (16, 15)
+
+
 def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
     import lzma
 
