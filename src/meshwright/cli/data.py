@@ -1,15 +1,17 @@
-"""`meshwright data`: prepare a recipe's data, or show what was prepared and what a batch looks like."""
+"""`meshwright data`: prepare a recipe's data, show what was prepared and what a batch looks like, and its tokenizer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.tokenizer_text import printable, tables, tokens_line
 
 if TYPE_CHECKING:
     from meshwright.data import PreparedData
@@ -19,7 +21,7 @@ _LINES = 10  # of one document, in the picture of a batch
 
 @a_command("data", "meshwright data prepare recipe.toml", "meshwright data show recipe.toml", group=True)
 def command() -> None:
-    """Prepare a recipe's data, or show what a batch looks like.
+    """Prepare a recipe's data, show what a batch looks like and what its tokenizer does.
 
     Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
     """
@@ -57,8 +59,40 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
         answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
 
 
-command.add_command(prepare)
-command.add_command(show)
+@a_command(
+    "tokenizer",
+    "meshwright data tokenizer recipe.toml",
+    "meshwright data tokenizer recipe.toml data.tokenizer=unigram --text 'Two words.' --html tokenizer.html",
+)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--text", metavar="TEXT", help="Show the tokens of this text, too.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page.")
+@json_option
+def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: Path | None, as_json: bool) -> None:
+    """Show what RECIPE's tokenizer makes of its data: bytes per token by source, which tokens are used and how often.
+
+    Data that are not prepared yet are prepared first.
+    """
+    from meshwright.data.tokenizer_page import page
+    from meshwright.data.tokenizer_report import tokenizer_report, tokens_of
+    from meshwright.recipe import load_recipe
+
+    with answering(as_json) as answer:
+        data = _prepared(recipe, overrides, check=False)
+        report = tokenizer_report(load_recipe(recipe, list(overrides)).data, data)
+        shown = None if text is None else tokens_of(data.tokenizer, text)
+        document = report if shown is None else {**report, "shown": shown}
+        parts = [tables(report)] if shown is None else [tokens_line(shown), "", tables(report)]
+        if html is not None:
+            write_file(html, page(report, shown))
+            document = {**document, "files": {"page": str(html)}}
+            parts.append(f"page: {html}")
+        answer(document, _rendered(parts))
+
+
+for one in (prepare, show, tokenizer):
+    command.add_command(one)
 
 
 def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> PreparedData:
@@ -87,10 +121,10 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     facts.add_column(overflow="fold")
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
-        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {_printable(example)})" if example else ""))
+        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {printable(example)})" if example else ""))
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
-    facts.add_row("prepared in", _printable(summary["directory"]))
+    facts.add_row("prepared in", printable(summary["directory"]))
     return Group(splits, "", facts)
 
 
@@ -111,7 +145,7 @@ def _picture(row: Mapping[str, Any]) -> Any:
     for number, document in enumerate(row["documents"]):
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
-        for line in _shortened(_printable(document["text"])):
+        for line in _shortened(printable(document["text"])):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
         if document["stop"] - 1 in masked:
@@ -126,14 +160,6 @@ def _shortened(text: str) -> list[str]:
         return lines
     half = (_LINES - 1) // 2
     return [*lines[:half], f"⋯ {len(lines) - 2 * half} more lines ⋯", *lines[-half:]]
-
-
-def _printable(text: str) -> str:
-    """`text` with what could steer a terminal written out: documents may hold anything."""
-    return "".join(
-        character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
-        for character in text.expandtabs(4)
-    )
 
 
 def _rendered(parts: Iterable[Any]) -> str:

@@ -37,15 +37,14 @@ class TextTokenizer:
         self.vocabulary = _vocabulary(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        frame = {tokenizer.id_to_token(start), tokenizer.id_to_token(end)}
+        frame = {str(tokenizer.id_to_token(token)) for token in (start, end)}
         self.special = special_tokens(tokenizer, {*named, *frame})
         self._plain_bytes = _is_plain_bytes(tokenizer)
         self._encoder = tokenizer if self._plain_bytes else text_encoder(tokenizer, self.special)
         unknown = unknown_token(tokenizer)
-        self._never = np.zeros(self.vocabulary, dtype=bool)
-        self._never[[tokenizer.token_to_id(token) for token in self.special if token != unknown or token in frame]] = (
-            True
-        )
+        self._never = np.zeros(self.vocabulary, dtype=bool)  # tokens that text must not become
+        for token in self.special:
+            self._never[tokenizer.token_to_id(token)] = token != unknown or token in frame
 
     @property
     def dtype(self) -> np.dtype[Any]:
