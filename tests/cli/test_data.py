@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.tokenizer_text import printable
+from meshwright.cli.terminal import printable
 from meshwright.data.cleaning import RULES
 
 

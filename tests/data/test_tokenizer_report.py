@@ -73,7 +73,7 @@ def test_the_report_is_what_counting_each_text_by_itself_gives(place: Path, name
 def test_the_longest_tokens_are_the_longest_texts(place: Path):
     data = prepare(recipe(place, "bpe"))
     lengths = [len(row["text"]) for row in tokenizer_report(recipe(place, "bpe"), data)["longest"]]
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] >= len(" nothing")
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 5
 
 
 def test_the_first_text_that_does_not_come_back_is_shown_where_it_differs(place: Path):
@@ -127,12 +127,12 @@ def test_the_command_prints_the_report_and_writes_the_page(
     command_line: Callable[..., Any], place: Path, toml: Path, tmp_path: Path
 ):
     html = tmp_path / "page.html"
-    found = command_line("data", "tokenizer", toml, "--text", "The nothing", "--html", html, "--json")
+    found = command_line("data", "tokenizer", toml, "--text", "The says", "--html", html, "--json")
     document = json.loads(found.output)
     assert found.code == 0 and document["schema"] == 1
     report = tokenizer_report(recipe(place, "word"), prepare(recipe(place, "word")))
     assert {key: document[key] for key in report} == json.loads(json.dumps(report))
-    assert document["shown"]["tokens"][1]["text"] == " nothing" and html.read_text().startswith("<!doctype")
+    assert document["shown"]["tokens"][1]["text"] == " says" and html.read_text().startswith("<!doctype")
     text = command_line("data", "tokenizer", toml, "data.tokenizer=bpe").output
     assert "bytes per token" in text and "decoded" in text and str(place / "code") in text.replace("\n", "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ import click
 
 from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.tokenizer_text import printable, tables, tokens_line
+from meshwright.cli.terminal import printable, rendered
+from meshwright.cli.tokenizer_text import tables, tokens_line
 
 if TYPE_CHECKING:
     from meshwright.data import PreparedData
@@ -38,7 +38,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     with answering(as_json) as answer:
         summary = _prepared(recipe, overrides, check=True).summary()
-        answer(summary, _rendered([_tables(summary)]))
+        answer(summary, rendered([_tables(summary)]))
 
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
@@ -56,7 +56,7 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     with answering(as_json) as answer:
         data = _prepared(recipe, overrides, check=False)
         summary, described = data.summary(), describe_rows(data, rows)
-        answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
+        answer({**summary, "rows": described}, rendered([_tables(summary), *map(_picture, described)]))
 
 
 @a_command(
@@ -88,7 +88,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
             write_file(html, page(report, shown))
             document = {**document, "files": {"page": str(html)}}
             parts.append(f"page: {html}")
-        answer(document, _rendered(parts))
+        answer(document, rendered(parts))
 
 
 for one in (prepare, show, tokenizer):
@@ -160,15 +160,3 @@ def _shortened(text: str) -> list[str]:
         return lines
     half = (_LINES - 1) // 2
     return [*lines[:half], f"⋯ {len(lines) - 2 * half} more lines ⋯", *lines[-half:]]
-
-
-def _rendered(parts: Iterable[Any]) -> str:
-    """Tables as text for standard output, with colours where that is a terminal."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    console = Console(force_terminal=terminal, highlight=False, width=None if terminal else 120)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))

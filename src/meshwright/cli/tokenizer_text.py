@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.cli.terminal import printable
+
 _ROWS = 10
 
 
@@ -68,11 +70,3 @@ def _joined(tokens: Sequence[str]) -> str:
 def _quoted(token: str) -> str:
     """A token between marks that show where it begins and ends, its spaces and newlines visible."""
     return f"‹{printable(token).replace(chr(10), chr(92) + 'n')}›"
-
-
-def printable(text: str) -> str:
-    """`text` with what could steer a terminal written out: documents may hold anything."""
-    return "".join(
-        character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
-        for character in text.expandtabs(4)
-    )
