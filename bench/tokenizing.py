@@ -1,6 +1,6 @@
 """How fast text becomes packed tokens: our encoding and our whole packing against bare `tokenizers.encode_batch`.
 
-The text: the standard library's sources and, where it is there, tiny Shakespeare, 2 MB. Each kind of tokenizer is
+The text: the standard library's sources and, where it is there, tiny Shakespeare, 4 MB. Each kind of tokenizer is
 trained on it, and one is as SentencePiece's models come, whose special tokens are pieces of the model. In turns:
 `encode_batch` of the library with its results left as they are; `TextTokenizer.encode`, which also makes arrays and
 looks for special tokens; `Packer.pack`, which also frames, hashes, writes and syncs shards.
@@ -80,7 +80,7 @@ def pack(tokenizer: TextTokenizer, texts: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     texts = corpus(options.megabytes * 1_000_000)

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from meshwright.data import prepare
 from meshwright.data.special_tokens import text_encoder
 from meshwright.data.tokenizer import TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
+from meshwright.data.tokenizer_kinds import END_OF_TEXT, KINDS
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
@@ -133,6 +134,20 @@ def test_prepared_data_hold_special_tokens_at_the_ends_of_documents_alone(
     )  # fmt: skip
     [tokens] = data.split("train").token_batches()
     assert (tokens == data.tokenizer.end).sum() == 2 * 5  # each document is framed by it
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prepared_data_of_every_kind_hold_its_end_at_the_ends_of_documents_alone(name: str, tmp_path: Path):
+    texts = [f"{number}{END_OF_TEXT} words {END_OF_TEXT * number} [UNK] <unk>" for number in range(1, 9)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = prepare(
+        DataRecipe(
+            source=str(tmp_path / "corpus.jsonl"), tokenizer=name, vocabulary=300, sequence=4, validation_fraction=0.0,
+            cache=str(tmp_path / "cache"),
+        )
+    )  # fmt: skip
+    [tokens] = data.split("train").token_batches()
+    assert (tokens == data.tokenizer.end).sum() == 2 * len(texts)
 
 
 def test_a_special_token_that_only_the_files_beside_it_name_is_special_too(tmp_path: Path):

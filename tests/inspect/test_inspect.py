@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright.errors import UserError
+from meshwright.inspect.dtypes import ELEMENT_TYPES
 from meshwright.inspect.report import inspect_model
 from meshwright.inspect.statistics import BLOCK, statistics
 
@@ -80,6 +81,14 @@ def test_types_shapes_and_statistics_are_those_of_torch(tmp_path: Path, write: C
         assert [said[key] for key in ("mean", "std", "min", "max")] == pytest.approx(want, rel=1e-9, abs=1e-12)
     else:
         assert [said[key] for key in ("mean", "std", "min", "max")] == [None] * 4
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
+def test_every_byte_of_an_8_bit_float_is_the_number_that_torch_makes_of_it(name: str, dtype: torch.dtype):
+    read = ELEMENT_TYPES[name].read
+    assert read is not None
+    codes = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(read(codes), torch.from_numpy(codes).view(dtype).float().numpy())
 
 
 def test_statistics_over_several_blocks_are_those_of_the_whole():
