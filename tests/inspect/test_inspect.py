@@ -241,6 +241,27 @@ def test_no_torch_is_loaded_for_safetensors(tmp_path: Path):
     assert outcome.returncode == 0, outcome.stderr
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path, command_line: Callable[..., Any]):
+    save_file({"layers[0].[red]x[/blue]": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert "layers[0].[red]x[/blue]" in command_line("inspect", tmp_path).output
+
+
+def test_a_run_directory_means_its_newest_checkpoint(
+    tmp_path: Path, tiny_recipe: Path, command_line: Callable[..., Any]
+):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"The {number}th of the short lines." for number in range(400)))
+    options = [f"data.source={tmp_path}/text.txt", f"data.cache={tmp_path}/cache", f"run.directory={tmp_path}/run"]
+    assert command_line("train", tiny_recipe, *options, "train.steps=2", "checkpoint.every=1").code == 0
+    document = json.loads(command_line("inspect", tmp_path / "run", "--layout", "pp2 zero3 dp2", "--json").output)
+    assert document["path"].endswith("step-000002") and document["family"] == "llama"
+    assert document["elements"] == document["parameters_of_config"]
+    assert len(document["placement"]["ranks"]) == 4
+    weights = Path(document["path"]) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    failed = command_line("inspect", document["path"])
+    assert failed.code == 2 and "model.safetensors" in failed.errors and failed.errors.count("\n") == 1
+
+
 def test_the_command_shows_tensors_and_what_is_not_finite(tmp_path: Path, command_line: Callable[..., Any]):
     sharded(tmp_path)
     text = command_line("inspect", tmp_path).output

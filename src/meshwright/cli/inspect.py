@@ -82,6 +82,7 @@ def _sums(document: Mapping[str, Any]) -> Any:
 
 def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensor", overflow="fold")
@@ -93,12 +94,12 @@ def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
         table.add_column("first values", overflow="fold")
     for tensor in tensors:
         shape = " × ".join(map(str, tensor["shape"])) or "scalar"
-        cells = [printable(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
+        cells: list[Any] = [printable(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
         if found := tensor.get("statistics"):
             cells += [_number(found[key]) for key in ("mean", "std", "min", "max")]
             cells.append(f"{found['zeros']:,}")
             odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if found[key]]
-            cells.append(" ".join([*map(_number, tensor["first"]), *(f"[red]{word}[/red]" for word in odd)]))
+            cells.append(Text.assemble(" ".join(map(_number, tensor["first"])), (" ".join(["", *odd]), "red")))
         table.add_row(*cells)
     return table
 

@@ -20,7 +20,8 @@ def rendered(parts: Iterable[Any], width: int = 120) -> str:
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
-    console = Console(force_terminal=terminal, highlight=False, width=None if terminal else width)
+    # No markup: a token or a file may be called "[red]".
+    console = Console(force_terminal=terminal, highlight=False, markup=False, width=None if terminal else width)
     with console.capture() as capture:
         for part in parts:
             console.print(part)

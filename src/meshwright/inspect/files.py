@@ -117,10 +117,11 @@ def read_header(file: Path) -> list[TensorEntry]:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     try:
         header = json.loads(text)
-        assert isinstance(header, dict)
+        if not isinstance(header, dict):
+            raise ValueError("no object")
         header.pop("__metadata__", None)
         entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
-    except (ValueError, AssertionError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
     last = max(entries, key=lambda entry: entry.offset + entry.bytes, default=None)
@@ -135,7 +136,10 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
-    assert all(isinstance(number, int) and number >= 0 for number in (*shape, first, end)) and isinstance(dtype, str)
+    if not isinstance(dtype, str) or not all(
+        isinstance(number, int) and number >= 0 for number in (*shape, first, end)
+    ):
+        raise ValueError("not a type, a shape and two places")
     if dtype not in ELEMENT_TYPES:
         close = nearest(dtype, ELEMENT_TYPES)
         hint = f'; did you mean "{close}"?' if close else ""
