@@ -86,7 +86,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "parquet", "wet")
-TOKENIZERS = ("bytes", "bpe")
+TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
 RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # of a value in a record

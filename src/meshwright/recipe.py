@@ -167,8 +167,8 @@ class DataRecipe(Table):
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
-    tokenizer: Name = "bpe"  # "bytes", "bpe" (trained on the data), a tokenizer.json or a Hugging Face directory
-    vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of the trained BPE: 256 bytes, the end of text, merges
+    tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
+    vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of a tokenizer that is trained on the data
     sequence: Count  # tokens in a sample
     document_mask: bool = True  # documents packed into one sample do not see each other
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the documents

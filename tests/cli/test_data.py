@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.data import _printable
+from meshwright.cli.terminal import printable
 from meshwright.data.cleaning import asked
 from meshwright.recipe import CleanRecipe
 
@@ -144,4 +144,4 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
 
 
 def test_text_cannot_steer_the_terminal():
-    assert _printable("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"
+    assert printable("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"

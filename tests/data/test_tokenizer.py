@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from meshwright.data.compression import token_byte_counts
-from meshwright.data.tokenizer import (
-    END_OF_TEXT,
-    TextTokenizer,
-    _byte_characters,
-    find_tokenizer,
-    least_vocabulary,
-    load_tokenizer,
-    write_tokenizer,
-)
+from meshwright.data.tokenizer import TextTokenizer, find_tokenizer, least_vocabulary, load_tokenizer, write_tokenizer
+from meshwright.data.tokenizer_kinds import END_OF_TEXT, KINDS, UNKNOWN, byte_characters
 from meshwright.errors import UserError
 
 CODE = [Path(json.__file__).read_text(), Path(json.decoder.__file__).read_text()] * 3
@@ -36,7 +29,12 @@ def made(directory: Path, name: str, vocabulary: int = 600) -> TextTokenizer:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, TextTokenizer]]:
     base = tmp_path_factory.mktemp("tokenizers")
-    return {name: (base / name, made(base / name, name)) for name in ("bytes", "bpe")}
+    return {name: (base / name, made(base / name, name)) for name in KINDS}
+
+
+EXACT = [name for name, kind in KINDS.items() if kind.unknown is None]
+LOSSY = [name for name in KINDS if name not in EXACT]
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def test_the_fewest_tokens_are_known_before_any_text_is_read(
@@ -45,8 +43,9 @@ def test_the_fewest_tokens_are_known_before_any_text_is_read(
     directory, trained = own["bpe"]
     assert least_vocabulary(str(directory)) == trained.vocabulary > 257
     assert least_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
-    write_tokenizer(tmp_path, "bpe", 600, None, iter(["a"]))  # no pair to merge
-    assert least_vocabulary("bpe") == load_tokenizer(tmp_path).vocabulary
+    for name in KINDS:
+        write_tokenizer(tmp_path, name, 600, None, iter([]))
+        assert least_vocabulary(name) == load_tokenizer(tmp_path).vocabulary
 
 
 texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_TEXT, " ", "\n"])).map(" ".join)
@@ -54,7 +53,7 @@ texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_
 
 @given(text=texts)
 @settings(deadline=None, max_examples=100)
-@pytest.mark.parametrize("name", ["bytes", "bpe"])
+@pytest.mark.parametrize("name", EXACT)
 def test_decoding_gives_back_every_text(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
     tokenizer = own[name][1]
     (tokens,) = tokenizer.encode([text])
@@ -63,7 +62,7 @@ def test_decoding_gives_back_every_text(own: dict[str, tuple[Path, TextTokenizer
 
 @given(text=texts)
 @settings(deadline=None)
-@pytest.mark.parametrize("name", ["bytes", "bpe"])
+@pytest.mark.parametrize("name", EXACT)
 def test_tokens_of_a_text_stand_for_exactly_its_bytes(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
     tokenizer = own[name][1]
     counts = token_byte_counts(tokenizer.tokenizer)
@@ -83,19 +82,61 @@ def test_the_token_of_a_byte_is_the_byte(own: dict[str, tuple[Path, TextTokenize
 
 
 def test_the_characters_of_bytes_are_those_of_the_library():
-    assert sorted(_byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def test_text_never_becomes_a_special_token(own: dict[str, tuple[Path, TextTokenizer]]):
-    for _, tokenizer in own.values():
-        (tokens,) = tokenizer.encode([f"before{END_OF_TEXT}after"])
-        assert tokenizer.end not in tokens.tolist()
+@each_kind
+def test_text_never_becomes_a_special_token(own: dict[str, tuple[Path, TextTokenizer]], name: str):
+    tokenizer = own[name][1]
+    spelled = f"before{END_OF_TEXT}after {END_OF_TEXT} {END_OF_TEXT}\n{END_OF_TEXT}"
+    tokens = np.concatenate(tokenizer.encode([spelled, END_OF_TEXT]))
+    assert tokenizer.end not in tokens.tolist()
 
 
-def test_training_twice_gives_the_same_tokenizer(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
-    made(tmp_path / "again", "bpe")
+@each_kind
+def test_a_corpus_full_of_the_special_token_does_not_make_it_a_token_of_text(tmp_path: Path, name: str):
+    """Trained on text in which it is the most frequent word of all, and on the name for unknown text as well."""
+    corpus = [f"{END_OF_TEXT} {UNKNOWN} {END_OF_TEXT} word {END_OF_TEXT}{END_OF_TEXT}"] * 50
+    write_tokenizer(tmp_path, name, 400, None, iter(corpus))
+    tokenizer = load_tokenizer(tmp_path)
+    (tokens,) = tokenizer.encode([corpus[0]])
+    special = {tokenizer.tokenizer.token_to_id(token) for token in tokenizer.special}
+    assert tokenizer.end in special and special.isdisjoint(tokens.tolist())
+    assert tokenizer.decode(tokens).replace(" ", "") == corpus[0].replace(" ", "")
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_kind_does_not_know_becomes_its_unknown_token(own: dict[str, tuple[Path, TextTokenizer]], name: str):
+    tokenizer = own[name][1]
+    unknown = tokenizer.tokenizer.token_to_id(UNKNOWN)
+    (known, other) = tokenizer.encode([" self", " \u0416\u0416"])
+    assert unknown not in known.tolist() and other.tolist() == [unknown]
+
+
+def test_words_keep_their_spaces_and_wordpiece_does_not(own: dict[str, tuple[Path, TextTokenizer]]):
+    text = " return self\n    return self"
+    back = {name: own[name][1].decode(own[name][1].encode([text])[0]) for name in LOSSY}
+    assert back == {"word": text, "wordpiece": "return self return self"}
+
+
+@each_kind
+def test_training_twice_gives_the_same_tokenizer(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path, name: str):
+    made(tmp_path / "again", name)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "again" / file).read_bytes() == (own["bpe"][0] / file).read_bytes()
+        assert (tmp_path / "again" / file).read_bytes() == (own[name][0] / file).read_bytes()
+
+
+@each_kind
+def test_no_kind_has_more_tokens_than_were_asked_for(tmp_path: Path, name: str):
+    """Of a text with 5,000 different characters as well."""
+    characters = "".join(filter(str.isprintable, map(chr, range(32, 6000))))
+    for vocabulary in (257, 258, 300, 700):
+        write_tokenizer(tmp_path, name, vocabulary, None, iter([characters, *CODE]))
+        tokenizer = load_tokenizer(tmp_path)
+        full = name != "bytes" and (name, vocabulary) != ("unigram", 258)  # which has no room for both kinds of piece
+        assert tokenizer.vocabulary == (vocabulary if full else 257)
+        (tokens,) = tokenizer.encode([characters])
+        assert (tokenizer.decode(tokens) == characters) == (name in EXACT)
 
 
 def test_a_trained_tokenizer_has_the_vocabulary_that_was_asked_for(own: dict[str, tuple[Path, TextTokenizer]]):
@@ -114,14 +155,18 @@ def test_the_type_on_disk_is_the_smallest_that_holds_the_vocabulary():
     assert [with_vocabulary(size).dtype.str for size in (65_536, 65_537)] == ["<u2", "<u4"]
 
 
-def test_transformers_loads_both_and_agrees(own: dict[str, tuple[Path, TextTokenizer]]):
+@each_kind
+def test_transformers_loads_every_kind_and_agrees(own: dict[str, tuple[Path, TextTokenizer]], name: str):
     transformers = pytest.importorskip("transformers")
-    text = CODE[0][:2000] + PROSE[0]
-    for directory, tokenizer in own.values():
-        theirs = transformers.AutoTokenizer.from_pretrained(directory)
-        assert theirs(text)["input_ids"] == tokenizer.encode([text])[0].tolist()
-        assert theirs.eos_token_id == tokenizer.end and theirs.eos_token == END_OF_TEXT
-        assert theirs.decode(theirs(text)["input_ids"]) == text
+    directory, tokenizer = own[name]
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    for text in (CODE[0][:2000], PROSE[0], "", "  a\n\n\tb", "\u0416 \u4e16", f"a{END_OF_TEXT}b {UNKNOWN} <0x41>"):
+        tokens = tokenizer.encode([text])[0].tolist()
+        assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == tokens
+        assert theirs.decode(tokens) == tokenizer.decode(tokens)
+    assert theirs(CODE[0])["input_ids"] == tokenizer.encode([CODE[0]])[0].tolist()  # nothing special in it
+    assert theirs.eos_token_id == tokenizer.end and theirs.eos_token == END_OF_TEXT
+    assert len(theirs) == tokenizer.vocabulary and theirs.unk_token == KINDS[name].unknown
 
 
 class TestExisting:

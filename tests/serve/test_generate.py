@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
 from meshwright.data.tokenizer import write_tokenizer
 from meshwright.errors import UserError
@@ -116,6 +117,25 @@ def test_a_prompt_without_room_for_a_token_is_refused(checkpoint: Path):
     assert len(generator.generate("x" * 38).tokens) == 1
     with pytest.raises(UserError, match="40 tokens with its start, and the model 40 positions"):
         generator.generate("x" * 39)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])
+def test_a_prompt_never_spells_a_special_token(checkpoint: Path, name: str):
+    write_tokenizer(checkpoint, name, 257, None, iter(["a b <|endoftext|> [UNK] <unk>"] * 9))
+    generator = Generator.from_directory(checkpoint)
+    end = generator.tokenizer.token_to_id("<|endoftext|>")
+    start, *tokens = generator.encode("a <|endoftext|><|endoftext|> b")
+    assert start == generator.start and end is not None and end not in tokens
+
+
+def test_a_prompt_never_spells_a_special_token_that_is_a_piece_of_the_model(checkpoint: Path):
+    """As in SentencePiece's models, whose end is the most probable piece of all."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    generator = Generator.from_directory(checkpoint)
+    assert generator.encode("a</s>b")[1:] == [tokenizer.token_to_id(letter) for letter in "a</s>b"]
 
 
 def test_what_cannot_be_generated_from_is_named(checkpoint: Path):

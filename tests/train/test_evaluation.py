@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from meshwright.data import prepare
 from meshwright.errors import UserError
-from meshwright.model.config import config_from_recipe
+from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
 from meshwright.train.checkpoint import find_checkpoint
-from meshwright.train.evaluation import evaluate
+from meshwright.train.evaluation import evaluate, held_out
 
 SEQUENCE = 24
 TEXTS = [
@@ -105,6 +106,27 @@ def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
     path.write_text("Twelve bytes")
     result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
     assert (result["tokens"], result["bytes"]) == (13, 12) and "xz_bits_per_byte" not in result
+
+
+def test_a_text_that_spells_the_end_of_texts_pays_for_its_letters(place, checkpoint):
+    path = place / "spelled.txt"
+    path.write_text("a<|endoftext|>b")
+    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    assert (result["tokens"], result["bytes"]) == (16, 15)
+
+
+def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_the_model(place, checkpoint, tmp_path):
+    """As in SentencePiece's models, whose end is the most probable piece of all."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab ")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "text.txt").write_text("a </s> b")
+    config = ModelConfig.from_path(checkpoint)
+    _, tokens = held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
+    [stream] = tokens.token_batches()
+    assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
 
 
 def test_xz_is_measured_on_the_very_bytes(place, checkpoint):

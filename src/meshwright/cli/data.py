@@ -1,8 +1,7 @@
-"""`meshwright data`: prepare a recipe's data, or show what was prepared and what a batch looks like."""
+"""`meshwright data`: prepare a recipe's data, show what was prepared and what a batch looks like, and its tokenizer."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import click
 
 from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.terminal import printable, rendered
+from meshwright.cli.tokenizer_text import tables, tokens_line
 
 if TYPE_CHECKING:
     from meshwright.data import PreparedData
@@ -26,7 +27,7 @@ _LINES = 10  # of one document, in the picture of a batch
     group=True,
 )
 def command() -> None:
-    """Prepare a recipe's data, show what a batch looks like, or report what cleaning did.
+    """Prepare a recipe's data, show what a batch looks like and what its tokenizer does, report what cleaning did.
 
     Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
     """
@@ -44,7 +45,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     with answering(as_json) as answer:
         data, samples = _prepared(recipe, overrides, check=True)
         summary = data.summary(samples)
-        answer(summary, _rendered([_tables(summary)]))
+        answer(summary, rendered([_tables(summary)]))
 
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
@@ -62,7 +63,7 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     with answering(as_json) as answer:
         data, samples = _prepared(recipe, overrides, check=False)
         summary, described = data.summary(samples), describe_rows(data, rows)
-        answer({**summary, "rows": described}, _rendered([_tables(summary), *map(_picture, described)]))
+        answer({**summary, "rows": described}, rendered([_tables(summary), *map(_picture, described)]))
 
 
 @a_command("report", "meshwright data report recipe.toml --output report.html")
@@ -86,9 +87,40 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
         answer({"report": page, **data.cleaning}, f"report: {page}")
 
 
-command.add_command(prepare)
-command.add_command(show)
-command.add_command(report)
+@a_command(
+    "tokenizer",
+    "meshwright data tokenizer recipe.toml",
+    "meshwright data tokenizer recipe.toml data.tokenizer=unigram --text 'Two words.' --html tokenizer.html",
+)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--text", metavar="TEXT", help="Show the tokens of this text, too.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page.")
+@json_option
+def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: Path | None, as_json: bool) -> None:
+    """Show what RECIPE's tokenizer makes of its data: bytes per token by source, which tokens are used and how often.
+
+    Data that are not prepared yet are prepared first.
+    """
+    from meshwright.data.tokenizer_page import page
+    from meshwright.data.tokenizer_report import tokenizer_report, tokens_of
+    from meshwright.recipe import load_recipe
+
+    with answering(as_json) as answer:
+        data, _ = _prepared(recipe, overrides, check=False)
+        report = tokenizer_report(load_recipe(recipe, list(overrides)).data, data)
+        shown = None if text is None else tokens_of(data.tokenizer, text)
+        document = report if shown is None else {**report, "shown": shown}
+        parts = [tables(report)] if shown is None else [tokens_line(shown), "", tables(report)]
+        if html is not None:
+            write_file(html, page(report, shown))
+            document = {**document, "files": {"page": str(html)}}
+            parts.append(f"page: {html}")
+        answer(document, rendered(parts))
+
+
+for one in (prepare, show, tokenizer, report):
+    command.add_command(one)
 
 
 def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
@@ -119,12 +151,12 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     facts.add_column(overflow="fold")
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
-        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {_printable(example)})" if example else ""))
+        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {printable(example)})" if example else ""))
     for kind, count in summary["masked"].items():
         facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
-    facts.add_row("prepared in", _printable(summary["directory"]))
+    facts.add_row("prepared in", printable(summary["directory"]))
     return Group(splits, "", *_sources(summary), facts)
 
 
@@ -143,7 +175,7 @@ def _sources(summary: Mapping[str, Any]) -> list[Any]:
         train = source["train"]
         kept = train["documents"] + source["validation"]["documents"]
         table.add_row(
-            _printable(source["name"]),
+            printable(source["name"]),
             f"{source['files']:,}",
             f"{kept:,} of {source['documents']:,}",
             f"{train['tokens']:,}",
@@ -172,7 +204,7 @@ def _picture(row: Mapping[str, Any]) -> Any:
     for number, document in enumerate(row["documents"]):
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
-        for line in _shortened(_printable(document["text"])):
+        for line in _shortened(printable(document["text"])):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
         if document["stop"] - 1 in masked:
@@ -187,23 +219,3 @@ def _shortened(text: str) -> list[str]:
         return lines
     half = (_LINES - 1) // 2
     return [*lines[:half], f"⋯ {len(lines) - 2 * half} more lines ⋯", *lines[-half:]]
-
-
-def _printable(text: str) -> str:
-    """`text` with what could steer a terminal written out: documents may hold anything."""
-    return "".join(
-        character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
-        for character in text.expandtabs(4)
-    )
-
-
-def _rendered(parts: Iterable[Any]) -> str:
-    """Tables as text for standard output, with colours where that is a terminal."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    console = Console(force_terminal=terminal, highlight=False, width=None if terminal else 120)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))

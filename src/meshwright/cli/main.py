@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError, Terminated
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
-    "data": "Prepare a recipe's data, or show what a batch looks like.",
+    "data": "Prepare a recipe's data, show a batch of it and what its tokenizer does.",
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "plan": "Say what training costs before it runs: time, memory, the best layout.",
@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",
+    "inspect": "Show what a checkpoint or a model directory holds, and which device would hold what.",
     "report": "Write a run's page: loss curve, throughput, recipe, sample.",
 }
 

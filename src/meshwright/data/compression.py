@@ -9,6 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders
 
+from meshwright.data.tokenizer_kinds import BYTES
+
+_JOINS = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]).__getstate__()
+
 
 def xz_bits_per_byte(texts: Iterable[str]) -> float:
     """Bits per UTF-8 byte that `xz -9` needs for `texts` written one after another. nan without any text."""
@@ -25,17 +29,19 @@ def xz_bits_per_byte(texts: Iterable[str]) -> float:
 def token_byte_counts(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     """How many UTF-8 bytes of text each token id stands for, [vocabulary]; special tokens stand for 0.
 
-    So bits per byte is exact over any tokens, not only over whole documents. None unless the tokenizer is byte-level,
-    where a token has one character per byte.
+    So bits per byte is exact over any tokens, not only over whole documents. None unless decoding is joining: of a
+    byte-level tokenizer, where a token has one character per byte, or of one that writes its text and single bytes.
     """
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+    plain = isinstance(tokenizer.decoder, decoders.Sequence) and tokenizer.decoder.__getstate__() == _JOINS
+    if not plain and not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
+    single = set(BYTES) if plain else set()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     counts = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
     for token, number in vocabulary.items():
         if number not in added:
-            counts[number] = len(token)
+            counts[number] = 1 if token in single else len(token.encode()) if plain else len(token)
         elif not added[number].special:
             counts[number] = len(token.encode())
     return counts

@@ -34,11 +34,12 @@ from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
 from meshwright.data.sources import KEYED_FORMATS, find_files
 from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, document_reader, survey
 from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
+from meshwright.data.tokenizer_kinds import KINDS
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
 FORMAT = 2
-TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a BPE tokenizer is trained on, at most: more changes nothing that matters
+TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a tokenizer is trained on, at most: more changes nothing that matters
 
 Log = Callable[[str], None]
 
@@ -104,7 +105,7 @@ class _Job:
             "text_keys": [source.text_key for source in recipe.all_sources],
             "clean": {**recipe.clean.model_dump(), "evaluation_sets": digests(recipe.clean.evaluation_sets)},
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
-            "vocabulary": recipe.vocabulary if recipe.tokenizer == "bpe" else None,
+            "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
             "training_text": TRAINING_TEXT,
             "validation_fraction": recipe.validation_fraction,
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
@@ -205,9 +206,9 @@ class _Job:
         record = read_json(record_path)
         if record is None or any(damage(directory / name, said, contents=True) for name, said in record.items()):
             recipe, size = self.recipe, result.bytes["train"]
-            if recipe.tokenizer == "bpe":
-                size = min(size, TRAINING_TEXT)
-                self.log(f"training a byte-level BPE of {recipe.vocabulary:,} tokens on {size / 1e6:,.1f} MB")
+            if _is_trained(recipe):
+                size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title
+                self.log(f"training {title} of {recipe.vocabulary:,} tokens on {size / 1e6:,.1f} MB")
             record_path.unlink(missing_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
@@ -272,6 +273,11 @@ class _Job:
 
     def _reader(self, result: Survey) -> Reader:
         return document_reader(self.recipe, result.longest)
+
+
+def _is_trained(recipe: DataRecipe) -> bool:
+    """Whether its tokenizer is made from its data."""
+    return recipe.tokenizer in KINDS and KINDS[recipe.tokenizer].trained
 
 
 def _cache_directory(recipe: DataRecipe) -> Path:

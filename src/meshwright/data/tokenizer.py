@@ -1,23 +1,24 @@
-"""Tokenizers: bytes, BPE trained on the corpus, or one that exists; always a directory that `transformers` loads."""
+"""Tokenizers: a kind made here, or one that exists; always a directory that `transformers` loads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from meshwright.data.files import write_whole
+from meshwright.data.special_tokens import named_special, special_tokens, text_encoder, unknown_token
+from meshwright.data.tokenizer_kinds import END_OF_TEXT, KINDS, byte_tokenizer
 from meshwright.errors import UserError
 from meshwright.names import TOKENIZERS, nearest
 
-END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json")
 # What publishers call the end of a text, most telling first; asked only when no file says it.
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
@@ -30,13 +31,20 @@ class TextTokenizer:
     is its end; where the next document begins is not. Text never becomes a special token, whatever it spells.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int, end: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
+        """`named`: tokens that the files beside tokenizer.json say are special (see `named_special`)."""
         self.tokenizer, self.start, self.end = tokenizer, start, end
         self.vocabulary = _vocabulary(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True
+        frame = {str(tokenizer.id_to_token(token)) for token in (start, end)}
+        self.special = special_tokens(tokenizer, {*named, *frame})
         self._plain_bytes = _is_plain_bytes(tokenizer)
+        self._encoder = tokenizer if self._plain_bytes else text_encoder(tokenizer, self.special)
+        unknown = unknown_token(tokenizer)
+        self._never = np.zeros(self.vocabulary, dtype=bool)  # tokens that text must not become
+        for token in self.special:
+            self._never[tokenizer.token_to_id(token)] = token != unknown or token in frame
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -47,8 +55,16 @@ class TextTokenizer:
         """The tokens of each text, unframed, as `dtype`."""
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokens = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        for text, ids in zip(texts, tokens, strict=True):
+            if self._never[ids].any():
+                token = self.tokenizer.id_to_token(int(ids[self._never[ids]][0]))
+                raise UserError(
+                    f'data.tokenizer: text becomes the special token "{token}" of this tokenizer, in a document that '
+                    f"begins with {text[:40]!r}; take a tokenizer that has another token for unknown text"
+                )
+        return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         """The text of `tokens`, special ones shown by name."""
@@ -67,7 +83,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """The files of data.tokenizer = `name`; None for "bytes" and "bpe". `UserError`: no such files, or no end named."""
+    """The files of data.tokenizer = `name`; None for a kind made here. `UserError`: no such files, or no end named."""
     if name in TOKENIZERS:
         return None
     path = Path(name).expanduser()
@@ -100,6 +116,13 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             raise UserError(f'data.tokenizer: the {key} "{token}" of {directory} is not a token of {file.name}')
     if config.get("eos_token") is None or (bos is not None and config.get("bos_token") is None):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos, "bos_token": bos}
+    # What only the map says, and only one file is copied.
+    mapped = special_tokens(tokenizer, named_special(_json_object(directory / "special_tokens_map.json")))
+    if unsaid := mapped - special_tokens(tokenizer, named_special(config)):
+        config = {
+            **config,
+            "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unsaid)],
+        }
     return TokenizerFiles(data, _pretty(config))
 
 
@@ -107,27 +130,18 @@ def least_vocabulary(name: str) -> int:
     """How many tokens data.tokenizer = `name` has at least, before any text is read: for "bpe" the bytes and the end.
     `UserError` as `find_tokenizer`."""
     found = find_tokenizer(name)
-    tokenizer = _bytes() if found is None else Tokenizer.from_buffer(found.tokenizer)
-    return _vocabulary(tokenizer)
+    return KINDS[name].least if found is None else _vocabulary(Tokenizer.from_buffer(found.tokenizer))
 
 
 def write_tokenizer(
     directory: Path, name: str, vocabulary: int, found: TokenizerFiles | None, texts: Iterator[str]
 ) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`; "bpe" is trained on `texts`.
-
-    "bytes": token b is byte b, 256 ends a text. "bpe": 0 ends a text, then the 256 bytes, then merges, `vocabulary` in
-    all (fewer where the text offers no more pairs); words are split as GPT-2 splits them.
-    """
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: those `found`, else a tokenizer of the kind
+    `name`, trained on `texts` where it is a kind that is trained (see `tokenizer_kinds`). It has `vocabulary` tokens,
+    fewer where the text does not offer so many."""
     if found is None:
-        tokenizer = _bytes() if name == "bytes" else _trained(vocabulary, texts)
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None,
-            "eos_token": END_OF_TEXT,
-            "clean_up_tokenization_spaces": False,
-        }
-        found = TokenizerFiles(tokenizer.to_str(pretty=True).encode(), _pretty(config))
+        kind = KINDS[name]
+        found = TokenizerFiles(kind.make(vocabulary, texts).to_str(pretty=True).encode(), _pretty(kind.config()))
     for file, data in zip(FILES, (found.tokenizer, found.config), strict=True):
         write_whole(directory / file, data)
 
@@ -139,46 +153,16 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     eos, bos = config["eos_token"], config.get("bos_token")
     start, end = (tokenizer.token_to_id(_content(token)) for token in (bos or eos, eos))
     assert start is not None and end is not None, (directory, eos, bos)
-    return TextTokenizer(tokenizer, start, end)
+    return TextTokenizer(tokenizer, start, end, named_special(config))
 
 
 def _vocabulary(tokenizer: Tokenizer) -> int:
     return int(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
 
-def _bytes() -> Tokenizer:
-    characters = _byte_characters()
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return tokenizer
-
-
-def _trained(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
-        initial_alphabet=_byte_characters(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where it prints, else one from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in prints else next(others)) for byte in range(256)]
-
-
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
     """Whether encoding is just the UTF-8 bytes, which needs no tokenizer."""
-    reference = _bytes()
+    reference = byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from meshwright.data.special_tokens import named_in, special_tokens, text_encoder
 from meshwright.errors import UserError
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
@@ -52,12 +53,16 @@ class Generator:
     ) -> None:
         """`model`: whole, or this rank's part of it, and every rank does the same; `start`: the token put before a
         prompt, as before each document in training; `ends`: tokens that end it; `directory`: where the model came
-        from."""
+        from. What is special is read from the tokenizer and from the files beside it; a prompt never spells it."""
         self.directory = directory
         self.model = model.eval() if isinstance(model, Transformer) else model
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        named = named_in(directory) if directory is not None else set()
+        added = tokenizer.get_added_tokens_decoder()  # what ends a text may be an ordinary token, such as a line's end
+        named |= {added[token].content for token in {start, *self.ends} if token in added}
+        self._encoder = text_encoder(tokenizer, special_tokens(tokenizer, named))
 
     @classmethod
     def from_directory(
@@ -94,8 +99,8 @@ class Generator:
         return cls(model, tokenizer, start=start, ends=_ends(directory, config), directory=directory)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens, behind the start token."""
-        tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        """The prompt's tokens, behind the start token; none of them is special, whatever the prompt spells."""
+        tokens = self._encoder.encode(prompt, add_special_tokens=False).ids
         size = self.model.config.vocabulary
         if tokens and max(tokens) >= size:
             raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")

@@ -1,0 +1,145 @@
+"""`meshwright inspect`: shards, tensors, statistics of a model's files, and which device would hold what."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.terminal import printable, rendered
+
+_WIDTH = 160
+
+
+@plumbing.command(
+    "inspect",
+    "meshwright inspect runs/quickstart",
+    "meshwright inspect models/llama --name '*.layers.0.*' --values 8",
+    'meshwright inspect models/llama --layout "pp2 tp2 zero3" --no-statistics',
+    "meshwright inspect model-00001-of-00003.safetensors --json",
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--name", "names", multiple=True, metavar="GLOB", help="Only tensors of such names; may be repeated.")
+@click.option("--layout", help="Show which rank of it would hold which layers, and how many bytes.")
+@click.option(
+    "--sequence", type=click.IntRange(min=1), default=2048, show_default=True,
+    help="Tokens of a row, for which --layout cuts stages of equal work.",
+)  # fmt: skip
+@click.option("--values", type=click.IntRange(0, 1000), default=3, show_default=True, help="First values of a tensor.")
+@click.option("--statistics/--no-statistics", default=True, help="Read every value; without, the headers alone.")
+@json_option
+def command(
+    path: Path, names: tuple[str, ...], layout: str | None, sequence: int, values: int, statistics: bool, as_json: bool
+) -> None:
+    """Show what PATH holds: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, or
+    one file of it. Tensors are read one at a time and in blocks."""
+    from meshwright.inspect.report import inspect_model
+
+    with answering(as_json) as answer:
+        document = inspect_model(
+            path, names=names, layout=layout, sequence=sequence, values=values if statistics else 0,
+            with_statistics=statistics, progress=_progress, log=_say,
+        )  # fmt: skip
+        parts = [_sums(document), "", _tensors(document["tensors"])]
+        if layout is not None:
+            parts += ["", _ranks(document["placement"])]
+        answer(document, rendered(parts, _WIDTH))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\rreading {done / max(1, total):.0%} of {_size(total)}", end=end, file=sys.stderr, flush=True)
+
+
+def _sums(document: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("path", printable(document["path"]))
+    if document["family"]:
+        facts.add_row("architecture", f"{document['family']}, {document['parameters_of_config']:,} parameters")
+    types = ", ".join(f"{dtype} {_size(size)}" for dtype, size in document["bytes_by_type"].items())
+    facts.add_row("tensors", f"{document['tensors_in_all']:,} of {document['elements']:,} elements: {types}")
+    for file in document["files"]:
+        facts.add_row("file", f"{printable(file['file'])}: {file['tensors']:,} tensors, {_size(file['bytes'])}")
+    if document["not_in_index"]:
+        facts.add_row("not in the index", printable(", ".join(document["not_in_index"])))
+    return facts
+
+
+def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensor", overflow="fold")
+    read = any(tensor.get("statistics") for tensor in tensors)
+    columns = ["type", "shape", "size", *(["mean", "std", "min", "max", "zeros"] if read else [])]
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("type", "shape") else "right", no_wrap=True)
+    if read:
+        table.add_column("first values", overflow="fold")
+    for tensor in tensors:
+        shape = " × ".join(map(str, tensor["shape"])) or "scalar"
+        cells: list[Any] = [printable(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
+        if found := tensor.get("statistics"):
+            cells += [_number(found[key]) for key in ("mean", "std", "min", "max")]
+            cells.append(f"{found['zeros']:,}")
+            odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if found[key]]
+            cells.append(Text.assemble(" ".join(map(_number, tensor["first"])), (" ".join(["", *odd]), "red")))
+        table.add_row(*cells)
+    return table
+
+
+def _ranks(placement: Mapping[str, Any]) -> Any:
+    """A row for each run of ranks that hold the same."""
+    from rich.table import Table
+
+    title = f"layout {placement['layout']}, parameters in {placement['precision']}"
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for name in ("ranks", "layers", "also", "parameters kept", "in training, AdamW"):
+        table.add_column(name, justify="right" if name.startswith(("parameters", "in")) else "left")
+    for key, group in groupby(placement["ranks"], key=_what):
+        ranks = [rank["rank"] for rank in group]
+        layers, also, size, training = key
+        table.add_row(_ranges(ranks), layers, also, _size(size), _size(training))
+    return table
+
+
+def _what(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    also = [name for name in ("embedding", "head") if rank[name]]
+    if "experts" in rank:
+        also.append(f"experts {_ranges(rank['experts'])}")
+    return _ranges(rank["layers"]), ", ".join(also), rank["bytes"], sum(rank["training_bytes"].values())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: `0-3, 8`."""
+    cuts = [0, *(at for at, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
+    runs = [(numbers[first], numbers[stop - 1]) for first, stop in pairwise(cuts) if stop > first]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _number(value: float | int | bool | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,72 @@
+"""What `meshwright data tokenizer` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.cli.terminal import printable
+
+_ROWS = 10
+
+
+def tables(report: Mapping[str, Any]) -> Any:
+    """The report of a tokenizer as tables: by source, use of the vocabulary, the most frequent and the longest."""
+    from rich.console import Group
+    from rich.table import Table
+
+    sources = Table(box=None, pad_edge=False, header_style="bold")
+    sources.add_column("source", overflow="fold")
+    for name in ("documents", "bytes", "tokens", "bytes per token"):
+        sources.add_column(name, justify="right")
+    for source in report["sources"]:
+        ratio = f"{source['bytes_per_token']:.3f}" if source["tokens"] else "-"
+        counts = [f"{source[key]:,}" for key in ("documents", "bytes", "tokens")]
+        sources.add_row(printable(source["source"]), *counts, ratio)
+
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    often = ", ".join(f"{count:,} at least {int(least):,}" for least, count in report["occur_at_least"].items())
+    facts.add_row("vocabulary", f"{report['vocabulary']:,} tokens, of which {report['used']:,} occur")
+    facts.add_row("times", often)
+    unused = " ".join(_quoted(token["text"]) for token in report["unused_tokens"][:_ROWS])
+    facts.add_row("never used", f"{report['unused']:,}" + (f": {unused}" if unused else ""))
+    if report["unknown"]:
+        share = report["unknown"]["count"] / max(1, report["tokens"])
+        facts.add_row("unknown text", f"{report['unknown']['count']:,} times {report['unknown']['text']} ({share:.1%})")
+    found = report["round_trip"]
+    difference = found["first_difference"]
+    lost = f"; {_quoted(difference['text'])} becomes {_quoted(difference['decoded'])}" if difference else ""
+    facts.add_row("decoded", f"{found['exact']:,} of {found['documents']:,} validation documents exactly{lost}")
+    facts.add_row("lies in", printable(report["directory"]))
+
+    both = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("most frequent", "longest"):
+        both.add_column(title, no_wrap=True)
+        both.add_column("times", justify="right")
+    columns = [report[key][:_ROWS] for key in ("most_frequent", "longest")]
+    for frequent, longest in zip(*columns, strict=True):
+        both.add_row(
+            _quoted(frequent["text"]), f"{frequent['count']:,}", _quoted(longest["text"]), f"{longest['count']:,}"
+        )
+    return Group(sources, "", facts, "", both)
+
+
+def tokens_line(shown: Mapping[str, Any]) -> Any:
+    """The tokens of one text, and what decoding them gives where that is another text."""
+    from rich.text import Text
+
+    lines = [f"{len(shown['tokens'])} tokens: {_joined([token['text'] for token in shown['tokens']])}"]
+    if not shown["exact"]:
+        lines.append(f"decoded: {_quoted(shown['decoded'])}")
+    return Text("\n".join(lines))
+
+
+def _joined(tokens: Sequence[str]) -> str:
+    return " ".join(map(_quoted, tokens))
+
+
+def _quoted(token: str) -> str:
+    """A token between marks that show where it begins and ends, its spaces and newlines visible."""
+    return f"‹{printable(token).replace(chr(10), chr(92) + 'n')}›"

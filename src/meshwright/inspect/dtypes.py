@@ -1,0 +1,60 @@
+"""Element types by the names that safetensors gives them, and how their bytes become numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """`bits` of an element; `read` makes numbers of raw bytes [n], None where they are not read as numbers."""
+
+    bits: int
+    read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
+
+
+def _plain(kind: str) -> ElementType:
+    dtype = np.dtype(kind).newbyteorder("<")
+    return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
+
+
+def _bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
+    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _small_floats(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
+    """The value of each byte of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433, table 1)."""
+    codes = np.arange(256)
+    sign = np.where(codes >= 128, -1.0, 1.0)
+    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    bias = (1 << exponent_bits - 1) - 1
+    value = np.where(
+        exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent.astype(float) - bias)
+    )
+    highest = exponent == (1 << exponent_bits) - 1
+    if infinities:
+        value = np.where(highest, np.where(mantissa == 0, np.inf, np.nan), value)
+    else:  # E4M3: the one pattern of ones alone is no number
+        value = np.where(codes & 0x7F == 0x7F, np.nan, value)
+    return (sign * value).astype(np.float32)
+
+
+def _table(values: NDArray[np.float32]) -> ElementType:
+    return ElementType(8, lambda raw: values[raw])
+
+
+ELEMENT_TYPES: dict[str, ElementType] = {
+    "BOOL": _plain("?"), "U8": _plain("u1"), "I8": _plain("i1"), "U16": _plain("u2"), "I16": _plain("i2"),
+    "U32": _plain("u4"), "I32": _plain("i4"), "U64": _plain("u8"), "I64": _plain("i8"),
+    "F16": _plain("f2"), "BF16": ElementType(16, _bfloat16), "F32": _plain("f4"), "F64": _plain("f8"),
+    "F8_E4M3": _table(_small_floats(4, 3, infinities=False)), "F8_E5M2": _table(_small_floats(5, 2, infinities=True)),
+    "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
+    "C64": ElementType(64),
+}  # fmt: skip
+"""Those without `read` are counted and sized, and their values left alone."""

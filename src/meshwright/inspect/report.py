@@ -1,0 +1,122 @@
+"""A model's files as JSON: shards, tensors with first values and statistics, and which rank would hold what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.inspect.files import TensorEntry, TensorFiles
+from meshwright.inspect.placement import placement
+from meshwright.inspect.statistics import first_values, statistics
+from meshwright.model.config import ModelConfig
+from meshwright.model.parameters import parameter_table
+from meshwright.names import nearest
+
+
+def inspect_model(
+    path: Path | str,
+    *,
+    names: Sequence[str] = (),
+    layout: str | None = None,
+    sequence: int = 2048,
+    values: int = 4,
+    with_statistics: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """What lies at `path`: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, an
+    index, a `.safetensors` or a `.bin` file.
+
+    names: globs; tensors that match none are left out of `tensors`, not of the sums. values: how many first values of
+    each; with_statistics: whether every value is read (headers always are). Tensors are read one after another, in
+    blocks; `progress(done, total)` hears of bytes. layout: adds `placement` (see `placement.placement`).
+    `UserError`: nothing that is a model, a file that is cut or missing, a type nobody knows, a glob without a match.
+    """
+    path = _model_directory(Path(path), log)
+    files = TensorFiles(path)
+    chosen = [entry for entry in files.entries if _wanted(entry.name, names)]
+    if names and not chosen:
+        close = nearest(names[0], [entry.name for entry in files.entries])
+        first = files.entries[0].name if files.entries else "none is there"
+        hint = f'; did you mean "{close}"?' if close else f"; the first is {first}"
+        raise UserError(f"--name {' '.join(names)}: no tensor of {path} is called so{hint}")
+    total, done = sum(entry.bytes for entry in chosen), 0
+    tensors = []
+    for entry in chosen:
+        tensors.append(_tensor(files, entry, values, with_statistics))
+        done += entry.bytes
+        progress(done, total)
+    types: Counter[str] = Counter()
+    for entry in files.entries:
+        types[entry.dtype] += entry.bytes
+    config, why_not = _config(files.directory)
+    document: dict[str, Any] = {
+        "path": str(path),
+        "files": [_file(files, file) for file in files.files],
+        "elements": sum(entry.numel for entry in files.entries),
+        "bytes": sum(entry.bytes for entry in files.entries),
+        "bytes_by_type": dict(types.most_common()),
+        "tensors_in_all": len(files.entries),
+        "tensors": tensors,
+        "not_in_index": files.unindexed,
+        "family": config.family if config else None,
+        "parameters_of_config": parameter_table(config).numel if config else None,
+    }
+    if layout is not None:
+        if config is None:
+            raise UserError(f"--layout {layout}: where layers go follows from the architecture, and {why_not}")
+        most = types.most_common(1)[0][0] if types else "F32"
+        document["placement"] = placement(config, layout, most, min(sequence, config.max_positions))
+    return document
+
+
+def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
+    """The directory of the checkpoint that a run directory or a checkpoint's name means, else the path itself."""
+    if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
+        from meshwright.train.checkpoint.catalogue import find_checkpoint
+
+        return find_checkpoint(path, log, check_hashes=False)
+    return path
+
+
+def _wanted(name: str, globs: Sequence[str]) -> bool:
+    return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _file(files: TensorFiles, file: Path) -> dict[str, Any]:
+    held = [entry for entry in files.entries if entry.file == file]
+    return {"file": file.name, "tensors": len(held), "bytes": file.stat().st_size}
+
+
+def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": entry.name,
+        "file": entry.file.name,
+        "type": entry.dtype,
+        "shape": list(entry.shape),
+        "elements": entry.numel,
+        "bytes": entry.bytes,
+    }
+    if with_statistics or values:
+        try:
+            raw = files.raw(entry)
+            found["first"] = first_values(raw, entry.dtype, values)
+            if with_statistics:
+                found["statistics"] = statistics(raw, entry.dtype)
+        except (OSError, ValueError) as error:  # a file that shrinks while it is read
+            raise UserError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from None
+    return found
+
+
+def _config(directory: Path) -> tuple[ModelConfig | None, str]:
+    """The architecture that lies beside the tensors; None and why there is none."""
+    if not (directory / "config.json").is_file():
+        return None, f"{directory} has no config.json"
+    try:
+        return ModelConfig.from_path(directory), ""
+    except UserError as error:
+        return None, str(error)
