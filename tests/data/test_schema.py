@@ -30,7 +30,7 @@ LINES = [
 def test_what_does_not_fit_is_counted_under_schema_with_a_reason(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(LINES))
     recipe = DataRecipe(source=str(tmp_path), sequence=8, validation_fraction=0, clean={"required_keys": REQUIRED})  # type: ignore[arg-type]
-    files = find_files(recipe.sources)
+    files = find_files(recipe.all_sources)
     result = survey(files, recipe, print)
     assert result.dropped["schema"] == 7 and result.report["examples"]["schema"] == "a.jsonl:2"
     reader = document_reader(recipe, result.longest)
