@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.parallel import buffers
-from meshwright.plan import moments, states
+from meshwright.plan import moments, states, temporaries
 from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
 from meshwright.train import optimizer
 from tests.plan.ledger_cases import Measured, Step, measure
@@ -65,7 +65,9 @@ def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
     from meshwright.model import loss, tiled_attention
 
     assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
-    assert (moments.TILE_QUERIES, moments.TILE_SCORES) == (tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES)
+    here = temporaries.TILE_QUERIES, temporaries.TILE_SCORES, temporaries.ACCELERATOR_TILE
+    there = tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES, tiled_attention.ACCELERATOR_TILE
+    assert here == there
 
 
 def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:

@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
+from meshwright.plan.temporaries import Extra, attention_backward
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
-TILE_QUERIES, TILE_SCORES = 128, 1 << 20
-"""Tiles of CPU attention (`model/tiled_attention.py`)."""
-
-
-class Extra(NamedTuple):
-    """A tensor that is there at a moment only; negative where something listed as saved is gone already."""
-
-    category: str
-    name: str
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +220,22 @@ class StageMoments:
             if not any(each.name == "head.weight.gradient" for each in self.saved):
                 yield from self._losses(again=True)
         elif unit.startswith("layers."):
-            again = self.of_whole[place] - self.of_unit[place] if self.at.layout.recompute != "none" else 0
+            again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
             yield "", [*self._table_backward(unit)]
+
+    def _beside(self, unit: str) -> int:
+        """What computing again leaves there beside what it makes: a narrow input, of which norms keep a wide copy, and
+        results that nothing reads again."""
+        if self.at.layout.recompute == "none":
+            return 0
+        names = [f"{unit}.input"] if self.x < self.wide else []
+        if not self.at.config.post_norms:
+            names += [f"{unit}.mlp.{what}" for what in ("down.product", "down.sum", "output")]
+        return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
         config = self.at.config
@@ -281,14 +281,11 @@ class StageMoments:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [gradient, extra, Extra("workspace", "weight gradient", product)]
         # Everything of the MLP is freed when attention's turn comes.
-        names = f"{unit}.mlp.", f"{unit}.mlp_norm."
-        freed = sum(each.bytes for each in self.whole if each.name.startswith(names))
-        size = config.head_dim * x * self.tokens
-        three = (at.heads + at.heads + 2 * at.kv_heads) * size
-        yield ".attention", [
-            gradient, Extra("activations", "mlp, freed", -freed if not split else 0),
-            Extra("activations", "gradients of queries, keys and values", three), *self._tiles(),
-        ]  # fmt: skip
+        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring else [f"{unit}.attention.output."])]
+        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(gone))) if not split else 0
+        number = int(unit.split(".")[1])
+        for name, extras in attention_backward(at, config.layer_window(number), x):
+            yield f".attention{name}", [gradient, Extra("activations", "used already", -freed), *extras]
 
     def _mixture_backward(self, split: bool) -> Iterator[Extra]:
         at, config, x = self.at, self.at.config, self.x
@@ -300,19 +297,6 @@ class StageMoments:
         if not split:
             held = config.experts // at.layout.ep
             yield Extra("workspace", "weight gradients of the experts", held * width * config.hidden * x)
-
-    def _tiles(self) -> Iterator[Extra]:
-        """Of a tile of CPU attention: probabilities and both gradients, or scores and probabilities before they are
-        rounded to a narrow type."""
-        at, count = self.at, 3 if self.x == self.wide else 2
-        if at.device != "cpu":
-            return
-        group, length = max(1, at.heads // at.kv_heads), at.whole
-        queries = min(TILE_QUERIES, length)
-        per_head = group * queries * length
-        heads = max(1, min(at.kv_heads, TILE_SCORES // per_head))
-        rows = max(1, min(at.rows, TILE_SCORES // (per_head * at.kv_heads)))
-        yield Extra("workspace", "tiles of attention", count * per_head * heads * rows * self.wide)
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
