@@ -15,7 +15,7 @@ from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
-from meshwright.plan.temporaries import Extra, attention_backward
+from meshwright.plan.temporaries import Extra, attention_backward, mixture_backward
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
@@ -157,6 +157,9 @@ class StageMoments:
             return
         yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
         yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
+        if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
+            copies = self.at.routed * self.at.config.experts_per_token * self.at.config.hidden * self.x
+            yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
         """The loss while it looks at the last chunk's logits, and while it adds their part to the gradient of the
@@ -266,7 +269,8 @@ class StageMoments:
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights = not (self.fused or split)
         if config.has_experts(int(unit.split(".")[1])):
-            yield ".mlp", [gradient, *self._mixture_backward(split)]
+            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
+                yield f".mlp{name}", [gradient, *extras]
         else:
             width = config.intermediate // layout.tp
             columns = self.tokens * width * x
@@ -286,17 +290,6 @@ class StageMoments:
         number = int(unit.split(".")[1])
         for name, extras in attention_backward(at, config.layer_window(number), x):
             yield f".attention{name}", [gradient, Extra("activations", "used already", -freed), *extras]
-
-    def _mixture_backward(self, split: bool) -> Iterator[Extra]:
-        at, config, x = self.at, self.at.config, self.x
-        copies = at.routed * config.experts_per_token * config.hidden * x
-        yield Extra("activations", "gradients of the experts' results", copies)
-        width = config.expert_intermediate // (at.layout.etp if at.spread else at.layout.tp)
-        rows = at.routed * config.experts_per_token * (at.layout.etp if at.spread else 1)
-        yield Extra("activations", "gradients of gate and up", (2 + split) * rows * width * x)
-        if not split:
-            held = config.experts // at.layout.ep
-            yield Extra("workspace", "weight gradients of the experts", held * width * config.hidden * x)
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""

@@ -1,4 +1,4 @@
-"""What attention holds for a moment on the way back, beside what its forward has kept.
+"""What attention and mixtures of experts hold for a moment on the way back, beside what their forward has kept.
 
 Counted as the engine's own loops allocate: a name of the turn before keeps its tensor until the next one is made, so
 that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; of CUDA's kernels, which say
@@ -7,9 +7,10 @@ nothing about what they hold inside, only what passes between them is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from meshwright.plan.saved import Saved
 from meshwright.plan.saved_blocks import Local, masked
 
 TILE_QUERIES, TILE_SCORES = 128, 1 << 20
@@ -127,3 +128,45 @@ def _ring(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
         yield Extra("workspace", "tiles of attention", work)
     else:
         yield Extra("activations", "gradients of queries, keys and values", results)
+
+
+def mixture_backward(
+    at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
+) -> Iterator[tuple[str, list[Extra]]]:
+    """The moments of a mixture's backward by name: first the expert of all tokens, then the experts' weights, products
+    and exchange, last made first. name: of the mixture; whole: what is kept where nothing is computed again; split:
+    whether weight gradients come later."""
+    config, layout = at.config, at.layout
+    sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
+
+    def freed(*names: str) -> Extra:
+        found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
+        return Extra("activations", "used already", 0 if split else -found)
+
+    hidden = config.hidden * x
+    used: tuple[str, ...] = ()
+    beside: list[Extra] = []
+    if config.shared_intermediate:
+        columns = at.rows * at.tokens * (config.shared_intermediate // layout.tp) * x
+        yield ".shared", [Extra("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)]
+        used = ("shared.",)
+        beside = [Extra("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
+    copies = at.routed * config.experts_per_token * hidden
+    yield ".weights", [freed(*used), *beside, Extra("activations", "gradients of the experts' results", 2 * copies)]
+    rows = sizes["experts.up.input"].shape[0]
+    columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x
+    weight = 0 if split else config.experts // layout.ep * columns // max(1, rows) * config.hidden
+    used = (*used, "experts.output", "experts.order")
+    results = Extra("activations", "gradients of the experts' results", rows * hidden)
+    inner = Extra("activations", "gradient of down's input", columns)
+    made = Extra("workspace", "weight gradient of the experts", weight)
+    yield ".experts.down", [freed(*used), *beside, results, inner, made]
+    used = (*used, "experts.down.input")
+    three = Extra("activations", "gradients of gate and up, and of their product", 3 * columns)
+    yield ".experts", [freed(*used), *beside, three, *([results] if split else [])]
+    used = (*used, "experts.up.output", "experts.activation")
+    both = Extra("activations", "gradients of gate and up", 2 * columns)
+    arriving = Extra("activations", "gradient of the experts' tokens", rows * hidden)
+    yield ".experts.up", [freed(*used), *beside, both, arriving, made._replace(bytes=2 * weight)]
+    most = max(rows * hidden, copies)
+    yield ".dispatch", [freed(*used, "experts."), *beside, Extra("activations", "gradients of tokens sent", 2 * most)]
