@@ -27,7 +27,7 @@ from meshwright.recipe import TrainRecipe
 from meshwright.train.optimizer import Optimizer
 
 
-WATCHED = 3
+WATCHED = 2
 """Steps that are watched."""
 
 

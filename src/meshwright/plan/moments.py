@@ -59,17 +59,19 @@ class Moment:
         return [] if self.part is None else self.part.saved_at(self.place, self.back)
 
 
-def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int) -> int:
+def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
     """What the weight gradients of a layer need: inputs of its products and gradients of their results. whole: what is
-    kept where nothing is computed again; x: bytes of an element."""
+    kept where nothing is computed again; x: bytes of an element; attention: whether those around it are asked for, or
+    the MLP's alone."""
     config, layout = at.config, at.layout
-    names = ("qkv.input", "output.input", "up.input", "down.input")
+    names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found = 0
     for each in whole:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found += each.bytes
     hidden, tokens = config.hidden, at.rows * at.tokens
-    found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
+    if attention:
+        found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
     if config.has_experts(layer):
         width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
         rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
@@ -196,7 +198,7 @@ class StageMoments:
             around = [*self._gathered(place, -1), *self._reductions(place, ways)]
             if queue:
                 around.append(Extra("activations", "queue of weight gradients", queue))
-            if place < len(self.units) - 1 and not self.stage.last:
+            if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
                 around.append(Extra("communication", "gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
                 yield Moment(f"{unit}{name}: backward", left, (*around, *extras), self, place, True)
@@ -267,8 +269,8 @@ class StageMoments:
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
-        weights = not (self.fused or split)
-        if config.has_experts(int(unit.split(".")[1])):
+        weights, number = not (self.fused or split), int(unit.split(".")[1])
+        if config.has_experts(number):
             for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
                 yield f".mlp{name}", [gradient, *extras]
         else:
@@ -284,12 +286,17 @@ class StageMoments:
             else:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [gradient, extra, Extra("workspace", "weight gradient", product)]
-        # Everything of the MLP is freed when attention's turn comes.
-        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring else [f"{unit}.attention.output."])]
-        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(gone))) if not split else 0
-        number = int(unit.split(".")[1])
+        # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
+        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
+        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(gone)))
+        around = [gradient, Extra("activations", "used already", -freed)]
+        if split:
+            of_products = queued_bytes(at, self.whole, number, x, attention=False)
+            around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
+        elif unit == self.units[-1]:  # of a stage that is not the last one
+            around.append(Extra("communication", "gradient from the next stage", self.stream))
         for name, extras in attention_backward(at, config.layer_window(number), x):
-            yield f".attention{name}", [gradient, Extra("activations", "used already", -freed), *extras]
+            yield f".attention{name}", [*around, *extras]
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""

@@ -92,14 +92,17 @@ def _tiled(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wid
         masks = sum(min(end, window + cut.queries - 1) for end in range(cut.queries, length + 1, cut.queries))
         turns = 1 if cut.rows == at.rows else 2  # those of the rows before are there while these are made
         yield Extra("workspace", "masks of tiles", turns * cut.rows * cut.queries * masks * wide)
-    scores = 3 * x * before + 2 * wide * longest if before else max(3 * x, 2 * wide) * longest
-    columns = cut.lines * size * x * (3 if before else 2)
-    yield Extra("workspace", "tiles of attention", cut.lines * scores + columns + cut.queries**2 * wide)
+    each_key = cut.rows * cut.kv_heads * length * size
+    if before:
+        scores = cut.lines * (3 * x * before + 2 * wide * longest + 3 * size * x)
+    else:  # a single tile: at its end, as the gradient of keys is added
+        scores = cut.lines * (max(3 * x, 2 * wide) * longest + 2 * size * x) + (each_key * x if x == wide else 0)
+    yield Extra("workspace", "tiles of attention", scores + cut.queries**2 * wide)
     # Sums of the gradients of keys and values, and copies where rows and heads do not lie one after the other.
     turned = at.config.positions == "rope" and at.layout.cp == 1
     copies = (1 if turned else 2) if cut.rows > 1 and cut.kv_heads > 1 else 0
-    each = 2 * wide + copies * x + (wide if x < wide else 0)
-    yield Extra("workspace", "keys and values of tiles", cut.rows * cut.kv_heads * length * size * each)
+    held = 2 * wide + copies * x + (wide if x < wide else 0)
+    yield Extra("workspace", "keys and values of tiles", each_key * held)
 
 
 def _ring(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
