@@ -26,7 +26,6 @@ from meshwright.plan.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.train.optimizer import Optimizer
 
-
 WATCHED = 2
 """Steps that are watched."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
@@ -21,14 +22,21 @@ SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
 
 
+class Reduction(NamedTuple):
+    """Of a flat buffer, posted; `later`: of a micro-batch after the first, whose gradients are then added."""
+
+    flat: Flat
+    later: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Ways:
     """What a backward finds: whether there was one before it in the step, whose gradients are there already, whether it
-    is the last one through its stage, and the flat buffers whose reductions were under `before` it."""
+    is the last one through its stage, and the reductions that were under way `before` it."""
 
     later: bool
     last: bool
-    before: tuple[Flat, ...] = ()
+    before: tuple[Reduction, ...] = ()
 
 
 FIRST_AND_LAST = Ways(later=False, last=True)
@@ -326,17 +334,17 @@ class StageMoments:
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
             opened += [flat for flat in self.flats.get("embedding", ()) if flat not in now]
-        return [*self.under_way(posted, ways.later), *(each for flat in opened for each in self._whole(flat))]
+        return [*self.under_way(posted), *(each for flat in opened for each in self._whole(flat))]
 
-    def _reduced(self, place: int, ways: Ways) -> list[Flat]:
-        """The flat buffers from `place` on whose reductions were posted, in their order."""
-        units = reversed(self.units[place:])
-        return [flat for unit in units for flat in self.flats.get(unit, ()) if flat.zero >= 2 or ways.last]
+    def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
+        """The reductions that were posted from the unit at `place` on, in their order."""
+        flats = [flat for unit in reversed(self.units[place:]) for flat in self.flats.get(unit, ())]
+        return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
-    def under_way(self, posted: Sequence[Flat], later: bool) -> list[Extra]:
+    def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
         """What the last of the posted reductions need until somebody waits for them."""
         found = []
-        for flat in [flat for flat in posted if flat.zero][-REDUCTIONS_IN_FLIGHT:]:
+        for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
             if flat.zero >= 2 and later:
                 found.append(Extra("communication", f"{flat.name} shard of a later micro-batch", shard))
@@ -350,8 +358,8 @@ class StageMoments:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
-    def residue(self, ways: Ways) -> list[Flat]:
-        """The flat buffers whose reductions a backward leaves under way."""
+    def residue(self, ways: Ways) -> list[Reduction]:
+        """The reductions that a backward leaves under way."""
         return self._reduced(0, ways)[-REDUCTIONS_IN_FLIGHT:]
 
 
