@@ -16,7 +16,7 @@ from meshwright.model.initialise import initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, linear, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, grouped_linear, linear, take_weight_gradients
 
 FAMILIES = ["llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen2-moe-tiny"]
 ROWS, SEQUENCE = 2, 12
@@ -248,3 +248,22 @@ def test_without_a_queue_a_product_is_pytorchs_own() -> None:
     assert type(ours.grad_fn) is type(plain.grad_fn)
     with torch.no_grad():
         assert linear(x, weight, None, WeightGradients(Grads())).grad_fn is None
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_queue_does_not_hold_what_its_inputs_were_made_of(grouped: bool) -> None:
+    """Else the input of a stage and its gradient would stay until the weight gradients are computed."""
+    queue, weight = WeightGradients(Grads()), torch.nn.Parameter(torch.randn(6, 4))
+    x_NX = torch.randn(8, 4, requires_grad=True)
+    product = x_NX.square()
+    ends_E = torch.tensor([3, 8], dtype=torch.int32)
+    y_NY = grouped_linear(product, weight, ends_E, queue) if grouped else linear(product, weight, None, queue)
+    with queue.collecting(0):
+        y_NY.sum().backward()
+    assert x_NX.grad is not None
+    gone = [StorageWeakRef(each.untyped_storage()) for each in (x_NX, x_NX.grad)]
+    kept = StorageWeakRef(product.untyped_storage())
+    del x_NX, product, y_NY
+    assert all(each.expired() for each in gone) and not kept.expired()
+    queue.run(0)
+    assert weight.grad is not None and kept.expired()

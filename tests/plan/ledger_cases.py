@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -12,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
+from meshwright.model.exchange import Exchange
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
 from meshwright.model.stage_times import program_for
@@ -20,8 +22,12 @@ from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.ledger import Ledger, ledger
+from meshwright.plan.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.train.optimizer import Optimizer
+
+WATCHED = 2
+"""Steps that are watched."""
 
 
 class Step(NamedTuple):
@@ -47,7 +53,7 @@ class Measured(NamedTuple):
 
 
 def measure(step: Step) -> Measured:
-    """The third step of a run, of which the first two made what stays."""
+    """Some steps of a run after the first two, which made what stays."""
     torch.manual_seed(0)
     gc.collect()
     of_others = live_bytes()
@@ -83,23 +89,44 @@ def measure(step: Step) -> Measured:
         once()
     gc.collect()
     before = live_bytes() - of_others
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        once()
-        for unit in (
-            parallel._units.values()
-        ):  # a call that begins in a profile and ends after it corrupts the heap (torch 2.13)
-            if unit.gathering is not None:
-                unit.need()
-    peak, where = _highest(profile)
+    routed: list[Routed] = []
+    agree = Exchange._agree
+
+    def noted(exchange: Exchange, ends_E: torch.Tensor) -> Any:
+        routes = agree(exchange, ends_E)
+        routed.append(Routed(sum(routes.received), sum(routes.shared)))
+        return routes
+
+    def watched() -> tuple[int, str, dict[int, Routed]]:
+        """At most how much, where, and how many tokens came to the experts of each layer of a single forward."""
+        routed.clear()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with (
+            mock.patch.object(Exchange, "_agree", noted),
+            torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+        ):
+            once()
+            for unit in parallel._units.values():
+                if unit.gathering is not None:  # a call that ends after the profile corrupts the heap (torch 2.13)
+                    unit.need()
+        layers = [at for part in partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)]
+        came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
+        return *_highest(profile), came
+
+    def said(came: dict[int, Routed]) -> Ledger:
+        kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
+        return ledger(
+            step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
+            rank=mesh.rank, routed=came,
+        )  # fmt: skip
+
+    # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.
+    found = [watched() for _ in range(WATCHED)]
+    peak, where, came = min(found, key=lambda each: each[0])
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
     states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
-    kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
-    predicted = ledger(
-        step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
-        rank=mesh.rank,
-    )  # fmt: skip
     mesh.close()
-    return Measured(before + peak, before, states, predicted, where)
+    return Measured(before + peak, before, states, said(came), where)
 
 
 def live_bytes() -> int:

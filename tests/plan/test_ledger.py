@@ -11,12 +11,21 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.parallel import buffers
-from meshwright.plan import moments, states
+from meshwright.plan import moments, states, temporaries
 from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
 from meshwright.train import optimizer
 from tests.plan.ledger_cases import Measured, Step, measure
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
+SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # then memory is highest in a layer, not in the loss
+DEEP = dataclasses.replace(SMALL_HEAD, layers=8)
+MIXTURE = dataclasses.replace(
+    preset("mixtral-tiny"), vocabulary=256, experts=4, intermediate=512, expert_intermediate=512
+)
+MANY_COPIES = dataclasses.replace(
+    MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
+)  # what travels is more than what experts make of it
+SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 SMALL = 20_000
 """Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
 
@@ -49,13 +58,58 @@ def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
 
 
-def test_ranks_hold_what_was_said() -> None:
+BIG = 8, 128
+DATA_AND_TENSOR = [
+    Step(LLAMA, layout, *BIG, dtype="bfloat16" if layout == "dp4 zero1" else "float32")
+    for layout in ("dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2 ac:full", "dp4 zero3 hs2", "tp4:nosp ac:selective")
+]
+ROWS_CUT = [
+    *(Step(SMALL_HEAD, f"{layout}{again}", 8, 256) for layout in ("dp2 cp2", "cp4", "dp2 cp2:ulysses", "cp4:ulysses")
+      for again in ("", " ac:selective", " ac:full")),
+    *(Step(SMALL_HEAD, layout, 4, 1024) for layout in ("dp2 cp2", "dp2 cp2:ulysses", "cp4", "dp4")),
+    *(Step(SMALL_HEAD, layout, 16, 1024, dtype="bfloat16") for layout in ("dp2 cp2", "dp2 cp2:ulysses", "dp4")),
+    *(Step(SMALL_HEAD, layout, 8, 256) for layout in ("dp2 cp2 zero1", "cp4:ulysses zero1", "cp2 tp2")),
+    Step(SMALL_HEAD, "cp4 zero1 ac:full", 8, 256, dtype="bfloat16"),
+]  # fmt: skip
+EXPERTS = [
+    *(Step(MIXTURE, f"{layout}{again}", 32, 64) for layout in ("dp4", "dp4 ep2", "dp4 ep2:etp2", "dp4 ep4")
+      for again in ("", " ac:selective", " ac:full")),
+    Step(MIXTURE, "dp4 ep4", 32, 64, dtype="bfloat16"), Step(MIXTURE, "dp2 tp2 ep4", 32, 64),
+    Step(MIXTURE, "dp4 ep2 zero3", 32, 64), Step(MIXTURE, "dp4 ep4", 8, 256), Step(SHARED, "dp2 tp2 ep4", 8, 64),
+    Step(MANY_COPIES, "dp4 ep4", 32, 64), Step(MANY_COPIES, "dp4", 32, 64),
+]  # fmt: skip
+PIPELINES = [
+    *(Step(DEEP, f"pp4:{schedule} mb{micro}{again}", 4 * micro, 64)
+      for schedule in ("1f1b", "gpipe", "interleaved:2", "zb-h1", "zb-v", "dualpipe-v") for micro in (4, 8)
+      for again in ("", " ac:full") if schedule != "dualpipe-v" or micro == 8),
+    *(Step(DEEP, f"pp4:{schedule} mb8", 32, 64, dtype="bfloat16") for schedule in ("1f1b", "zb-h1", "zb-v")),
+    Step(DEEP, "pp4:1f1b mb8 ac:selective", 32, 64), Step(DEEP, "pp4:zb-h1 mb2 ac:full", 32, 64),
+    Step(DEEP, "pp2 tp2 mb2", 16, 64), Step(DEEP, "pp2:zb-h1 cp2 mb4", 16, 128),
+]  # fmt: skip
+SOME = [
+    *DATA_AND_TENSOR[2:], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256), Step(SMALL_HEAD, "dp2 cp2:ulysses", 4, 1024),
+    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64),
+    Step(DEEP, "pp4:zb-h1 mb2 ac:full", 32, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(SOME, id="some"),
+        *(
+            pytest.param(steps, id=name, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])
+            for name, steps in (("dp tp", DATA_AND_TENSOR), ("cp", ROWS_CUT), ("ep", EXPERTS), ("pp", PIPELINES))
+        ),
+    ],
+)
+def test_ranks_hold_what_was_said(steps: list[Step]) -> None:
     with LocalRanks(4) as ranks:
-        for layout in ("dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2 ac:full", "dp4 zero3 hs2", "tp4:nosp ac:selective"):
-            step = Step(LLAMA, layout, 8, 128, dtype="bfloat16" if layout == "dp4 zero1" else "float32")
-            for found in ranks.run(measure, step):
+        for step in steps:
+            for rank, found in enumerate(ranks.run(measure, step)):
                 check_states(found)
-                assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (step, found.where)
+                near = 0.01 if step in DATA_AND_TENSOR else 0.03
+                assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (step, rank, found.where)
 
 
 def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
@@ -65,7 +119,9 @@ def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
     from meshwright.model import loss, tiled_attention
 
     assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
-    assert (moments.TILE_QUERIES, moments.TILE_SCORES) == (tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES)
+    here = temporaries.TILE_QUERIES, temporaries.TILE_SCORES, temporaries.ACCELERATOR_TILE
+    there = tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES, tiled_attention.ACCELERATOR_TILE
+    assert here == there
 
 
 def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:

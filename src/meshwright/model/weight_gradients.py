@@ -126,7 +126,7 @@ class _Linear(torch.autograd.Function):
         dy_NY = dy.flatten(0, -2)
         dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
         if needs_weight:
-            context.queue.put(context.weight, None, dy_NY, x.flatten(0, -2))
+            context.queue.put(context.weight, None, dy_NY, x.detach().flatten(0, -2))  # a queue holds no history
         return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
 
 
@@ -160,7 +160,7 @@ class _GroupedLinear(torch.autograd.Function):
         operators = torch.ops.meshwright
         dx_NX = operators.grouped_product_input(dy_NY, _stack(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
-            context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX, ends_E)
+            context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
         return dx_NX, None, None, None
 
 

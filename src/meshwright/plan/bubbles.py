@@ -3,15 +3,14 @@ by. `simulate_pipeline` decides."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.program.durations import Floats
 
-__all__ = ["SPLIT", "closed_makespan", "in_flight", "places_of"]
-
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb")
-"""Weight gradients come later: what they need waits, whatever else is computed again."""
+__all__ = ["closed_makespan", "in_flight", "places_of"]
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Of a rank's two stages the second is as far from the end as the first from the start."""
@@ -63,30 +62,61 @@ def closed_makespan(
     return micro_batches * most + bubble + messages, messages
 
 
-def in_flight(schedule: str, ranks: int, chunks: int) -> tuple[Floats, Floats]:
-    """Micro-batches that each rank holds at most, in units of its whole share of one (of a schedule of two replicas: of
-    one replica's), where there are many: those that wait for their backward, and those of which only weight gradients
-    are left.
+def in_flight(
+    schedule: str, ranks: int, chunks: int, micro_batches: Floats | int, places: Sequence[int] | None = None
+) -> tuple[Floats, Floats]:
+    """Micro-batches that each rank (or those at `places`) holds when it holds most, in units of its whole share of one
+    (of a schedule of two replicas: of one replica's): those that wait for their backward, and those of which only
+    weight gradients are left, [moments, ranks, *micro_batches]. Which of the moments is the fullest depends on how much
+    each of the two is.
 
-    1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) p + 1) / v (Narayanan
-    et al. 2021, arXiv:2104.04473, section 2.2). ZB-H1 holds p in all, ZB-H2 2 p - 1, of which later ranks have more
-    that are through their first half; ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a
-    third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1.
+    1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) g + 1) / v for groups
+    of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    ZB-H1 holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a
+    third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1. How many of them are through their first half, and what
+    there is of few micro-batches, is fitted to the programs (`schedules/`).
     """
-    rank = np.arange(ranks, dtype=np.float64)
-    none = np.zeros(ranks)
+    m = np.asarray(micro_batches, dtype=np.float64)[None]
+    rank = np.array(range(ranks) if places is None else places, dtype=np.float64).reshape(-1, *[1] * (m.ndim - 1))
+    p, none, after = float(ranks), np.zeros_like(rank * m), ranks - 1 - rank
+    group = np.ceil(m / np.maximum(1, m // p))
+
+    def moments(*pairs: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+        waiting, queued = (np.stack([each + none for each in column]) for column in zip(*pairs, strict=True))
+        return np.maximum(0.0, waiting), np.maximum(0.0, queued)
+
     if schedule == "1f1b":
-        return ranks - rank, none
+        return moments((np.minimum(m, ranks - rank), none))
+    if schedule in ("gpipe", "looped-bfs"):
+        return moments((m, none))
     if schedule == "interleaved":
-        return (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks, none
-    if schedule == "zb-h1":
-        return ranks - rank, rank
-    if schedule == "zb-h2":
-        return 2 * (ranks - rank) - 1, 2 * rank
-    every = {
-        "gpipe": np.inf, "looped-bfs": np.inf, "v-half": ranks // 2 + 1,
-        "v-min": 2 * -(-ranks // 6) + (2 if ranks > 4 else 0), "dualpipe": ranks + 1, "dualpipe-v": ranks + 0.5,
-        "chimera": ranks / 2 + 1, "gems": 1,
-    }.get(schedule, ranks)  # fmt: skip
-    # Of schedules that split backwards a chunk's weight gradients are left for a while.
-    return np.full(ranks, float(every)), none + (0.5 if schedule in SPLIT or schedule.startswith("dualpipe") else 0.0)
+        return moments((np.minimum(m, (2 * after + (chunks - 1) * group + 1) / chunks), none))
+    if schedule == "interleaved-zb":
+        most = np.minimum(m, (p + (chunks - 1) * group) / chunks)
+        left = np.minimum(m, (rank + 1) / chunks)
+        return moments((most, none), (most - 1 / chunks, 1 / chunks + none), (most - left, left))
+    if schedule in ("zb-h1", "zb-h2"):
+        twice = 2 if schedule == "zb-h2" else 1
+        most = np.minimum(m, twice * p - twice + 1)
+        waits = np.minimum(m, twice * after + 1)
+        lacking = np.maximum(0.0, twice * (p - 1) - most)
+        left = np.minimum(most, np.maximum(1.0, twice * rank + 1 - lacking))
+        return moments((waits, np.minimum(most - waits, left)), (most - left, left))
+    if schedule in V_SHAPED:
+        if schedule == "zb-v":
+            most = np.minimum(np.minimum(m, p), (m + 1 + rank) / 2)
+            left = 0.5 + np.clip((rank + 1) * (m - p) / p, 0.0, rank)
+            rest = np.minimum(after / 2, most - 0.5)
+        elif schedule == "dualpipe-v":
+            most, left, rest = np.minimum(m, p + 0.5), (rank + 1) / 2, after / 2
+        else:
+            most = np.minimum(m, ranks // 2 + 1 if schedule == "v-half" else (ranks + 1) // 3 + 1)
+            least = 1.0 if schedule == "v-min" or ranks % 2 else 2.0
+            last = np.minimum(most, np.maximum(least, most - 2 * (m - most)))
+            left = 1 + (last - 1) * rank / max(1, ranks - 1)
+            rest = most - left
+        return moments((most, none), (most - 0.5, 0.5 + none), (rest, left))
+    if schedule == "dualpipe":
+        return moments((np.minimum(m, p + 1), none), (p - 1 + none, 1 + none), (none, p / 2 + none))
+    every = {"chimera": p, "gems": 1.0}.get(schedule, p)
+    return moments((np.minimum(m, every), none))

@@ -2,7 +2,8 @@
 pipeline's program orders them, and what is there for a moment. The peak is the highest moment of the whole step.
 
 Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas, every ZeRO,
-tensor parallelism. The moments of the other axes and of CUDA follow from the engine's code and are not measured yet.
+every axis of a layout, and pipelines whose backwards are whole or split. The moments of CUDA follow from the engine's
+code and are not measured yet.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from meshwright.model.refuse import refuse
 from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage
 from meshwright.names import unknown
-from meshwright.plan.moments import Moment, StageMoments, Ways
+from meshwright.plan.moments import Moment, Reduction, StageMoments, Ways
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
-from meshwright.plan.states import Flat, flats_of, kept_buffers, states
+from meshwright.plan.states import flats_of, kept_buffers, states
 from meshwright.program.answers import Value, answers_to, carries, reads
 from meshwright.program.pipeline import ARRIVING, COMPUTING, Kind, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
@@ -216,7 +217,7 @@ class _Step:
             if not alive[key]:
                 del alive[key]
 
-        under_way: tuple[Flat, ...] = ()
+        under_way: tuple[Reduction, ...] = ()
         for at, kind, *place in self._steps():
             stage, key = place[0], (place[0], place[1], place[2])
             if kind not in COMPUTING:
@@ -235,7 +236,7 @@ class _Step:
                 change("communication", "made" if here else "arriving", what[2], -self._stream())
             kept = FOLLOWED if key in at_once else WAITING
             if kind == Kind.FORWARD:
-                between = part.under_way(under_way, later=self.passes[stage] - left[stage] > 1)
+                between = part.under_way(under_way)
                 yield self._highest(part, kind).beside(between), now
                 change("activations", kept, stage, part.kept)
             else:

@@ -159,7 +159,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     rows = problem.batch // (layout.dp * layout.micro_batches)
     flash = attention_kernel(engine, problem.cluster) != "scores"
     whose = engine.name if engine.name in PUBLISHED else "megatron"
-    flying = min(float(in_flight(layout.schedule, layout.pp, layout.chunks)[0][pp_rank]), layout.micro_batches)
+    waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    flying = float(waiting[:, pp_rank].max())
     again = 0.0
     for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
         shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture)

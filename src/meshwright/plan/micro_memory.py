@@ -23,13 +23,15 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 @dataclass(frozen=True, slots=True)
 class Kept:
     """Bytes of one micro-batch: kept of a layer of each kind, of the first stage and the last one beside their layers;
-    `split`: of a layer of which only weight gradients are left; `passing`: what is there beside it while a layer or the
-    loss is worked on."""
+    `split`: of a layer of which only weight gradients are left; `head`: of the gradient of the head's weight, which is
+    kept of each where backwards do not follow at once; `passing`: what is there beside it while a layer or the loss is
+    worked on."""
 
     layers: dict[LayerKind, float]
     split: dict[LayerKind, float]
     first: float
     last: float
+    head: float
     passing: float
 
 
@@ -51,7 +53,8 @@ class KeptBytes:
         row, rows = self._rows[way.layout], way.rows
         layers, split = ({kind: rows * size for kind, size in each.items()} for each in (row.layers, row.split))
         passing = rows * row.passing + self.logits(way)
-        return Kept(layers, split, rows * row.first, rows * row.last, passing)
+        head = self.head(way.layout, way.rows) if self.ours else 0.0
+        return Kept(layers, split, rows * row.first, rows * row.last, head, passing)
 
     def _row(self, layout: Layout) -> Kept:
         sequence, config = self.problem.sequence, self.problem.config
@@ -68,7 +71,7 @@ class KeptBytes:
 
             every = {kind: kept(kind, layout) for kind in self.examples}
             again = max(kept(kind, layout.with_(recompute="none")) - every[kind] for kind in self.examples)
-            return Kept(every, every, 0.0, stream, again + 2 * stream)
+            return Kept(every, every, 0.0, stream, 0.0, again + 2 * stream)
         masked = self.problem.documents > 1
         sizes = local_sizes(config, layout, 1, sequence, masked, self.dtype, self.device)
 
@@ -91,12 +94,12 @@ class KeptBytes:
             most = max(most, whole - layers[kind] if layout.recompute != "none" else 0.0)
         first = saved(layout, Stage(0, range(0), first=True, last=False))
         last = saved(layout, Stage(1, range(0), first=False, last=True)) - empty - self.head(layout)
-        return Kept(layers, split, first, last, most + 4 * stream)
+        return Kept(layers, split, first, last, 0.0, most + 4 * stream)
 
-    def head(self, layout: Layout) -> float:
+    def head(self, layout: Layout, rows: int = 1) -> float:
         """Bytes of the gradient of the head's weight, which is there once for all rows."""
         config = self.problem.config
-        tokens = self.problem.sequence // layout.cp
+        tokens = rows * self.problem.sequence // layout.cp
         width = -(-config.vocabulary // layout.tp)
         chunks = loss_chunks(tokens, min(width, config.vocabulary), self.device)
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
@@ -110,7 +113,7 @@ class KeptBytes:
             return float(tokens * width * (self.x + 4 + 4))
         longest = max(loss_chunks(tokens, min(width, config.vocabulary), self.device))
         at_once = longest if self.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout)
+        return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout, way.rows)
 
 
 def bytes_each(problem: Problem) -> StateBytes:

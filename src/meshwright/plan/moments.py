@@ -16,29 +16,27 @@ from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
+from meshwright.plan.temporaries import Extra, attention_backward, mixture_backward
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
-TILE_QUERIES, TILE_SCORES = 128, 1 << 20
-"""Tiles of CPU attention (`model/tiled_attention.py`)."""
 
 
-class Extra(NamedTuple):
-    """A tensor that is there at a moment only; negative where something listed as saved is gone already."""
+class Reduction(NamedTuple):
+    """Of a flat buffer, posted; `later`: of a micro-batch after the first, whose gradients are then added."""
 
-    category: str
-    name: str
-    bytes: int
+    flat: Flat
+    later: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
     """What a backward finds: whether there was one before it in the step, whose gradients are there already, whether it
-    is the last one through its stage, and the flat buffers whose reductions were under `before` it."""
+    is the last one through its stage, and the reductions that were under way `before` it."""
 
     later: bool
     last: bool
-    before: tuple[Flat, ...] = ()
+    before: tuple[Reduction, ...] = ()
 
 
 FIRST_AND_LAST = Ways(later=False, last=True)
@@ -69,17 +67,19 @@ class Moment:
         return [] if self.part is None else self.part.saved_at(self.place, self.back)
 
 
-def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int) -> int:
+def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
     """What the weight gradients of a layer need: inputs of its products and gradients of their results. whole: what is
-    kept where nothing is computed again; x: bytes of an element."""
+    kept where nothing is computed again; x: bytes of an element; attention: whether those around it are asked for, or
+    the MLP's alone."""
     config, layout = at.config, at.layout
-    names = ("qkv.input", "output.input", "up.input", "down.input")
+    names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found = 0
     for each in whole:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found += each.bytes
     hidden, tokens = config.hidden, at.rows * at.tokens
-    found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
+    if attention:
+        found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
     if config.has_experts(layer):
         width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
         rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
@@ -167,6 +167,9 @@ class StageMoments:
             return
         yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
         yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
+        if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
+            copies = self.at.routed * self.at.config.experts_per_token * self.at.config.hidden * self.x
+            yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
         """The loss while it looks at the last chunk's logits, and while it adds their part to the gradient of the
@@ -203,7 +206,7 @@ class StageMoments:
             around = [*self._gathered(place, -1), *self._reductions(place, ways)]
             if queue:
                 around.append(Extra("activations", "queue of weight gradients", queue))
-            if place < len(self.units) - 1 and not self.stage.last:
+            if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
                 around.append(Extra("communication", "gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
                 yield Moment(f"{unit}{name}: backward", left, (*around, *extras), self, place, True)
@@ -230,12 +233,22 @@ class StageMoments:
             if not any(each.name == "head.weight.gradient" for each in self.saved):
                 yield from self._losses(again=True)
         elif unit.startswith("layers."):
-            again = self.of_whole[place] - self.of_unit[place] if self.at.layout.recompute != "none" else 0
+            again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
             yield "", [*self._table_backward(unit)]
+
+    def _beside(self, unit: str) -> int:
+        """What computing again leaves there beside what it makes: a narrow input, of which norms keep a wide copy, and
+        results that nothing reads again."""
+        if self.at.layout.recompute == "none":
+            return 0
+        names = [f"{unit}.input"] if self.x < self.wide else []
+        if not self.at.config.post_norms:
+            names += [f"{unit}.mlp.{what}" for what in ("down.product", "down.sum", "output")]
+        return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
         config = self.at.config
@@ -264,9 +277,10 @@ class StageMoments:
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
-        weights = not (self.fused or split)
-        if config.has_experts(int(unit.split(".")[1])):
-            yield ".mlp", [gradient, *self._mixture_backward(split)]
+        weights, number = not (self.fused or split), int(unit.split(".")[1])
+        if config.has_experts(number):
+            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
+                yield f".mlp{name}", [gradient, *extras]
         else:
             width = config.intermediate // layout.tp
             columns = self.tokens * width * x
@@ -280,39 +294,17 @@ class StageMoments:
             else:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [gradient, extra, Extra("workspace", "weight gradient", product)]
-        # Everything of the MLP is freed when attention's turn comes.
-        names = f"{unit}.mlp.", f"{unit}.mlp_norm."
-        freed = sum(each.bytes for each in self.whole if each.name.startswith(names))
-        size = config.head_dim * x * self.tokens
-        three = (at.heads + at.heads + 2 * at.kv_heads) * size
-        yield ".attention", [
-            gradient, Extra("activations", "mlp, freed", -freed if not split else 0),
-            Extra("activations", "gradients of queries, keys and values", three), *self._tiles(),
-        ]  # fmt: skip
-
-    def _mixture_backward(self, split: bool) -> Iterator[Extra]:
-        at, config, x = self.at, self.at.config, self.x
-        copies = at.routed * config.experts_per_token * config.hidden * x
-        yield Extra("activations", "gradients of the experts' results", copies)
-        width = config.expert_intermediate // (at.layout.etp if at.spread else at.layout.tp)
-        rows = at.routed * config.experts_per_token * (at.layout.etp if at.spread else 1)
-        yield Extra("activations", "gradients of gate and up", (2 + split) * rows * width * x)
-        if not split:
-            held = config.experts // at.layout.ep
-            yield Extra("workspace", "weight gradients of the experts", held * width * config.hidden * x)
-
-    def _tiles(self) -> Iterator[Extra]:
-        """Of a tile of CPU attention: probabilities and both gradients, or scores and probabilities before they are
-        rounded to a narrow type."""
-        at, count = self.at, 3 if self.x == self.wide else 2
-        if at.device != "cpu":
-            return
-        group, length = max(1, at.heads // at.kv_heads), at.whole
-        queries = min(TILE_QUERIES, length)
-        per_head = group * queries * length
-        heads = max(1, min(at.kv_heads, TILE_SCORES // per_head))
-        rows = max(1, min(at.rows, TILE_SCORES // (per_head * at.kv_heads)))
-        yield Extra("workspace", "tiles of attention", count * per_head * heads * rows * self.wide)
+        # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
+        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
+        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(gone)))
+        around = [gradient, Extra("activations", "used already", -freed)]
+        if split:
+            of_products = queued_bytes(at, self.whole, number, x, attention=False)
+            around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
+        elif unit == self.units[-1]:  # of a stage that is not the last one
+            around.append(Extra("communication", "gradient from the next stage", self.stream))
+        for name, extras in attention_backward(at, config.layer_window(number), x):
+            yield f".attention{name}", [*around, *extras]
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
@@ -342,17 +334,17 @@ class StageMoments:
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
             opened += [flat for flat in self.flats.get("embedding", ()) if flat not in now]
-        return [*self.under_way(posted, ways.later), *(each for flat in opened for each in self._whole(flat))]
+        return [*self.under_way(posted), *(each for flat in opened for each in self._whole(flat))]
 
-    def _reduced(self, place: int, ways: Ways) -> list[Flat]:
-        """The flat buffers from `place` on whose reductions were posted, in their order."""
-        units = reversed(self.units[place:])
-        return [flat for unit in units for flat in self.flats.get(unit, ()) if flat.zero >= 2 or ways.last]
+    def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
+        """The reductions that were posted from the unit at `place` on, in their order."""
+        flats = [flat for unit in reversed(self.units[place:]) for flat in self.flats.get(unit, ())]
+        return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
-    def under_way(self, posted: Sequence[Flat], later: bool) -> list[Extra]:
+    def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
         """What the last of the posted reductions need until somebody waits for them."""
         found = []
-        for flat in [flat for flat in posted if flat.zero][-REDUCTIONS_IN_FLIGHT:]:
+        for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
             if flat.zero >= 2 and later:
                 found.append(Extra("communication", f"{flat.name} shard of a later micro-batch", shard))
@@ -366,8 +358,8 @@ class StageMoments:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
-    def residue(self, ways: Ways) -> list[Flat]:
-        """The flat buffers whose reductions a backward leaves under way."""
+    def residue(self, ways: Ways) -> list[Reduction]:
+        """The reductions that a backward leaves under way."""
         return self._reduced(0, ways)[-REDUCTIONS_IN_FLIGHT:]
 
 

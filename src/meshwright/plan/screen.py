@@ -99,7 +99,7 @@ class _Ways:
         self.queued_layer = np.array([[each.split[kind] for kind in self.kinds] for each in memory])
         self.kept_first = np.array([each.first for each in memory])
         self.kept_last = np.array([each.last for each in memory])
-        self.passing = np.array([each.passing for each in memory])
+        self.head, self.passing = (np.array([getattr(each, name) for each in memory]) for name in ("head", "passing"))
 
         def column(of: Any) -> Array:
             return np.array([of(way.layout) for way in self.ways])
@@ -265,13 +265,22 @@ class _Stages:
             self._times[key] = self._waiting(at_once, zero, inside) if zero >= 2 else self._plain(at_once)
         return self._times[key]
 
+    def head_kept(self, number: int, at_once: bool) -> Floats | float:
+        """Bytes [ways] of the head's gradient that ranks of a kind keep of each micro-batch."""
+        if at_once or not self.ranks.stages[number] @ self.last:
+            return 0.0
+        return np.where(self._keeps(at_once), self.here.of.head[self.here.at], 0.0)
+
+    def _keeps(self, at_once: bool) -> Array:
+        """Whether the head's gradient is formed in the forward, [ways]."""
+        last = next(stage for stage in self.examples if stage.last)
+        return np.array([self.here.of.work[way].keeps(last, at_once) for way in self.here.at])
+
     def _plain(self, at_once: bool) -> Floats:
         of, at = self.here.of, self.here.at
         found = np.einsum("wkp,sk->wsp", of.layer[at], self.of_kind)
         found += of.first[at][:, None, :] * self.first[None, :, None]
-        last = next(stage for stage in self.examples if stage.last)
-        kept = np.array([of.work[way].keeps(last, at_once) for way in at])
-        head = np.where(kept[:, None], of.last[at, 1], of.last[at, 0])
+        head = np.where(self._keeps(at_once)[:, None], of.last[at, 1], of.last[at, 0])
         found += head[:, None, :] * self.last[None, :, None]
         return np.asarray(found, dtype=np.float64)
 
@@ -298,13 +307,13 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
     if not fits.any():
         return
     at_once = pipe.schedule not in ("gpipe", "looped-bfs") or pipe.ranks == 1
-    waiting, queued = in_flight(pipe.schedule, pipe.ranks, pipe.chunks)
     kept = np.zeros(stages.kept.shape)
     for number, members in enumerate(stages.ranks.members):
-        for rank in (members[0], members[-1]):  # of ranks that are alike one end or the other has the most
-            both = np.minimum(waiting[rank], here.micro) * stages.kept[:, number]
-            left = np.minimum(queued[rank], np.maximum(0.0, here.micro - waiting[rank])) * stages.queued[:, number]
-            kept[:, number] = np.maximum(kept[:, number], both + left)
+        ends = members[0], members[-1]  # of ranks that are alike one or the other has the most
+        waiting, queued = in_flight(pipe.schedule, pipe.ranks, pipe.chunks, here.micro, ends)  # [moments, ranks, ways]
+        head = stages.head_kept(number, at_once)
+        held_then = waiting * (stages.kept[:, number] + head) - head + queued * stages.queued[:, number]
+        kept[:, number] = held_then.max(axis=(0, 1))
     kept /= stages.replicas
     for zero, inside in here.levels():
         chosen = fits & here.groups[inside].fits if zero else fits

@@ -1,0 +1,175 @@
+"""What attention and mixtures of experts hold for a moment on the way back, beside what their forward has kept.
+
+Counted as the engine's own loops allocate: a name of the turn before keeps its tensor until the next one is made, so
+that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; of CUDA's kernels, which say
+nothing about what they hold inside, only what passes between them is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from meshwright.plan.saved import Saved
+from meshwright.plan.saved_blocks import Local, masked
+
+TILE_QUERIES, TILE_SCORES = 128, 1 << 20
+ACCELERATOR_TILE = 1024, 1 << 27
+"""Queries and scores of a tile on a CPU and elsewhere (`model/tiled_attention.py`)."""
+
+
+class Extra(NamedTuple):
+    """A tensor that is there at a moment only; negative where something listed as saved is gone already."""
+
+    category: str
+    name: str
+    bytes: int
+
+
+class _Tiles(NamedTuple):
+    """How a span of `length` queries and keys is cut: rows and key-value heads worked on together, queries of a tile,
+    and whether one tile follows another."""
+
+    rows: int
+    kv_heads: int
+    group: int
+    queries: int
+    length: int
+    several_groups: bool
+
+    @property
+    def lines(self) -> int:
+        """Queries of all heads in a tile."""
+        return self.rows * self.kv_heads * self.group * self.queries
+
+    @property
+    def before(self) -> int:
+        """Keys of the tile before the longest one; 0: there is none."""
+        if self.length > self.queries:
+            return (self.length - 1) // self.queries * self.queries
+        return self.length if self.several_groups else 0
+
+
+def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
+    most_queries, most = (TILE_QUERIES, TILE_SCORES) if at.device == "cpu" else ACCELERATOR_TILE
+    group, queries = max(1, heads // kv_heads), min(most_queries, length)
+    per_head = group * queries * length
+    together = max(1, min(kv_heads, most // per_head))
+    rows = max(1, min(at.rows, most // (per_head * kv_heads)))
+    return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < at.rows)
+
+
+def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
+    """The moments of attention's backward by name. window: what a token sees at most in this layer; x: bytes of an
+    element."""
+    wide, size = max(4, x), at.config.head_dim
+    of_head = at.rows * at.tokens * size
+    result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
+    if at.ring:
+        yield "", [result, *_ring(at, window, x, wide)]
+        return
+    heads, kv_heads = at.heads, at.kv_heads
+    if at.layout.cp > 1:
+        copies = max(1, at.layout.cp // kv_heads)
+        heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
+        of_head *= at.layout.cp
+    three = (heads + 2 * kv_heads) * of_head * x
+    gradients = Extra("activations", "gradients of queries, keys and values", three)
+    yield "", [result, gradients, *(_tiled(at, heads, kv_heads, window, x, wide) if at.device == "cpu" else ())]
+    if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
+        yield ".tokens traded", [result, Extra("communication", "result's gradient, traded", 3 * heads * of_head * x)]
+        freed = Extra("activations", "traded queries, keys and values, freed", -three)
+        yield ".heads traded", [gradients, freed, Extra("communication", "gradients, traded", 3 * three)]
+
+
+def _tiled(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+    """Of `tiled_attention`: probabilities and both gradients of the tile before, scores and probabilities of this."""
+    size, length = at.config.head_dim, at.whole
+    cut = _cut(at, heads, kv_heads, length)
+    longest, before = length, cut.before
+    if window is not None and window < length:
+        longest, before = (min(each, window + cut.queries - 1) for each in (longest, before))
+        masks = sum(min(end, window + cut.queries - 1) for end in range(cut.queries, length + 1, cut.queries))
+        turns = 1 if cut.rows == at.rows else 2  # those of the rows before are there while these are made
+        yield Extra("workspace", "masks of tiles", turns * cut.rows * cut.queries * masks * wide)
+    each_key = cut.rows * cut.kv_heads * length * size
+    if before:
+        scores = cut.lines * (3 * x * before + 2 * wide * longest + 3 * size * x)
+    else:  # a single tile: at its end, as the gradient of keys is added
+        scores = cut.lines * (max(3 * x, 2 * wide) * longest + 2 * size * x) + (each_key * x if x == wide else 0)
+    yield Extra("workspace", "tiles of attention", scores + cut.queries**2 * wide)
+    # Sums of the gradients of keys and values, and copies where rows and heads do not lie one after the other.
+    turned = at.config.positions == "rope" and at.layout.cp == 1
+    copies = (1 if turned else 2) if cut.rows > 1 and cut.kv_heads > 1 else 0
+    held = 2 * wide + copies * x + (wide if x < wide else 0)
+    yield Extra("workspace", "keys and values of tiles", each_key * held)
+
+
+def _ring(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+    """Of `ring_attention`: sums in the wide type, two of which go round while a third is added to, keys and values on
+    their way, and a tile or what a fused kernel gives."""
+    heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
+    of_head = at.rows * at.tokens * size
+    yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
+    yield Extra("workspace", "gradient of queries, wide", heads * of_head * wide)
+    yield Extra("communication", "gradients of keys and values, wide", 6 * kv_heads * of_head * wide)
+    passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
+    results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
+    if at.device == "cuda" and x < wide and not masked(at, window) and size % 8 == 0 and size <= 256:
+        work = results // 2  # of half of the tokens
+    else:
+        piece = at.tokens // 2
+        cut = _cut(at, heads, kv_heads, piece)
+        tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
+        before = (2 * wide if x == wide else wide + x) if cut.before else 0
+        columns = size * x * (3 if before else 2) + wide
+        work = cut.lines * (piece * (tile + before) + columns) + cut.queries**2 * wide
+        if x < wide:
+            work += cut.rows * cut.kv_heads * at.tokens * size * wide
+    if passing + work >= results:
+        yield Extra("communication", "keys and values on their way", passing)
+        yield Extra("workspace", "tiles of attention", work)
+    else:
+        yield Extra("activations", "gradients of queries, keys and values", results)
+
+
+def mixture_backward(
+    at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
+) -> Iterator[tuple[str, list[Extra]]]:
+    """The moments of a mixture's backward by name: first the expert of all tokens, then the experts' weights, products
+    and exchange, last made first. name: of the mixture; whole: what is kept where nothing is computed again; split:
+    whether weight gradients come later."""
+    config, layout = at.config, at.layout
+    sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
+
+    def freed(*names: str) -> Extra:
+        found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
+        return Extra("activations", "used already", 0 if split else -found)
+
+    hidden = config.hidden * x
+    used: tuple[str, ...] = ()
+    beside: list[Extra] = []
+    if config.shared_intermediate:
+        columns = at.rows * at.tokens * (config.shared_intermediate // layout.tp) * x
+        yield ".shared", [Extra("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)]
+        used = ("shared.",)
+        beside = [Extra("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
+    copies = at.routed * config.experts_per_token * hidden
+    yield ".weights", [freed(*used), *beside, Extra("activations", "gradients of the experts' results", 2 * copies)]
+    rows = sizes["experts.up.input"].shape[0]
+    columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x
+    weight = 0 if split else config.experts // layout.ep * columns // max(1, rows) * config.hidden
+    used = (*used, "experts.output", "experts.order")
+    results = Extra("activations", "gradients of the experts' results", rows * hidden)
+    inner = Extra("activations", "gradient of down's input", columns)
+    made = Extra("workspace", "weight gradient of the experts", weight)
+    yield ".experts.down", [freed(*used), *beside, results, inner, made]
+    used = (*used, "experts.down.input")
+    three = Extra("activations", "gradients of gate and up, and of their product", 3 * columns)
+    yield ".experts", [freed(*used), *beside, three, *([results] if split else [])]
+    used = (*used, "experts.up.output", "experts.activation")
+    both = Extra("activations", "gradients of gate and up", 2 * columns)
+    arriving = Extra("activations", "gradient of the experts' tokens", rows * hidden)
+    yield ".experts.up", [freed(*used), *beside, both, arriving, made._replace(bytes=2 * weight)]
+    most = max(rows * hidden, copies)
+    yield ".dispatch", [freed(*used, "experts."), *beside, Extra("activations", "gradients of tokens sent", 2 * most)]
