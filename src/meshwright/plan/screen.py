@@ -33,9 +33,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 @dataclass(slots=True)
 class Priced:
     """Columns, one entry a layout: its way and its pipe (an index each), level of ZeRO, ranks of a sharding group (0:
-    all), seconds of a step, bytes of the fullest rank."""
+    all), seconds of a step, bytes of the fullest rank. `work`: a micro-batch under each way, priced."""
 
     ways: list[Way]
+    work: list[MicroBatch]
     pipes: list[Pipe]
     way: Array
     pipe: Array
@@ -63,7 +64,7 @@ def screen(problem: Problem) -> Priced:
         blocks = [tuple(np.zeros(0) for _ in range(6))]
     way, zero, hybrid, seconds, size, pipe_column = (np.concatenate(column) for column in zip(*blocks, strict=True))
     seconds = seconds * problem.cluster.time_factor
-    return Priced(work.ways, every, way, pipe_column, zero, hybrid, seconds, size)
+    return Priced(work.ways, work.work, every, way, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Ways:

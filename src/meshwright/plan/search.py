@@ -23,7 +23,8 @@ from meshwright.plan.estimate import Estimate, priced
 from meshwright.plan.memory import context_bytes, memory_of, slack
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
-from meshwright.plan.step_time import PARTS, step_time
+from meshwright.plan.step_time import PARTS, Step
+from meshwright.program.makespan import Makespans
 
 FINAL = 20
 """So many are decided by the simulator."""
@@ -108,6 +109,7 @@ class _Decided:
         self.room = problem.cluster.device.memory_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
+        self.makespans = Makespans()
         self._decide(wanted)
 
     @property
@@ -141,10 +143,7 @@ class _Decided:
                 told[alike & (needed > self.room * DOUBT)] = np.inf
                 if exact > self.room:
                     continue
-            seconds = step_time(
-                problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
-                optimizer=problem.optimizer, documents=problem.documents, parts=False,
-            ).seconds  # fmt: skip
+            seconds = self._step(at, layout).priced(problem.optimizer, parts=False).seconds
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
                 alike = (kinds == kind) & left
@@ -178,14 +177,22 @@ class _Decided:
         of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
+    def _step(self, at: int, layout: Layout) -> Step:
+        """Of what the screen and the simulator have said already."""
+        problem, work = self.problem, self.every.work[self.every.way[at]]
+        return Step(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+            work, self.makespans,
+        )  # fmt: skip
+
     def layout(self, at: int) -> Layout:
         return _layout(self.problem, self.every, at)
 
     def estimates(self, top: int) -> list[Estimate]:
         """The best, priced whole."""
         found: list[Estimate] = []
-        for _, _, layout in self.best:
-            one = priced(self.problem, layout)
+        for _, at, layout in self.best:
+            one = priced(self.problem, layout, self._step(at, layout))
             found += [one] if one.fits else []
             if len(found) == top:
                 break

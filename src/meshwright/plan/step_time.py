@@ -23,8 +23,8 @@ from meshwright.plan.engines import Engine
 from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.rates import Collectives, Group, Rates, constants
 from meshwright.program.durations import Durations, Floats
+from meshwright.program.makespan import Makespans
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.simulate_pipeline import simulate_pipeline
 
 DATA = MICRO_BATCH_PARTS.index("data")
 PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
@@ -71,8 +71,7 @@ def step_time(
         raise UserError(f'layout "{layout}": batch {batch} is not a multiple of dp x mb = {share}')
     if optimizer not in OPTIMIZER_BYTES:
         raise UserError(f'unknown optimizer "{optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
-    step = _Step(config, layout, cluster, sequence, batch, whose, documents)
-    return step.priced(optimizer, simulate, parts)
+    return Step(config, layout, cluster, sequence, batch, whose, documents).priced(optimizer, simulate, parts)
 
 
 def durations_of(
@@ -80,15 +79,17 @@ def durations_of(
     documents: float = 1.0,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
     """The pipeline's program and the seconds of its steps, for pictures."""
-    step = _Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents)
+    step = Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents)
     program = program_for(layout, config, sequence)
-    times = [step.stage(stage) for stage in stages_of(config, program.stages, sequence)]
-    forward, back, weight = cluster.time_factor * np.array(times).sum(axis=2).T
+    forward, back, weight = cluster.time_factor * np.array(step.stages(program.stages)).sum(axis=2).T
     transfer = cluster.time_factor * step.transfer() if layout.pp > 1 else 0.0
     return program, Durations(forward, back, weight, transfer)
 
 
-class _Step:
+class Step:
+    """A layout's step. work: of a micro-batch, where somebody has priced it already under a layout that differs in
+    nothing that a micro-batch depends on; makespans: of programs, where somebody has asked for them."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -98,14 +99,17 @@ class _Step:
         batch: int,
         engine: Engine,
         documents: float,
+        work: MicroBatch | None = None,
+        makespans: Makespans | None = None,
     ) -> None:
         self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
-        self.collectives = Collectives(cluster)
+        self.collectives = Collectives(cluster) if work is None else work.collectives
+        self.makespans = makespans or Makespans()
         precision = layout.precision or default_precision(cluster)
         self.itemsize = ITEMSIZE[precision]
         self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
-        self.work = MicroBatch(
+        self.work = work or MicroBatch(
             config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents
         )
         self.held = held(config, layout)
@@ -116,6 +120,17 @@ class _Step:
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
         return self.collectives.seconds(operation, self.group(axis), size)
+
+    def stages(self, count: int) -> list[Floats]:
+        """`stage` of each, where there are so many."""
+        kinds: dict[tuple[object, ...], Floats] = {}
+        times = []
+        for stage in stages_of(self.config, count, self.sequence):
+            kind = (*layer_kinds(self.config, stage).items(), stage.first, stage.last)
+            if kind not in kinds:
+                kinds[kind] = self.stage(stage)
+            times.append(kinds[kind])
+        return times
 
     def stage(self, stage: Stage) -> Floats:
         """[phase, part] of a micro-batch, with what ZeRO-2 and 3 wait for."""
@@ -135,18 +150,12 @@ class _Step:
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
         return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
-    def priced(self, optimizer: str, simulate: bool, parts: bool) -> StepTime:
+    def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
+        """As `step_time` says."""
         layout, config = self.layout, self.config
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
-        stages = stages_of(config, count, self.sequence)
-        kinds: dict[tuple[object, ...], Floats] = {}
-        times = []
-        for stage in stages:
-            kind = (*layer_kinds(config, stage).items(), stage.first, stage.last)
-            if kind not in kinds:
-                kinds[kind] = self.stage(stage)
-            times.append(kinds[kind])
+        stages, times = stages_of(config, count, self.sequence), self.stages(count)
         places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
         replicas = _replicas(places, count)
         totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
@@ -187,10 +196,10 @@ class _Step:
                 layout.schedule, layout.chunks, layout.micro_batches, phases, np.ones(layout.pp), len(times), transfer
             )
             return float(closed), float(messages)
-        makespan = simulate_pipeline(program, Durations(forward, back, weight, transfer)).makespan
+        makespan = self.makespans.of(program, Durations(forward, back, weight, transfer))
         if not parts:
             return makespan, 0.0
-        return makespan, makespan - simulate_pipeline(program, Durations(forward, back, weight)).makespan
+        return makespan, makespan - self.makespans.of(program, Durations(forward, back, weight))
 
     # --- once a step
 
