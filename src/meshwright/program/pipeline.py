@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,6 +47,8 @@ LETTERS = {
     Kind.SEND_BACKWARD: "SEND_B",
     Kind.RECEIVE_BACKWARD: "RECV_B",
 }
+# As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _UPDATE = range(5)
 COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 SENDING = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 ARRIVING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
@@ -156,31 +159,31 @@ class RankBuilder:
     _together: bool = False
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.FORWARD, micro_batch, stage, replica)
+        self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.BACKWARD, micro_batch, stage, replica)
+        self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.INPUT_GRADIENT, micro_batch, stage, replica)
+        self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.WEIGHT_GRADIENT, micro_batch, stage, replica)
+        self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.UPDATE, micro_batch, stage, replica)
+        self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
         self,
-        kind: Kind,
+        kind: int,
         micro_batch: int,
         stage: int | None = None,
         replica: int = 0,
-        component: Component = Component.WHOLE,
+        component: int = 0,
     ) -> None:
         if stage is None:
             (stage,) = self.held[replica]
-        self.rows.append((self._group, int(kind), stage, replica, micro_batch, int(component)))
+        self.rows.append((self._group, kind, stage, replica, micro_batch, component))
         if not self._together:
             self._group += 1
 
@@ -215,7 +218,11 @@ class Builder:
 
     def build(self) -> PipelineProgram:
         """The program."""
-        rows = [(rank.rank, *row) for rank in self.ranks for row in rank.rows]
+        counts = [len(rank.rows) for rank in self.ranks]
+        numbers = chain.from_iterable(chain.from_iterable(rank.rows for rank in self.ranks))
+        rows = np.empty((sum(counts), 7), np.int64)
+        rows[:, 0] = np.repeat(np.arange(len(counts)), counts)
+        rows[:, 1:] = np.fromiter(numbers, np.int64, 6 * len(rows)).reshape(-1, 6)
         return program_of(self.name, len(self.ranks), self.micro_batches, self.placement, rows)
 
 

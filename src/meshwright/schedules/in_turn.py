@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
-from meshwright.program.pipeline import Kind, RankBuilder
+from meshwright.program.pipeline import COMPUTING, RankBuilder
 
-_KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = (int(kind) for kind in COMPUTING)
+_KINDS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT_GRADIENT, "W": _WEIGHT_GRADIENT}
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,40 @@ class InTurn:
         self.rank, self.chunks = rank, chunks
         self._forward = [iter(chunk.micro_batches) for chunk in chunks]
         self._backward = [iter(chunk.micro_batches) for chunk in chunks]
+        self._places = [(chunk.stage, chunk.replica) for chunk in chunks]
         self._put_off: list[tuple[int, int]] = []  # weight gradients: chunk, micro-batch
 
     def write(self, phrase: str, times: int = 1) -> None:
         """The phrase, so many times in a row; none for a number below 1."""
+        words = _parsed(phrase)
         for _ in range(times):
-            for word in phrase.split():
-                with self.rank.together() if "&" in word else nullcontext():
-                    for step in word.split("&"):
-                        self._write_step(step)
+            for word in words:
+                if len(word) == 1:
+                    self._write_step(*word[0])
+                else:
+                    with self.rank.together():
+                        for step in word:
+                            self._write_step(*step)
 
-    def _write_step(self, step: str) -> None:
-        kind = _KINDS[step[0]]
-        number = int(step[1:]) if len(step) > 1 else None
-        if kind == Kind.WEIGHT_GRADIENT:
-            found = next((at for at, (held, _) in enumerate(self._put_off) if number in (None, held)), None)
-            number, micro_batch = self._put_off.pop(found) if found is not None else (None, None)
+    def _write_step(self, kind: int, number: int | None) -> None:
+        if kind == _WEIGHT_GRADIENT:
+            put_off = self._put_off
+            found = next((at for at, (held, _) in enumerate(put_off) if number is None or number == held), None)
+            if found is None:
+                return
+            chunk, micro_batch = put_off.pop(found)
         else:
-            assert number is not None, f"{step}: of which chunk?"
-            micro_batch = next((self._forward if kind == Kind.FORWARD else self._backward)[number], None)
-        if number is None or micro_batch is None:
-            return
-        if kind == Kind.INPUT_GRADIENT:
-            self._put_off.append((number, micro_batch))
-        self.rank.add(kind, micro_batch, self.chunks[number].stage, self.chunks[number].replica)
+            assert number is not None, "a forward or a backward of which chunk?"
+            chunk = number
+            micro_batch = next((self._forward if kind == _FORWARD else self._backward)[chunk], -1)
+            if micro_batch < 0:
+                return
+            if kind == _INPUT_GRADIENT:
+                self._put_off.append((chunk, micro_batch))
+        self.rank.add(kind, micro_batch, *self._places[chunk])
+
+
+@lru_cache(maxsize=128)
+def _parsed(phrase: str) -> list[list[tuple[int, int | None]]]:
+    """Kind and chunk of each step, word by word."""
+    return [[(_KINDS[step[0]], int(step[1:]) if step[1:] else None) for step in word.split("&")] for word in phrase.split()]
