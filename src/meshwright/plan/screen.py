@@ -172,9 +172,13 @@ class _Groups:
         self.which = np.array(which, dtype=np.int64)
         self.stages = neighbours(Layout(dp=of.problem.cluster.devices), self.cluster)  # a layout has all of them
         self._costs: dict[tuple[str, str], Cost | Chosen] = {}
+        self._groups: dict[str, list[Group]] = {}
+        self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
-        return [group_of(layout, axis, self.cluster) for layout in self.layouts]
+        if axis not in self._groups:
+            self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
+        return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
         """How many ranks a group has."""
@@ -206,11 +210,16 @@ class _Groups:
 
     def share(self, zero: int) -> Floats:
         """What sums over data-parallel ranks take from the computation beside them."""
-        most = np.array([self.collectives.tax(group) for group in self.groups("shard" if zero else "data")])
-        if self.experts:
-            spread = zip(self.groups("expert_shard" if zero else "expert_data"), self.layouts, strict=True)
-            most = np.maximum(most, [self.collectives.tax(group) * layout.expert_parallel for group, layout in spread])
-        return most[self.which]
+        sharded = zero > 0
+        if sharded not in self._shares:
+            most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])
+            if self.experts:
+                axis = "expert_shard" if sharded else "expert_data"
+                spread = zip(self.groups(axis), self.layouts, strict=True)
+                apart = [self.collectives.tax(group) * layout.expert_parallel for group, layout in spread]
+                most = np.maximum(most, apart)
+            self._shares[sharded] = most[self.which]
+        return self._shares[sharded]
 
 
 class _Like(NamedTuple):

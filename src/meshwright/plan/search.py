@@ -203,7 +203,7 @@ def device_bytes(problem: Problem, layout: Layout) -> int:
     """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
     or the logits. What is shown is priced on every rank that differs."""
     rounds = MEMORY_ROUNDS * layout.pp
-    if layout.micro_batches > rounds and layout.schedule not in ("gpipe", "looped-bfs"):  # the others only repeat
+    if layout.micro_batches > 2 * rounds and layout.schedule not in ("gpipe", "looped-bfs"):  # the others only repeat
         problem = replace(problem, batch=problem.batch // layout.micro_batches * rounds)
         layout = layout.with_(micro_batches=rounds)
     return max(memory_of(problem, layout, rank).device_bytes for rank in {0, layout.pp - 1})

@@ -204,12 +204,10 @@ class Step:
     # --- once a step
 
     def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
-        """Dense and spread parameters, and layers, of each rank of the pipeline."""
-        found = []
-        for place in places:
-            dense, spread = zip(*(self.held.of_stage(self.config, stages[at]) for at in place), strict=True)
-            found.append((sum(dense), sum(spread), sum(len(stages[at].layers) for at in place)))
-        return found
+        """Dense and spread parameters, and layers, of the ranks of the pipeline, of those that are alike once."""
+        sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
+        alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
+        return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
         last_backward = max(sum(float(times[at][1:].sum()) for at in place) for place in places)
