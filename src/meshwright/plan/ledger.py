@@ -263,9 +263,7 @@ class _Step:
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
                 change("communication", "made", stage, stream)
 
-    def _highest(
-        self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Flat, ...]
-    ) -> _Highest:
+    def _highest(self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Flat, ...]) -> _Highest:
         """The first of a step's highest moments: they are the same for every micro-batch that finds the same."""
         key = id(part), kind, later, over, id(before)
         if key not in self._highest_of:

@@ -60,7 +60,8 @@ class Advice:
 class Found:
     """What a search found: `best`, fastest first; why each loses to the first; how far closed forms were from the
     simulator (relative, of all that were decided, by layout); fast layouts that do not fit; a sample of all for
-    pictures."""
+    pictures. undecided: so many layouts may be better than the last of the best, by their closed forms, but the search
+    had taken its exact prices."""
 
     problem: Problem
     best: tuple[Estimate, ...]
@@ -70,6 +71,7 @@ class Found:
     differences: tuple[float, ...] = ()
     advice: tuple[Advice, ...] = ()
     priced: Priced | None = field(default=None, repr=False)
+    undecided: int = 0
 
 
 def search(problem: Problem, top: int = 5) -> Found:
@@ -83,7 +85,7 @@ def search(problem: Problem, top: int = 5) -> Found:
     advice = tuple(_advice(problem, every, decided.room))
     return Found(
         problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
-        tuple(decided.differences), advice, every,
+        tuple(decided.differences), advice, every, decided.undecided(best, top),
     )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ class _Decided:
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = Makespans()
+        self.stopped = False
         self._decide(wanted)
 
     @property
@@ -121,7 +124,8 @@ class _Decided:
         every, problem = self.every, self.problem
         needed = on_device(problem, every.bytes)
         left = needed <= self.room * DOUBT
-        told = np.where(left, every.seconds, np.inf)  # closed forms, corrected by what the simulator said of their kind
+        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
+        self.told = told = np.where(left, every.seconds, np.inf)
         kinds = self._kinds()
         factors: dict[int, float] = {}
         memory = self._memory_kinds()
@@ -155,6 +159,8 @@ class _Decided:
                 factors[kind] = ratio
             self.difference[at] = closed / seconds - 1
             insort(self.best, (seconds, at, layout))
+        else:
+            self.stopped = True
 
     @property
     def planning(self) -> bool:
@@ -182,11 +188,18 @@ class _Decided:
         problem, work = self.problem, self.every.work[self.every.way[at]]
         return Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-            work, self.makespans,
+            work=work, makespans=self.makespans,
         )  # fmt: skip
 
     def layout(self, at: int) -> Layout:
         return _layout(self.problem, self.every, at)
+
+    def undecided(self, best: list[Estimate], top: int) -> int:
+        """How many layouts may be better than the last of the best, where the search stopped before it had seen all
+        that may be."""
+        if not self.stopped:
+            return 0
+        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
         """The best, priced whole."""

@@ -99,6 +99,7 @@ class Step:
         batch: int,
         engine: Engine,
         documents: float,
+        *,
         work: MicroBatch | None = None,
         makespans: Makespans | None = None,
     ) -> None:
@@ -196,10 +197,10 @@ class Step:
                 layout.schedule, layout.chunks, layout.micro_batches, phases, np.ones(layout.pp), len(times), transfer
             )
             return float(closed), float(messages)
-        makespan = self.makespans.of(program, Durations(forward, back, weight, transfer))
-        if not parts:
-            return makespan, 0.0
-        return makespan, makespan - self.makespans.of(program, Durations(forward, back, weight))
+        asked = [Durations(forward, back, weight, transfer), Durations(forward, back, weight)][: 1 + parts]
+        self.makespans.ask(program, asked)
+        makespan, *without = (self.makespans.of(program, each) for each in asked)
+        return makespan, makespan - sum(without) if without else 0.0
 
     # --- once a step
 

@@ -69,4 +69,6 @@ class InTurn:
 @lru_cache(maxsize=128)
 def _parsed(phrase: str) -> list[list[tuple[int, int | None]]]:
     """Kind and chunk of each step, word by word."""
-    return [[(_KINDS[step[0]], int(step[1:]) if step[1:] else None) for step in word.split("&")] for word in phrase.split()]
+    return [
+        [(_KINDS[step[0]], int(step[1:]) if step[1:] else None) for step in word.split("&")] for word in phrase.split()
+    ]
