@@ -49,6 +49,14 @@ WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "qu
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
 _COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
 
+REPEATING = (
+    "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
+    "chimera", "gems",
+)  # fmt: skip
+ROUNDS = 4
+"""Micro-batches a rank of the pipeline after which these schedules have no moment that none before was like; a test
+holds that."""
+
 CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
 """Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
 performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
@@ -125,7 +133,16 @@ def _table(config: ModelConfig) -> ParameterTable:
     return parameter_table(config)
 
 
-@lru_cache(maxsize=16)
+def repeating(layout: Layout) -> Layout:
+    """The layout with as few micro-batches as show every moment of its step: where there are many, a full pipeline
+    does the same with one round of them after the other, until it drains."""
+    enough = ROUNDS * layout.pp
+    if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
+        return layout
+    return layout.with_(micro_batches=enough)
+
+
+@lru_cache(maxsize=32)
 def _complete(program: PipelineProgram) -> PipelineProgram:
     """With its messages, once for all ranks."""
     return with_transfers(program)
@@ -163,7 +180,7 @@ class _Step:
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        self.program = _complete(program_for(layout, config, sequence))
+        self.program = _complete(program_for(repeating(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_at(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,6 @@ FINAL = 20
 
 MOST_PRICED = 120
 """Exact prices that a search may take."""
-
-MEMORY_ROUNDS = 3
-"""Micro-batches a rank of the pipeline after which no moment of a step is like none before."""
 
 MOST_ADVICE = 4
 """Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
@@ -215,10 +212,6 @@ class _Decided:
 def device_bytes(problem: Problem, layout: Layout) -> int:
     """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
     or the logits. What is shown is priced on every rank that differs."""
-    rounds = MEMORY_ROUNDS * layout.pp
-    if layout.micro_batches > 2 * rounds and layout.schedule not in ("gpipe", "looped-bfs"):  # the others only repeat
-        problem = replace(problem, batch=problem.batch // layout.micro_batches * rounds)
-        layout = layout.with_(micro_batches=rounds)
     return max(memory_of(problem, layout, rank).device_bytes for rank in {0, layout.pp - 1})
 
 
