@@ -20,7 +20,7 @@ from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.progress import Waits
 from meshwright.program.simulate_pipeline import group_durations, prepared, simulate_pipeline
 
-FEW = 16
+FEW = 8
 """Ranks times durations up to which it is quicker to let rank after rank run than to go wave by wave."""
 
 
