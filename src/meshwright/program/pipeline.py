@@ -157,6 +157,7 @@ class RankBuilder:
     rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     _group: int = 0
     _together: bool = False
+    _columns: Integers | None = None
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         self.add(_FORWARD, micro_batch, stage, replica)
@@ -184,8 +185,18 @@ class RankBuilder:
         if stage is None:
             (stage,) = self.held[replica]
         self.rows.append((self._group, kind, stage, replica, micro_batch, component))
-        if not self._together:
-            self._group += 1
+        self._group += not self._together
+
+    def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
+        """All steps of the rank at once, as columns; `group`: the same number for those of one group."""
+        assert not self.rows, "a rank is written step by step, or at once"
+        self._columns = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
+
+    def written(self) -> Integers:
+        """Group, kind, stage, replica, micro-batch and component [steps, 6]."""
+        if self._columns is not None:
+            return self._columns
+        return np.fromiter(chain.from_iterable(self.rows), np.int64, 6 * len(self.rows)).reshape(-1, 6)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -218,11 +229,9 @@ class Builder:
 
     def build(self) -> PipelineProgram:
         """The program."""
-        counts = [len(rank.rows) for rank in self.ranks]
-        numbers = chain.from_iterable(chain.from_iterable(rank.rows for rank in self.ranks))
-        rows = np.empty((sum(counts), 7), np.int64)
-        rows[:, 0] = np.repeat(np.arange(len(counts)), counts)
-        rows[:, 1:] = np.fromiter(numbers, np.int64, 6 * len(rows)).reshape(-1, 6)
+        written = [rank.written() for rank in self.ranks]
+        numbers = np.repeat(np.arange(len(written)), [len(each) for each in written])
+        rows = np.column_stack([numbers, np.concatenate(written)])
         return program_of(self.name, len(self.ranks), self.micro_batches, self.placement, rows)
 
 
