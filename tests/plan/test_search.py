@@ -12,14 +12,18 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
+from meshwright.plan import search as search_room
+from meshwright.plan.answers import document, nothing_fits
 from meshwright.plan.cluster import cluster
 from meshwright.plan.engines import engine
 from meshwright.plan.estimate import Estimate, priced
 from meshwright.plan.memory import fullest
+from meshwright.plan.page import page
 from meshwright.plan.screen import Priced, screen
 from meshwright.plan.search import FINAL, Found, search
 from meshwright.plan.space import Problem, layout_of
 from meshwright.plan.step_time import step_time
+from meshwright.plan.text import found_text
 
 PROBLEMS = {
     "dense": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256),
@@ -148,6 +152,26 @@ def test_what_does_not_fit_says_what_would():
 def test_where_nothing_fits_nothing_is_promised():
     found = search(dataclasses.replace(PROBLEMS["megatron"], cluster=cluster("8xa100-40"), batch=8), 3)
     assert found.best == () and found.searched > 0
+
+
+def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch: pytest.MonkeyPatch):
+    problem, whole = PROBLEMS["megatron"], searched("megatron")
+    assert whole.undecided == 0 and "stopped" not in found_text(whole)
+    assert document(problem, whole.best, whole)["undecided"] == 0
+    monkeypatch.setattr(search_room, "MOST_PRICED", 4)
+    some = search(problem, 4)
+    shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
+    better = [one for one in whole.best if one.layout not in shown and one.time.seconds < slowest]
+    assert len(some.best) == 4 and better  # it stopped too soon indeed
+    assert len(better) <= some.undecided < 100
+    assert f"{some.undecided:,} more layouts may be better than the last of these" in found_text(some)
+    assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
+    assert document(problem, some.best, some)["undecided"] == some.undecided
+    monkeypatch.setattr(search_room, "MOST_PRICED", 0)
+    none = search(problem, 3)
+    assert not none.best and none.undecided > 1000
+    assert "more layouts may be small enough" in found_text(none)
+    assert nothing_fits(none).startswith("none of the")
 
 
 def test_a_batch_that_no_layout_can_share_is_answered():

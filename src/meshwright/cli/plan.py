@@ -143,7 +143,7 @@ def command(
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
     if found is not None and not found.best:
-        raise UserError(nothing_fits(problem))
+        raise UserError(nothing_fits(found))
 
 
 def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:

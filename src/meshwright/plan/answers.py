@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.plan.estimate import Estimate, model_document
 from meshwright.plan.memory import GIB
-from meshwright.plan.search import Found
+from meshwright.plan.search import MOST_PRICED, Found
 from meshwright.plan.space import Problem
 
 MOST_TOP = 100
@@ -24,7 +24,7 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
     }  # fmt: skip
     if found is None:
         return told
-    told |= {"searched": found.searched, "search_seconds": found.seconds}
+    told |= {"searched": found.searched, "search_seconds": found.seconds, "undecided": found.undecided}
     for one, why in zip(told["layouts"], found.reasons, strict=True):
         one["compared_with_first"] = why
     told["too_large"] = [
@@ -37,10 +37,11 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
     return told
 
 
-def nothing_fits(problem: Problem) -> str:
+def nothing_fits(found: Found) -> str:
     """The line for a search that found nothing."""
-    device, count = problem.cluster.device, problem.cluster.devices
+    device, count = found.problem.cluster.device, found.problem.cluster.devices
+    none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (
-        f"no layout of {count:,} device{'s' * (count > 1)} fits into {device.memory_bytes / GIB:.1f} GiB each; "
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {device.memory_bytes / GIB:.1f} GiB each; "
         "take more devices, a smaller batch or shorter sequences"
     )

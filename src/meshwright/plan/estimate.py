@@ -25,7 +25,7 @@ from meshwright.plan.models import model_of
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
-from meshwright.plan.step_time import StepTime, default_precision, step_time
+from meshwright.plan.step_time import Step, StepTime, default_precision
 
 MOST = {"sequence": 2**27, "batch": 2**24}
 """Tokens of a sequence and sequences of a step: what is beyond is a slip of the keyboard, and would take for ever."""
@@ -144,17 +144,18 @@ def evaluate(
     return priced(problem, parsed)
 
 
-def priced(problem: Problem, layout: Layout) -> Estimate:
-    """`evaluate` of a problem that is made."""
+def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
+    """`evaluate` of a problem that is made. step: of this layout, where there is one."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; leave offload:{layout.offload} out')
-    time = step_time(
-        problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
-        optimizer=problem.optimizer, documents=problem.documents,
-        in_place=in_place(problem.cluster, problem.precision, problem.engine),
-    )  # fmt: skip
+    if step is None:
+        step = Step(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+            in_place(problem.cluster, problem.precision, problem.engine),
+        )  # fmt: skip
+    time = step.priced(problem.optimizer)
     return Estimate(problem, layout, time, fullest(problem, layout), tuple(_warnings(problem, layout)))
 
 

@@ -76,5 +76,5 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {top}")
     found = search(problem, top)
     if not found.best:
-        raise UserError(nothing_fits(problem))
+        raise UserError(nothing_fits(found))
     return document(problem, found.best, found)

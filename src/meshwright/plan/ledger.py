@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -25,8 +26,8 @@ from meshwright.names import unknown
 from meshwright.plan.moments import Moment, Reduction, StageMoments, Ways
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
 from meshwright.plan.states import flats_of, kept_buffers, states
-from meshwright.program.answers import Value, answers_to, carries, reads
-from meshwright.program.pipeline import ARRIVING, COMPUTING, Kind, PipelineProgram
+from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of
+from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
 
 CATEGORIES = (
@@ -44,6 +45,18 @@ OF_STATE = {
 }  # fmt: skip
 
 WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
+
+# As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
+_COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
+
+REPEATING = (
+    "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
+    "chimera", "gems",
+)  # fmt: skip
+ROUNDS = 4
+"""Micro-batches a rank of the pipeline after which these schedules have no moment that none before was like; a test
+holds that."""
 
 CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
 """Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
@@ -121,10 +134,28 @@ def _table(config: ModelConfig) -> ParameterTable:
     return parameter_table(config)
 
 
-@lru_cache(maxsize=16)
+def repeating(layout: Layout) -> Layout:
+    """The layout with as few micro-batches as show every moment of its step: where there are many, a full pipeline
+    does the same with one round of them after the other, until it drains."""
+    enough = ROUNDS * layout.pp
+    if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
+        return layout
+    return layout.with_(micro_batches=enough)
+
+
+@lru_cache(maxsize=32)
 def _complete(program: PipelineProgram) -> PipelineProgram:
     """With its messages, once for all ranks."""
     return with_transfers(program)
+
+
+class _Highest(NamedTuple):
+    """A step's highest moment, its bytes, and the reductions that are under way before the step and after it."""
+
+    moment: Moment
+    bytes: int
+    before: tuple[Reduction, ...]
+    leaves: tuple[Reduction, ...]
 
 
 class _Step:
@@ -149,26 +180,22 @@ class _Step:
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        self.program = _complete(program_for(layout, config, sequence))
+        self.program = _complete(program_for(repeating(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_at(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
-        self._moments_of: dict[tuple[int, int, Ways | None], Moment] = {}
-        self.passes = Counter(
-            int(self.program.steps.stage[at])
-            for at in self.program.steps.of_rank(self.place["pp"])
-            if self.program.steps.kind[at] == Kind.FORWARD
-        )
+        self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
+        self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
         stay = list(self._staying())
         base = sum(item.bytes for item in stay)
         best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
         alive: dict[tuple[str, str, int], int] = {}
-        for moment, now in self._moments(alive):
-            here = now + moment.bytes
+        for (moment, size, *_), now in self._moments(alive):
+            here = now + size
             if best[1] is None or here > best[0]:
                 best = here, moment, dict(alive)
         transient, moment_found, others = best
@@ -198,74 +225,82 @@ class _Step:
 
     # --- through the program
 
-    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[Moment, int]]:
+    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
         """The highest moment of every step, and what there is beside it; `alive` says of what (category, name,
         stage)."""
-        rank = self.place["pp"]
+        rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = answers_to(self.program, rank)
         left = dict(self.passes)
         at_once = self._followed_at_once()
+        stream = self._stream()
         leaving: dict[Value, int] = {}
         now = 0
 
         def change(category: str, name: str, stage: int, size: int) -> None:
             nonlocal now
             key = category, name, stage
-            alive[key] = alive.get(key, 0) + size
             now += size
-            assert alive[key] >= 0, (key, size)
-            if not alive[key]:
-                del alive[key]
+            size += alive.get(key, 0)
+            assert size >= 0, (key, size)
+            if size:
+                alive[key] = size
+            else:
+                alive.pop(key, None)
 
         under_way: tuple[Reduction, ...] = ()
-        for at, kind, *place in self._steps():
-            stage, key = place[0], (place[0], place[1], place[2])
-            if kind not in COMPUTING:
-                value = carries(self.program, at)
-                if kind in ARRIVING:
-                    change("communication", "arriving", value[2], self._stream())
+        for at, kind, stage, replica, micro_batch in self._steps():
+            if kind not in _COMPUTING:
+                value = carried(kind, stage, replica, micro_batch)
+                if kind in _ARRIVING:
+                    change("communication", "arriving", value[2], stream)
                 else:
-                    leaving[value] = self._stream()
+                    leaving[value] = stream
                 continue
-            part = self.stage(stage, key in at_once)
-            what = reads(self.program, at)
+            followed = (stage, replica, micro_batch) in at_once
+            part = self.stage(stage, followed)
+            what = read(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
                 change("communication", "made", value[2], -leaving.pop(value))
             if what is not None:  # it becomes the stage's input, or the gradient that its moments count
-                here = self.program.placement[what[1]][what[2]] == rank
-                change("communication", "made" if here else "arriving", what[2], -self._stream())
-            kept = FOLLOWED if key in at_once else WAITING
-            if kind == Kind.FORWARD:
-                between = part.under_way(under_way)
-                yield self._highest(part, kind).beside(between), now
+                here = placement[what[1]][what[2]] == rank
+                change("communication", "made" if here else "arriving", what[2], -stream)
+            kept = FOLLOWED if followed else WAITING
+            if kind in (_BACKWARD, _INPUT_GRADIENT):
+                left[stage] -= 1
+                change("activations", kept, stage, -part.kept)
+            later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
+            highest = self._highest(part, kind, later, over, under_way)
+            yield highest, now
+            if kind == _FORWARD:
                 change("activations", kept, stage, part.kept)
-            else:
-                split = kind == Kind.INPUT_GRADIENT
-                if kind != Kind.WEIGHT_GRADIENT:
-                    left[stage] -= 1
-                    change("activations", kept, stage, -part.kept)
-                ways = Ways(self.passes[stage] - left[stage] > 1, left[stage] == 0, under_way)
-                yield self._highest(part, kind, ways), now
-                if kind != Kind.BACKWARD:
-                    change("activations", QUEUE, stage, part.queue if split else -part.queue)
-                if not split:
-                    under_way = tuple(part.residue(ways)) or under_way
-            makes = kind == Kind.FORWARD and stage < self.program.stages - 1
-            if makes or (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0):
-                change("communication", "made", stage, self._stream())
+            elif kind != _BACKWARD:
+                change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
+            under_way = highest.leaves
+            makes = kind == _FORWARD and stage < last
+            if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
+                change("communication", "made", stage, stream)
 
-    def _highest(self, part: StageMoments, kind: int, ways: Ways | None = None) -> Moment:
-        """The first of a step's highest moments: they are the same for every micro-batch."""
-        key = id(part), kind, ways
-        if key not in self._moments_of:
-            if ways is None:
+    def _highest(
+        self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
+    ) -> _Highest:
+        """The first of a step's highest moments: they are the same for every micro-batch that finds the same."""
+        key = id(part), kind, later, over, id(before)
+        if key not in self._highest_of:
+            ways = Ways(later, over, before)
+            if kind == _FORWARD:
                 moments = part.forward()
-            elif kind == Kind.WEIGHT_GRADIENT:
+            elif kind == _WEIGHT_GRADIENT:
                 moments = part.weight_gradients(ways)
             else:
-                moments = part.backward(kind == Kind.INPUT_GRADIENT, ways)
-            self._moments_of[key] = max(moments, key=lambda moment: moment.bytes)
-        return self._moments_of[key]
+                moments = part.backward(kind == _INPUT_GRADIENT, ways)
+            moment = max(moments, key=lambda moment: moment.bytes)
+            leaves = before
+            if kind == _FORWARD:
+                moment = moment.beside(part.under_way(before))
+            elif kind != _INPUT_GRADIENT:
+                leaves = tuple(part.residue(ways)) or before
+            self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
+        return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
         """A stage of this rank, for a forward that its backward follows at once or does not."""
@@ -300,19 +335,16 @@ class _Step:
         found: set[tuple[int, int, int]] = set()
         before: tuple[int, int, int] | None = None
         for _, kind, *key in self._steps():
-            if kind not in COMPUTING:
+            if kind not in _COMPUTING:
                 continue
             now = key[0], key[1], key[2]
-            if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and now == before:
+            if now == before and kind in (_BACKWARD, _INPUT_GRADIENT):
                 found.add(now)
-            before = now if kind == Kind.FORWARD else None
+            before = now if kind == _FORWARD else None
         return found
 
-    def _steps(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each of this rank's steps its number, kind, stage, replica and micro-batch."""
-        s, own = self.program.steps, self.program.steps.of_rank(self.place["pp"])
-        columns = (column[own.start : own.stop].tolist() for column in (s.kind, s.stage, s.replica, s.micro_batch))
-        return list(zip(own, *columns, strict=True))
+    def _steps(self) -> list[Row]:
+        return rows_of(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
         """What there is at a moment beside what stays."""

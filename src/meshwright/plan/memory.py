@@ -100,6 +100,7 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
     return sorted(merged, key=lambda item: -item.bytes)
 
 
+@lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     """Of the ranks at one place of the pipeline. Raises what `ledger` raises."""
     context = context_bytes(problem.cluster)

@@ -88,6 +88,8 @@ def total_flops(found: list[Operation], *phases: Phase) -> float:
 
 
 def _times(one: Operation, count: float) -> Operation:
+    if count == 1:
+        return one
     return Operation(one.name, one.kind, one.phase, one.flops, one.bytes, one.shape, one.count * count)
 
 

@@ -15,7 +15,7 @@ from meshwright.plan.reference_step import in_place
 from meshwright.plan.search import Found, on_device
 from meshwright.plan.space import Problem
 from meshwright.plan.step_time import PARTS, durations_of
-from meshwright.plan.text import headline
+from meshwright.plan.text import headline, undecided_text
 from meshwright.program.gantt import PAGE_STYLE, draw_svg
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import pipeline_timeline
@@ -68,6 +68,8 @@ def _search(found: Found) -> Iterator[str]:
         for one, why in zip(found.best, found.reasons, strict=True)
     ]  # fmt: skip
     yield _table(head, rows)
+    if found.undecided:
+        yield f"<p>{undecided_text(found)}</p>"
     if found.advice:
         yield "<h2>Faster, but too large</h2>"
         larger = [

@@ -34,9 +34,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 @dataclass(slots=True)
 class Priced:
     """Columns, one entry a layout: its way and its pipe (an index each), level of ZeRO, ranks of a sharding group (0:
-    all), seconds of a step, bytes of the fullest rank."""
+    all), seconds of a step, bytes of the fullest rank. `work`: a micro-batch under each way, priced."""
 
     ways: list[Way]
+    work: list[MicroBatch]
     pipes: list[Pipe]
     way: Array
     pipe: Array
@@ -64,7 +65,7 @@ def screen(problem: Problem) -> Priced:
         blocks = [tuple(np.zeros(0) for _ in range(6))]
     way, zero, hybrid, seconds, size, pipe_column = (np.concatenate(column) for column in zip(*blocks, strict=True))
     seconds = seconds * problem.cluster.time_factor
-    return Priced(work.ways, every, way, pipe_column, zero, hybrid, seconds, size)
+    return Priced(work.ways, work.work, every, way, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Ways:
@@ -172,9 +173,13 @@ class _Groups:
         self.which = np.array(which, dtype=np.int64)
         self.stages = neighbours(Layout(dp=of.problem.cluster.devices), self.cluster)  # a layout has all of them
         self._costs: dict[tuple[str, str], Cost | Chosen] = {}
+        self._groups: dict[str, list[Group]] = {}
+        self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
-        return [group_of(layout, axis, self.cluster) for layout in self.layouts]
+        if axis not in self._groups:
+            self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
+        return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
         """How many ranks a group has."""
@@ -206,11 +211,16 @@ class _Groups:
 
     def share(self, zero: int) -> Floats:
         """What sums over data-parallel ranks take from the computation beside them."""
-        most = np.array([self.collectives.tax(group) for group in self.groups("shard" if zero else "data")])
-        if self.experts:
-            spread = zip(self.groups("expert_shard" if zero else "expert_data"), self.layouts, strict=True)
-            most = np.maximum(most, [self.collectives.tax(group) * layout.expert_parallel for group, layout in spread])
-        return most[self.which]
+        sharded = zero > 0
+        if sharded not in self._shares:
+            most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])
+            if self.experts:
+                axis = "expert_shard" if sharded else "expert_data"
+                spread = zip(self.groups(axis), self.layouts, strict=True)
+                apart = [self.collectives.tax(group) * layout.expert_parallel for group, layout in spread]
+                most = np.maximum(most, apart)
+            self._shares[sharded] = most[self.which]
+        return self._shares[sharded]
 
 
 class _Like(NamedTuple):
@@ -257,6 +267,46 @@ class _Stages:
         self.kept = (np.einsum("wk,sk->ws", of.kept_layer[at], self.of_kind) + ends) @ self.ranks.stages.T
         self.queued = np.einsum("wk,sk->ws", of.queued_layer[at], self.of_kind) @ self.ranks.stages.T
         self._times: dict[tuple[bool, int, bool], Floats] = {}
+        self._once: dict[tuple[bool, int, bool], tuple[Floats, Floats]] = {}
+        self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
+
+    def of_ranks(self, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+        """Seconds of each rank's stages in a micro-batch [phases, ways, ranks], and of what comes once a step [ways]:
+        the same under every schedule that puts the stages here."""
+        key = at_once, zero, inside
+        if key not in self._once:
+            of, groups, engine = self.here.of, self.here.groups[inside], self.here.of.problem.engine
+            phases = np.einsum("wsp,rs->pwr", self.times(at_once, zero, inside), self.ranks.stages)
+            last_backward = phases[1:].sum(axis=0).max(axis=1)
+            dense, spread = self.parameters
+            waits = gradient_waits(
+                zero, groups.seconds, dense.T, spread.T, *groups.shards, (self.ranks.stages @ self.layers)[:, None],
+                last_backward, groups.share(zero), engine, of.itemsize, of.gradient_bytes,
+            )  # fmt: skip
+            moved = update_bytes(of.problem.optimizer, engine, of.itemsize) / of.rates.memory
+            update = updated(zero, dense.T, spread.T, *groups.shards).max(axis=0) * moved
+            self._once[key] = phases, waits.max(axis=0) + update
+        return self._once[key]
+
+    @cached_property
+    def parameters(self) -> tuple[Floats, Floats]:
+        """Dense and spread ones [ways, ranks]."""
+        return self.dense @ self.ranks.stages.T, self.spread @ self.ranks.stages.T
+
+    def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
+        """Bytes that stay [ways, ranks], and of a layer that ZeRO-2 and 3 work on [ways]: its whole gradients and those
+        on their way, its parameters and those of the next one."""
+        if (zero, inside) not in self._states:
+            of = self.here.of
+            shards, spread_shards = (each[:, None] for each in self.here.groups[inside].shards)
+            dense, spread = self.parameters
+            stay = state_sizes(of.problem, zero, dense, shards) + state_sizes(of.problem, zero, spread, spread_shards)
+            layer = np.zeros(len(stay))
+            if zero >= 2:
+                largest = ((self.dense + self.spread) / self.layers).max(axis=1)
+                layer = largest * (3 * of.gradient_bytes + (2 * of.itemsize if zero == 3 else 0))
+            self._states[zero, inside] = stay, layer
+        return self._states[zero, inside]
 
     def times(self, at_once: bool, zero: int, inside: bool) -> Floats:
         """With what ZeRO-2 and 3 wait for."""
@@ -319,7 +369,7 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
         chosen = fits & here.groups[inside].fits if zero else fits
         if not chosen.any():
             continue
-        seconds = _seconds(here, stages, pipe, stages.times(at_once, zero, inside), zero, inside)
+        seconds = _seconds(here, stages, pipe, at_once, zero, inside)
         size = _bytes(here, stages, kept, zero, inside)
         number = int(chosen.sum())
         yield (
@@ -327,34 +377,18 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
         )  # fmt: skip
 
 
-def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, times: Floats, zero: int, inside: bool) -> Floats:
-    of, groups, problem = here.of, here.groups[inside], here.of.problem
-    phases = np.einsum("wsp,rs->pwr", times, stages.ranks.stages)
-    last_backward = phases[1:].sum(axis=0).max(axis=1)
+def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> Floats:
+    phases, once = stages.of_ranks(at_once, zero, inside)
     if pipe.ranks == 1:
         makespan = here.micro * phases.sum(axis=0)[:, 0]
     else:
         makespan, _ = closed_makespan(
             pipe.schedule, pipe.chunks, here.micro, phases / stages.replicas, stages.ranks.counts, stages.count,
-            groups.sends(here.message),
+            here.groups[inside].sends(here.message),
         )  # fmt: skip
-    dense, spread = (each @ stages.ranks.stages.T for each in (stages.dense, stages.spread))  # [ways, ranks]
-    waits = gradient_waits(
-        zero, groups.seconds, dense.T, spread.T, *groups.shards, (stages.ranks.stages @ stages.layers)[:, None],
-        last_backward, groups.share(zero), problem.engine, of.itemsize, of.gradient_bytes,
-    )  # fmt: skip
-    moved = update_bytes(problem.optimizer, problem.engine, of.itemsize) / of.rates.memory
-    update = updated(zero, dense.T, spread.T, *groups.shards).max(axis=0) * moved
-    return np.asarray(makespan + waits.max(axis=0) + update, dtype=np.float64)
+    return np.asarray(makespan + once, dtype=np.float64)
 
 
 def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool) -> Floats:
-    of, problem = here.of, here.of.problem
-    shards, spread_shards = (each[:, None] for each in here.groups[inside].shards)
-    dense, spread = (each @ stages.ranks.stages.T for each in (stages.dense, stages.spread))
-    states = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, spread, spread_shards)
-    found = (states + kept).max(axis=1) + of.passing[here.at]
-    if zero >= 2:  # whole gradients of a layer and those on their way, parameters of a layer and of the next one
-        layer = ((stages.dense + stages.spread) / stages.layers).max(axis=1)
-        found = found + layer * (3 * of.gradient_bytes + (2 * of.itemsize if zero == 3 else 0))
-    return np.asarray(found, dtype=np.float64)
+    stay, layer = stages.states(zero, inside)
+    return np.asarray((stay + kept).max(axis=1) + here.of.passing[here.at] + layer, dtype=np.float64)

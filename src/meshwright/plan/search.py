@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,16 @@ from meshwright.model.refuse import refuse
 from meshwright.names import RECOMPUTE
 from meshwright.plan.estimate import Estimate, priced
 from meshwright.plan.memory import context_bytes, memory_of, slack
-from meshwright.plan.reference_step import in_place
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
-from meshwright.plan.step_time import PARTS, step_time
+from meshwright.plan.step_time import PARTS, Step
+from meshwright.program.makespan import Makespans
 
 FINAL = 20
 """So many are decided by the simulator."""
 
 MOST_PRICED = 120
 """Exact prices that a search may take."""
-
-MEMORY_ROUNDS = 3
-"""Micro-batches a rank of the pipeline after which no moment of a step is like none before."""
 
 MOST_ADVICE = 4
 """Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
@@ -60,7 +57,8 @@ class Advice:
 class Found:
     """What a search found: `best`, fastest first; why each loses to the first; how far closed forms were from the
     simulator (relative, of all that were decided, by layout); fast layouts that do not fit; a sample of all for
-    pictures."""
+    pictures. undecided: so many layouts may be better than the last of the best, by their closed forms, but the search
+    had taken its exact prices."""
 
     problem: Problem
     best: tuple[Estimate, ...]
@@ -70,6 +68,7 @@ class Found:
     differences: tuple[float, ...] = ()
     advice: tuple[Advice, ...] = ()
     priced: Priced | None = field(default=None, repr=False)
+    undecided: int = 0
 
 
 def search(problem: Problem, top: int = 5) -> Found:
@@ -83,7 +82,7 @@ def search(problem: Problem, top: int = 5) -> Found:
     advice = tuple(_advice(problem, every, decided.room))
     return Found(
         problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
-        tuple(decided.differences), advice, every,
+        tuple(decided.differences), advice, every, decided.undecided(best, top),
     )  # fmt: skip
 
 
@@ -109,6 +108,8 @@ class _Decided:
         self.room = problem.cluster.device.memory_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
+        self.makespans = Makespans()
+        self.stopped = False
         self._decide(wanted)
 
     @property
@@ -120,7 +121,8 @@ class _Decided:
         every, problem = self.every, self.problem
         needed = on_device(problem, every.bytes)
         left = needed <= self.room * DOUBT
-        told = np.where(left, every.seconds, np.inf)  # closed forms, corrected by what the simulator said of their kind
+        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
+        self.told = told = np.where(left, every.seconds, np.inf)
         kinds = self._kinds()
         factors: dict[int, float] = {}
         memory = self._memory_kinds()
@@ -142,11 +144,7 @@ class _Decided:
                 told[alike & (needed > self.room * DOUBT)] = np.inf
                 if exact > self.room:
                     continue
-            seconds = step_time(
-                problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
-                optimizer=problem.optimizer, documents=problem.documents, parts=False,
-                in_place=in_place(problem.cluster, problem.precision, problem.engine),
-            ).seconds  # fmt: skip
+            seconds = self._step(at, layout).priced(problem.optimizer, parts=False).seconds
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
                 alike = (kinds == kind) & left
@@ -158,6 +156,8 @@ class _Decided:
                 factors[kind] = ratio
             self.difference[at] = closed / seconds - 1
             insort(self.best, (seconds, at, layout))
+        else:
+            self.stopped = True
 
     @property
     def planning(self) -> bool:
@@ -180,14 +180,29 @@ class _Decided:
         of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
+    def _step(self, at: int, layout: Layout) -> Step:
+        """Of what the screen and the simulator have said already."""
+        problem, work = self.problem, self.every.work[self.every.way[at]]
+        return Step(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+            work=work, makespans=self.makespans,
+        )  # fmt: skip
+
     def layout(self, at: int) -> Layout:
         return _layout(self.problem, self.every, at)
+
+    def undecided(self, best: list[Estimate], top: int) -> int:
+        """How many layouts may be better than the last of the best, where the search stopped before it had seen all
+        that may be."""
+        if not self.stopped:
+            return 0
+        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
         """The best, priced whole."""
         found: list[Estimate] = []
-        for _, _, layout in self.best:
-            one = priced(self.problem, layout)
+        for _, at, layout in self.best:
+            one = priced(self.problem, layout, self._step(at, layout))
             found += [one] if one.fits else []
             if len(found) == top:
                 break
@@ -197,10 +212,6 @@ class _Decided:
 def device_bytes(problem: Problem, layout: Layout) -> int:
     """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
     or the logits. What is shown is priced on every rank that differs."""
-    rounds = MEMORY_ROUNDS * layout.pp
-    if layout.micro_batches > rounds and layout.schedule not in ("gpipe", "looped-bfs"):  # the others only repeat
-        problem = replace(problem, batch=problem.batch // layout.micro_batches * rounds)
-        layout = layout.with_(micro_batches=rounds)
     return max(memory_of(problem, layout, rank).device_bytes for rank in {0, layout.pp - 1})
 
 

@@ -23,8 +23,8 @@ from meshwright.plan.engines import Engine
 from meshwright.plan.micro_batch import AS_ADDED, ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.rates import Collectives, Group, Rates, constants
 from meshwright.program.durations import Durations, Floats
+from meshwright.program.makespan import Makespans
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.simulate_pipeline import simulate_pipeline
 
 DATA = MICRO_BATCH_PARTS.index("data")
 PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
@@ -74,7 +74,7 @@ def step_time(
         raise UserError(f'layout "{layout}": batch {batch} is not a multiple of dp x mb = {share}')
     if optimizer not in OPTIMIZER_BYTES:
         raise UserError(f'unknown optimizer "{optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
-    step = _Step(config, layout, cluster, sequence, batch, whose, documents, in_place)
+    step = Step(config, layout, cluster, sequence, batch, whose, documents, in_place)
     return step.priced(optimizer, simulate, parts)
 
 
@@ -83,15 +83,17 @@ def durations_of(
     documents: float = 1.0, in_place: Floats = AS_ADDED,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
     """The pipeline's program and the seconds of its steps, for pictures."""
-    step = _Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place)
+    step = Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place)
     program = program_for(layout, config, sequence)
-    times = [step.stage(stage) for stage in stages_of(config, program.stages, sequence)]
-    forward, back, weight = cluster.time_factor * np.array(times).sum(axis=2).T
+    forward, back, weight = cluster.time_factor * np.array(step.stages(program.stages)).sum(axis=2).T
     transfer = cluster.time_factor * step.transfer() if layout.pp > 1 else 0.0
     return program, Durations(forward, back, weight, transfer)
 
 
-class _Step:
+class Step:
+    """A layout's step. work: of a micro-batch, where somebody has priced it already under a layout that differs in
+    nothing that a micro-batch depends on; makespans: of programs, where somebody has asked for them."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -101,15 +103,19 @@ class _Step:
         batch: int,
         engine: Engine,
         documents: float,
-        in_place: Floats,
+        in_place: Floats = AS_ADDED,
+        *,
+        work: MicroBatch | None = None,
+        makespans: Makespans | None = None,
     ) -> None:
         self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
-        self.collectives = Collectives(cluster)
+        self.collectives = Collectives(cluster) if work is None else work.collectives
+        self.makespans = makespans or Makespans()
         precision = layout.precision or default_precision(cluster)
         self.itemsize = ITEMSIZE[precision]
         self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
-        self.work = MicroBatch(
+        self.work = work or MicroBatch(
             config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents, in_place
         )
         self.held = held(config, layout)
@@ -120,6 +126,17 @@ class _Step:
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
         return self.collectives.seconds(operation, self.group(axis), size)
+
+    def stages(self, count: int) -> list[Floats]:
+        """`stage` of each, where there are so many."""
+        kinds: dict[tuple[object, ...], Floats] = {}
+        times = []
+        for stage in stages_of(self.config, count, self.sequence):
+            kind = (*layer_kinds(self.config, stage).items(), stage.first, stage.last)
+            if kind not in kinds:
+                kinds[kind] = self.stage(stage)
+            times.append(kinds[kind])
+        return times
 
     def stage(self, stage: Stage) -> Floats:
         """[phase, part] of a micro-batch, with what ZeRO-2 and 3 wait for."""
@@ -139,18 +156,12 @@ class _Step:
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
         return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
-    def priced(self, optimizer: str, simulate: bool, parts: bool) -> StepTime:
+    def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
+        """As `step_time` says."""
         layout, config = self.layout, self.config
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
-        stages = stages_of(config, count, self.sequence)
-        kinds: dict[tuple[object, ...], Floats] = {}
-        times = []
-        for stage in stages:
-            kind = (*layer_kinds(config, stage).items(), stage.first, stage.last)
-            if kind not in kinds:
-                kinds[kind] = self.stage(stage)
-            times.append(kinds[kind])
+        stages, times = stages_of(config, count, self.sequence), self.stages(count)
         places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
         replicas = _replicas(places, count)
         totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
@@ -191,20 +202,18 @@ class _Step:
                 layout.schedule, layout.chunks, layout.micro_batches, phases, np.ones(layout.pp), len(times), transfer
             )
             return float(closed), float(messages)
-        makespan = simulate_pipeline(program, Durations(forward, back, weight, transfer)).makespan
-        if not parts:
-            return makespan, 0.0
-        return makespan, makespan - simulate_pipeline(program, Durations(forward, back, weight)).makespan
+        asked = [Durations(forward, back, weight, transfer), Durations(forward, back, weight)][: 1 + parts]
+        self.makespans.ask(program, asked)
+        makespan, *without = (self.makespans.of(program, each) for each in asked)
+        return makespan, makespan - sum(without) if without else 0.0
 
     # --- once a step
 
     def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
-        """Dense and spread parameters, and layers, of each rank of the pipeline."""
-        found = []
-        for place in places:
-            dense, spread = zip(*(self.held.of_stage(self.config, stages[at]) for at in place), strict=True)
-            found.append((sum(dense), sum(spread), sum(len(stages[at].layers) for at in place)))
-        return found
+        """Dense and spread parameters, and layers, of the ranks of the pipeline, of those that are alike once."""
+        sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
+        alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
+        return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
         last_backward = max(sum(float(times[at][1:].sum()) for at in place) for place in places)

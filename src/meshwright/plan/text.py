@@ -9,7 +9,7 @@ from meshwright.plan.calibration import Calibration
 from meshwright.plan.estimate import Estimate, model_document
 from meshwright.plan.explain import Row
 from meshwright.plan.memory import GIB, by_layers
-from meshwright.plan.search import Found
+from meshwright.plan.search import MOST_PRICED, Found
 from meshwright.plan.space import Problem
 
 
@@ -47,6 +47,8 @@ def found_text(found: Found) -> str:
                 ),
             ]
         )
+    if found.undecided:
+        lines.append(f"  {undecided_text(found)}")
     room = problem.cluster.device.memory_bytes
     for one in found.advice:
         wants = f"{one.layout}: {one.seconds:.3g} s, but {(one.bytes - room) / GIB:.1f} GiB too much"
@@ -55,6 +57,12 @@ def found_text(found: Found) -> str:
         else:
             lines.append(f"  {wants}; with {one.change} it fits: {one.instead_seconds:.3g} s")
     return "\n".join(lines)
+
+
+def undecided_text(found: Found) -> str:
+    """What a search leaves open that stopped."""
+    what = "better than the last of these" if found.best else "small enough"
+    return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
 
 
 def _row(number: int, one: Estimate, why: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,6 +47,8 @@ LETTERS = {
     Kind.SEND_BACKWARD: "SEND_B",
     Kind.RECEIVE_BACKWARD: "RECV_B",
 }
+# As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _UPDATE = range(5)
 COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 SENDING = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 ARRIVING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
@@ -154,35 +157,46 @@ class RankBuilder:
     rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     _group: int = 0
     _together: bool = False
+    _columns: Integers | None = None
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.FORWARD, micro_batch, stage, replica)
+        self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.BACKWARD, micro_batch, stage, replica)
+        self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.INPUT_GRADIENT, micro_batch, stage, replica)
+        self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.WEIGHT_GRADIENT, micro_batch, stage, replica)
+        self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        self.add(Kind.UPDATE, micro_batch, stage, replica)
+        self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
         self,
-        kind: Kind,
+        kind: int,
         micro_batch: int,
         stage: int | None = None,
         replica: int = 0,
-        component: Component = Component.WHOLE,
+        component: int = 0,
     ) -> None:
         if stage is None:
             (stage,) = self.held[replica]
-        self.rows.append((self._group, int(kind), stage, replica, micro_batch, int(component)))
-        if not self._together:
-            self._group += 1
+        self.rows.append((self._group, kind, stage, replica, micro_batch, component))
+        self._group += not self._together
+
+    def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
+        """All steps of the rank at once, as columns; `group`: the same number for those of one group."""
+        assert not self.rows, "a rank is written step by step, or at once"
+        self._columns = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
+
+    def written(self) -> Integers:
+        """Group, kind, stage, replica, micro-batch and component [steps, 6]."""
+        if self._columns is not None:
+            return self._columns
+        return np.fromiter(chain.from_iterable(self.rows), np.int64, 6 * len(self.rows)).reshape(-1, 6)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -215,7 +229,9 @@ class Builder:
 
     def build(self) -> PipelineProgram:
         """The program."""
-        rows = [(rank.rank, *row) for rank in self.ranks for row in rank.rows]
+        written = [rank.written() for rank in self.ranks]
+        numbers = np.repeat(np.arange(len(written)), [len(each) for each in written])
+        rows = np.column_stack([numbers, np.concatenate(written)])
         return program_of(self.name, len(self.ranks), self.micro_batches, self.placement, rows)
 
 

@@ -116,8 +116,15 @@ def run(
     groups = len(s.group_rank)
     waiting = s.group_index[wait.reader]
     order = np.argsort(waiting, kind="stable")
-    first = np.searchsorted(waiting[order], np.arange(groups + 1)).tolist()
-    awaits, delays = s.group_index[wait.leaves[order]].tolist(), delay[order].tolist()
+    makers, delays = s.group_index[wait.leaves[order]], delay[order]
+    ends = np.searchsorted(waiting[order], np.arange(groups + 1))
+    # Most groups wait for one value at most: of each the first, and what there is beside it.
+    first, count = ends[:-1], np.diff(ends)
+    none = np.zeros(1, np.int64)
+    need = np.where(count > 0, np.append(makers, none)[first], -1).tolist()
+    lag = np.append(delays, none)[first].tolist()
+    several = [(group, ends[group] + 1, ends[group + 1]) for group in np.flatnonzero(count > 1).tolist()]
+    more = {group: list(zip(makers[a:b].tolist(), delays[a:b].tolist(), strict=True)) for group, a, b in several}
     lasts = duration.tolist()
     bounds = np.searchsorted(s.group_rank, np.arange(program.ranks + 1)).tolist()
     start, end = [0.0] * groups, [-1.0] * groups
@@ -129,24 +136,30 @@ def run(
         rank = runnable.pop()
         group, now, stop = position[rank], clock[rank], bounds[rank + 1]
         while group < stop:
-            for need in range(first[group], first[group + 1]):
-                made = end[awaits[need]]
+            maker = need[group]
+            if maker >= 0:
+                made = end[maker]
+                if made >= 0:
+                    made += lag[group]
+                    if made > now:
+                        now = made
+                    for maker, late in more.get(group, ()):
+                        made = end[maker]
+                        if made < 0:
+                            break
+                        made += late
+                        if made > now:
+                            now = made
                 if made < 0:
-                    blocked.setdefault(awaits[need], []).append(rank)
+                    blocked.setdefault(maker, []).append(rank)
                     break
-                made += delays[need]
-                if made > now:
-                    now = made
-            else:
-                start[group] = now
-                now += lasts[group]
-                end[group] = now
-                done.append(group)
-                if group in blocked:
-                    runnable.extend(blocked.pop(group))
-                group += 1
-                continue
-            break
+            start[group] = now
+            now += lasts[group]
+            end[group] = now
+            done.append(group)
+            if group in blocked:
+                runnable.extend(blocked.pop(group))
+            group += 1
         position[rank], clock[rank] = group, now
     if blocked:
         raise _circle(program, position, {rank: group for group, ranks in blocked.items() for rank in ranks})

@@ -134,10 +134,10 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     that and more). Raises ProgramError for a program that cannot go on, with what it waits for; UserError for lists of
     durations of a wrong length and for durations that add up to infinity.
     """
-    (flow, wait), s = _prepared(program), program.steps
+    (flow, wait), s = prepared(program), program.steps
     transfer = durations.table("transfer", program)
     delay = transfer[s.replica[wait.maker], wait.boundary]
-    group_start, group_end, order = run(program, wait, _group_durations(program, durations), delay)
+    group_start, group_end, order = run(program, wait, group_durations(program, durations), delay)
     if group_end and not np.isfinite(max(group_end)):
         raise UserError("durations: they add up to more than a number can hold; take another unit of time")
     start, end = np.array(group_start, np.float64)[s.group_index], np.array(group_end, np.float64)[s.group_index]
@@ -147,14 +147,14 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     return PipelineTiming(program, start, end, np.array(order, np.int64), flow)
 
 
-@lru_cache(maxsize=16)
-def _prepared(program: PipelineProgram) -> tuple[Dataflow, Waits]:
+@lru_cache(maxsize=32)
+def prepared(program: PipelineProgram) -> tuple[Dataflow, Waits]:
     """What a program's simulations have in common."""
     flow = Dataflow(program)
     return flow, waits(flow)
 
 
-def _group_durations(program: PipelineProgram, durations: Durations) -> Floats:
+def group_durations(program: PipelineProgram, durations: Durations) -> Floats:
     """How long each group occupies its rank; transfers: no time."""
     s = program.steps
     table = {

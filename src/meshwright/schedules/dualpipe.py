@@ -63,3 +63,4 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     order.write("I1 I0", whole)
     order.write("W I0", to_the_middle)  # 7
     order.write("W", depth + 1)  # 8
+    order.done()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.program.pipeline import Kind, PipelineProgram, program_of
-from meshwright.program.progress import waits
-from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
+from meshwright.program.simulate_pipeline import Durations, prepared, simulate_pipeline
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
@@ -25,7 +24,7 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
         return program
     s = program.steps
     timing = simulate_pipeline(program, durations or Durations.per_rank(program))
-    wait = waits(timing.flow)
+    _, wait = prepared(program)
     turn = np.empty(len(s.group_rank))
     turn[timing.order] = np.arange(len(timing.order))
     turn = turn[s.group_index]  # where times are equal: after all that a step waits for

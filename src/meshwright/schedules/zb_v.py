@@ -35,4 +35,5 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
         order.write("I0 W0", to_the_turn)
         order.write("W1", rank.rank)
         order.write("W0", rank.rank)
+        order.done()
     return program.build()
