@@ -74,6 +74,23 @@ def test_near_duplicates_are_dropped_and_others_are_kept(tmp_path: Path, small_s
     assert rules(cleaned(source, tmp_path / "work2")) == [None] * 90
 
 
+def test_a_document_that_resembles_a_dropped_one_is_dropped_too(tmp_path: Path):
+    class Chain:
+        """The second document shares a band with the first, the third another one with the second."""
+
+        first, documents = 0, 3
+
+        def column(self, name: str) -> Any:
+            columns = {"code": [KEPT] * 3, "digest": [[1, 0], [2, 0], [3, 0]], "bands": [[1, 5], [1, 6], [2, 6]]}
+            return np.array(columns[name], np.uint64)
+
+    cleaner = Cleaner(CleanRecipe(near_duplicates=True, minhash_bands=2, minhash_rows=1))
+    found = cleaning_pass._Duplicates([Chain()], cleaner, tmp_path)  # type: ignore[list-item]
+    near = 1 + RULES.index("near_duplicates")
+    assert found.codes.tolist() == [KEPT, near, near]
+    assert found.earlier == {"near_duplicates": {1: 0, 2: 1}} and found.first == {"near_duplicates": 1}
+
+
 @pytest.mark.parametrize("part", [4, 16, 1000])
 def test_repeated_keys_are_those_that_a_dictionary_finds(tmp_path: Path, part: int):
     draw = np.random.default_rng(0)
