@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,19 @@ def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _ranks(placement: Mapping[str, Any]) -> Any:
-    """A row for each run of ranks that hold the same."""
+    """A row for each set of ranks that hold the same."""
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"
     table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for name in ("ranks", "layers", "also", "parameters kept", "in training, AdamW"):
-        table.add_column(name, justify="right" if name.startswith(("parameters", "in")) else "left")
-    for key, group in groupby(placement["ranks"], key=_what):
-        ranks = [rank["rank"] for rank in group]
-        layers, also, size, training = key
+    for name in ("ranks", "layers", "also"):
+        table.add_column(name, overflow="fold")
+    for name in ("parameters kept", "in training, AdamW"):
+        table.add_column(name, justify="right", no_wrap=True)
+    alike: dict[tuple[str, str, int, int], list[int]] = {}
+    for rank in placement["ranks"]:
+        alike.setdefault(_what(rank), []).append(rank["rank"])
+    for (layers, also, size, training), ranks in alike.items():
         table.add_row(_ranges(ranks), layers, also, _size(size), _size(training))
     return table
 

@@ -37,12 +37,13 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
     places = [_place(partition, layout, place, kept) for place in range(layout.pp)]
+    experts = [_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
     ranks = []
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
         axes = {axis: at[axis] for axis in ("tp", "cp", "dp", "pp") if getattr(layout, axis) > 1}
-        experts = _experts(table, layout, at["ep"]) if layout.ep > 1 else None
-        ranks.append({"rank": rank, **axes, **places[at["pp"]], **({"experts": experts} if experts else {})})
+        spread = {"experts": experts[at["ep"]]} if layout.ep > 1 else {}
+        ranks.append({"rank": rank, **axes, **places[at["pp"]], **spread})
     return {"layout": str(layout), "precision": precision, "ranks": ranks}
 
 

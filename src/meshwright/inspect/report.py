@@ -50,13 +50,14 @@ def inspect_model(
         tensors.append(_tensor(files, entry, values, with_statistics))
         done += entry.bytes
         progress(done, total)
+    held = Counter(entry.file for entry in files.entries)
     types: Counter[str] = Counter()
     for entry in files.entries:
         types[entry.dtype] += entry.bytes
     config, why_not = _config(files.directory)
     document: dict[str, Any] = {
         "path": str(path),
-        "files": [_file(files, file) for file in files.files],
+        "files": [{"file": file.name, "tensors": held[file], "bytes": file.stat().st_size} for file in files.files],
         "elements": sum(entry.numel for entry in files.entries),
         "bytes": sum(entry.bytes for entry in files.entries),
         "bytes_by_type": dict(types.most_common()),
@@ -85,11 +86,6 @@ def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
 
 def _wanted(name: str, globs: Sequence[str]) -> bool:
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
-
-
-def _file(files: TensorFiles, file: Path) -> dict[str, Any]:
-    held = [entry for entry in files.entries if entry.file == file]
-    return {"file": file.name, "tensors": len(held), "bytes": file.stat().st_size}
 
 
 def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
