@@ -351,6 +351,10 @@ def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool)
     of, problem = here.of, here.of.problem
     shards, spread_shards = (each[:, None] for each in here.groups[inside].shards)
     dense, spread = (each @ stages.ranks.stages.T for each in (stages.dense, stages.spread))
+    if problem.config.tied and stages.count > 1:  # a rank with both ends has their matrix once
+        both = (stages.ranks.stages @ stages.first) * (stages.ranks.stages @ stages.last)
+        matrix = problem.config.vocabulary * problem.config.hidden / of.tp[here.at]
+        dense = dense - np.outer(matrix, both / stages.replicas**2)
     states = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, spread, spread_shards)
     found = (states + kept).max(axis=1) + of.passing[here.at]
     if zero >= 2:  # whole gradients of a layer and those on their way, parameters of a layer and of the next one
