@@ -12,6 +12,7 @@ shrinks the model so that the script itself can be tried on a CPU, where no memo
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import tempfile
@@ -98,6 +99,7 @@ def main() -> int:
         lines.append(run(layout, compiled, SMALL if options.small else SHAPE, options.device, where))
         print(lines[-1], file=sys.stderr)
         if options.device.startswith("cuda"):
+            gc.collect()
             torch.cuda.empty_cache()
     held = all(abs(line["peak_error"]) <= LIMITS[line["compiled"]] for line in lines if "peak_error" in line)
     result = {"device": options.device, "limits": {"eager": LIMITS[False], "compiled": LIMITS[True]}, "runs": lines}

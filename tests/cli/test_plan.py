@@ -81,6 +81,8 @@ def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
     assert "recipe_layout" not in json.loads(
         run("plan", str(recipe), "--cluster", "2xa100-80", "--layout", "dp2", "--json")
     )
+    answer = json.loads(run("plan", "--jobs", "-", text=json.dumps({"model": str(recipe), "cluster": "2xa100-80"})))
+    assert answer["recipe_layout"]["layout"] == "dp2 bf16" and len(answer["layouts"]) > 1
     line = json.dumps({"model": str(recipe), "cluster": "2xa100-80", "layout": "dp2"})
     document = json.loads(run("plan", "--jobs", "-", text=line + "\n"))
     assert (document["sequence"], document["batch"]) == (64, 8)

@@ -82,6 +82,7 @@ def test_only_rules_that_a_recipe_asks_for_are_asked():
 
 def test_a_document_is_code_by_the_name_of_its_file():
     assert all(map(is_code, ("a/b.py", "x.CPP", "lib.rs.gz", "stdlib/json/decoder.py", "long.py#2")))
+    assert not any(map(is_code, ("a.wet.gz:17 http://a.b/c.html", "a.parquet:row 3", "a.wet:2 http://a.pl#2")))
     assert not any(map(is_code, ("a.txt", "corpus.jsonl:17", "README", "py", "a.py.txt", "corpus.json.txt:3")))
 
 

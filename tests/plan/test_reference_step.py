@@ -8,11 +8,13 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
+from meshwright.plan.calibration import Calibration
 from meshwright.plan.engines import ENGINES, engine
 from meshwright.plan.estimate import evaluate
+from meshwright.plan.explain import explain
 from meshwright.plan.measured import Measured, ReferenceStep, read
 from meshwright.plan.micro_batch import MICRO_BATCH_PARTS
-from meshwright.plan.reference_step import LEAST, batch_of, in_place, reference_layouts, reference_model
+from meshwright.plan.reference_step import batch_of, in_place, reference_layouts, reference_model
 from meshwright.plan.step_time import step_time
 from tests.plan.test_measured_rates import here, measured
 
@@ -55,9 +57,35 @@ def test_what_is_left_of_a_tensor_parallel_step_is_what_ranks_waited_for_each_ot
     assert factors(more)["context"] == pytest.approx(1.7)
 
 
-def test_a_step_that_took_no_longer_than_its_computation_leaves_something_for_the_calls():
+def test_where_noise_is_larger_than_what_was_to_be_told_nothing_is_multiplied():
     found = factors(with_steps(dp2_fp32=told("dp2 fp32")["compute"], tp2_fp32=1e-6))
-    assert found["tensor"] == LEAST
+    assert found["tensor"] == 1.0
+
+
+def test_a_calibration_multiplies_what_steps_have_made_longer():
+    """And is no part of what the steps are compared with, nor are the devices that a plan takes of the machine."""
+    one = told("dp2 fp32")
+    found = with_steps(dp2_fp32=1.5 * one["compute"] + one["data"])
+    plain = here(found)
+    calibrated = replace(plain, calibration=Calibration(2.0, 2.0, 2.0, 1, None, 0))
+    options = {"sequence": 1024, "batch": 8}
+    before, after = (evaluate("gpt2", each, "dp2 fp32", **options).time.breakdown for each in (plain, calibrated))
+    assert {part: 2 * seconds for part, seconds in before.items()} == pytest.approx(after)
+    alone = replace(plain, devices=1, devices_per_node=1)
+    assert in_place(alone, "fp32", OURS).tolist() == in_place(plain, "fp32", OURS).tolist()
+
+
+def test_steps_without_a_data_parallel_one_say_nothing():
+    assert set(factors(with_steps(tp2_fp32=1.0)).values()) == {1.0}
+
+
+def test_the_operations_add_up_to_the_computation():
+    one = told("dp2 fp32")
+    estimate = evaluate(
+        "gpt2", here(with_steps(dp2_fp32=1.5 * one["compute"] + one["data"])), "dp2 fp32", sequence=1024, batch=8
+    )
+    rows = explain(estimate.problem, estimate.layout)
+    assert sum(row.seconds for row in rows) == pytest.approx(estimate.time.breakdown["compute"])
 
 
 def test_another_precision_has_the_ratio_of_its_own_step_or_of_the_first():

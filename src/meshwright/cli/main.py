@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError, Terminated
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
-    "data": "Prepare a recipe's data, show a batch of it and what its tokenizer does.",
+    "data": "Prepare a recipe's data, show a batch of it, report its cleaning and its tokenizer.",
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "plan": "Say what training costs before it runs: time, memory, the best layout.",

@@ -89,7 +89,7 @@ def command(
     from meshwright.plan.answers import document as document_of
     from meshwright.plan.answers import nothing_fits
     from meshwright.plan.estimate import problem_of
-    from meshwright.plan.models import is_recipe, recipe_of, said_by
+    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
     from meshwright.plan.text import headline
 
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
@@ -101,7 +101,7 @@ def command(
         if said[name] is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
     parsed = _layout(layout)
-    mine = None if own is None or own.layout == "auto" or parsed is not None else own.parsed_layout
+    mine = None if own is None or parsed is not None else layout_of_recipe(own)
     named = (parsed.precision if parsed else None) or precision or (mine.precision if mine else None)
     problem = problem_of(
         model, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine, compile=bool(said["compile"]),

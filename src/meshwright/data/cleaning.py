@@ -45,9 +45,13 @@ def asked(recipe: CleanRecipe) -> tuple[str, ...]:
     return tuple(rule for rule in RULES if rule not in off)
 
 
+_RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
+
+
 def is_code(name: str) -> bool:
-    """Whether a document is a file of source code or of a language for machines, by its name."""
-    return _CODE.search(name) is not None
+    """Whether a document is a file of source code or of a language for machines, by its name. Records are none,
+    whatever a page's address ends with."""
+    return _CODE.search(name) is not None and _RECORD.search(name) is None
 
 
 @dataclass(frozen=True, slots=True)

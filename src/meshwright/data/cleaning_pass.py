@@ -30,6 +30,7 @@ from meshwright.data.segments import (
     priority,
 )
 from meshwright.data.sources import SourceFile
+from meshwright.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: what a kill costs
 SEGMENT_DOCUMENTS = 1 << 16
@@ -287,8 +288,14 @@ class _Report:
                 last = here[-1] - begin
                 for place, document in enumerate(itertools.islice(self.reader.documents(file), last + 1), begin):
                     if place in here:
-                        text = (document.text or "")[:EXCERPT].encode(errors="replace").decode()
-                        found[place] = document.name, text
+                        text = document.text or ""
+                        if self.cleaner.rewrites:
+                            text, _ = self.cleaner.rewritten(text, document.name)
+                        found[place] = document.name, text[:EXCERPT].encode(errors="replace").decode()
+                if any(number not in found for number in here):
+                    raise UserError(
+                        f"{file.path} changed while it was being prepared; run the command again when it is finished"
+                    )
             begin += count
         return found
 

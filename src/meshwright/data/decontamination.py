@@ -56,11 +56,12 @@ class EvaluationSets:
 
 
 def digests(paths: Sequence[str]) -> list[str]:
-    """The SHA-256 of each evaluation set. `UserError`: one cannot be read."""
+    """The SHA-256 of each evaluation set, and how it is read. `UserError`: one cannot be read."""
     found = []
     for path in paths:
         try:
-            found.append(sha256_of_file(Path(path).expanduser()))
+            kind = "lines" if _has_lines(Path(path)) else "text"
+            found.append(f"{kind}:{sha256_of_file(Path(path).expanduser())}")
         except OSError as error:
             raise _unreadable(path, error.strerror or str(error)) from None
     return found
@@ -70,13 +71,18 @@ def _unreadable(path: str | Path, reason: str) -> UserError:
     return UserError(f"data.clean.evaluation_sets: {path} cannot be read: {reason}")
 
 
+def _has_lines(path: Path) -> bool:
+    """Whether each line is an example: JSON Lines."""
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
 def _examples(path: Path) -> Iterator[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
         raise _unreadable(path, reason) from None
-    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+    if not _has_lines(path):
         yield text
         return
     for number, line in enumerate(text.split("\n"), 1):

@@ -26,6 +26,7 @@ def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encodin
     """
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        compute = import_module("pyarrow.compute")
     except ImportError:
         raise missing("pyarrow", file.path) from None
     try:
@@ -38,7 +39,7 @@ def parquet_texts(file: SourceFile, stream: io.BufferedReader, key: str, encodin
             for batch in table.iter_batches(rows, row_groups=[group], columns=[".".join(path)], use_threads=False):
                 column = batch.column(0)
                 for name in path[1:]:
-                    column = arrow.compute.struct_field(column, name)
+                    column = compute.struct_field(column, name)
                 for text in _texts(column, encoding, arrow):
                     row += 1
                     yield f":row {row}", text

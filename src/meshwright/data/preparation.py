@@ -88,6 +88,13 @@ class _Job:
         self.files = find_files(
             recipe.all_sources, recipe.format, cache, "data.sources" if recipe.sources else "data.source"
         )
+        if recipe.clean.required_keys:
+            other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
+            if other is not None:
+                raise UserError(
+                    f"data.clean.required_keys: {other.path} has no records of JSON Lines, and only these are held to "
+                    "a schema; leave the keys out, or write the records as JSON Lines"
+                )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()

@@ -84,7 +84,8 @@ class SegmentWriter:
         else:
             assert verdict.rule is not None
             self.examples.setdefault(verdict.rule, name)
-            self._sample(verdict.rule, name, text, verdict.why)
+            shown = verdict.text or ("" if self.rewrites else text)  # what is to be masked is shown to nobody
+            self._sample(verdict.rule, name, shown, verdict.why)
         self.pieces[file] = self.pieces.get(file, 0) + 1
         self.documents += 1
         self.characters += len(text)

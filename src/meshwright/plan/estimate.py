@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,10 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
-    """The price of a recipe's own layout, or why it cannot be: on other devices than those that it was written for."""
+    """The price of a layout of a recipe, in its own precision, or why it cannot be: on other devices than those that it
+    was written for."""
     try:
-        return priced(problem, layout)
+        return priced(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
         return str(error)
 

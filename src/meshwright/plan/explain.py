@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.plan.memory import stages_at
-from meshwright.plan.micro_batch import ITEMSIZE
+from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS
 from meshwright.plan.operations import Operation, operations
 from meshwright.plan.rates import Rates, attention_kernel
+from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.step_time import followed_at_once
+
+_COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
+    longer = problem.cluster.time_factor * in_place(problem.cluster, problem.precision, problem.engine)[_COMPUTE]
     found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
     place = stages_at(problem, layout)[pp_rank]
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
@@ -57,7 +61,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
             itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
             at_once=followed_at_once(layout),
         ):  # fmt: skip
-            found.setdefault((one.name, one.phase), []).append((one, rates.seconds(one, kernel)))
+            found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
     return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
 

@@ -10,8 +10,8 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
 from meshwright.plan.answers import MOST_TOP, document, nothing_fits
-from meshwright.plan.estimate import priced, problem_of
-from meshwright.plan.models import is_recipe, recipe_of, said_by
+from meshwright.plan.estimate import priced, problem_of, recipe_layout
+from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
 from meshwright.plan.search import search
 
 FIELDS = {
@@ -19,6 +19,9 @@ FIELDS = {
     "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
     "documents": (int, float),
 }  # fmt: skip
+_OWN = "the recipe's own layout"
+"""Beside what a request says."""
+
 NEEDED = ("model", "cluster", "sequence", "batch")
 
 
@@ -47,8 +50,11 @@ def _request(line: str) -> Mapping[str, Any]:
         if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
             raise UserError(f"{key}: takes {_kind(key)}, not {json.dumps(value)}")
     if is_recipe(found.get("model")):
-        every = {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")}
-        found |= said_by(recipe_of(found["model"]), every)
+        recipe = recipe_of(found["model"])
+        found |= said_by(recipe, {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")})
+        own = layout_of_recipe(recipe)
+        if own is not None and "layout" not in found:
+            found = {"precision": own.precision, **found, _OWN: own}
     for key in NEEDED:
         if key not in found:
             raise UserError(f"{key} is missing; a request has {', '.join(NEEDED)}")
@@ -77,4 +83,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     found = search(problem, top)
     if not found.best:
         raise UserError(nothing_fits(found))
-    return document(problem, found.best, found)
+    told = document(problem, found.best, found)
+    if _OWN in request:
+        cost = recipe_layout(problem, request[_OWN])
+        told["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
+    return told

@@ -13,6 +13,7 @@ from meshwright.model.presets import PRESETS, preset
 from meshwright.names import unknown
 
 if TYPE_CHECKING:
+    from meshwright.layout import Layout
     from meshwright.recipe import Recipe
 
 
@@ -54,6 +55,11 @@ def recipe_of(wanted: str | Path) -> Recipe:
     from meshwright.recipe import load_recipe
 
     return load_recipe(wanted)
+
+
+def layout_of_recipe(recipe: Recipe) -> Layout | None:
+    """The layout that it names; None where the planner is to choose."""
+    return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def said_by(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:

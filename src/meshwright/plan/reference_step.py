@@ -8,6 +8,7 @@ that is worth depends on the machine; the model here is none that a user plans.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from meshwright.plan.step_time import step_time
 from meshwright.program.durations import Floats
 
 LEAST, MOST = 0.5, 20.0
-"""Of a factor: what is beyond was no measurement."""
+"""Of a factor: what is beyond is noise."""
 
 
 class ReferenceModel(NamedTuple):
@@ -54,9 +55,11 @@ def reference_layouts(kind: str, host_ranks: int, hosts: int, precisions: Sequen
     """Under which it is measured: data parallel in every precision, and with the ranks of a host on each axis whose
     ranks wait for each other in every layer."""
     ranks, model = host_ranks * hosts, reference_model(kind)
+    # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
+    waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
     found = [Layout(dp=ranks, precision=precision) for precision in precisions]
     for axis in ("tp", "cp"):
-        layout = Layout(dp=hosts, precision=precisions[0]).with_(**{axis: host_ranks})
+        layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
         try:
             refuse(layout, model.config, model.rows * ranks, model.sequence)
         except UserError:  # heads or tokens that so many ranks cannot share
@@ -78,18 +81,20 @@ def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
     if measured is None or not measured.steps or engine != ENGINES["meshwright"]:
         return AS_ADDED
     steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
-    base = steps.get(("data", precision)) or next(each for (axis, _), each in steps.items() if axis == "data")
+    base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
+    if base is None:
+        return AS_ADDED
     compute, data = _added(cluster, Layout.parse(base.layout))
     found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
-    found["compute"] = _bounded((base.seconds - data) / compute["compute"])
+    found["compute"] = _known((base.seconds - data) / compute["compute"])
     for (axis, other), each in steps.items():
         if axis == "data":
             continue
         parts, data = _added(cluster, Layout.parse(each.layout))
         alike = steps.get(("data", other), base)
         own, sums = _added(cluster, Layout.parse(alike.layout))
-        working = _bounded((alike.seconds - sums) / own["compute"]) * parts["compute"]
-        found[axis] = _bounded((each.seconds - working - data) / parts[axis])
+        working = _known((alike.seconds - sums) / own["compute"]) * parts["compute"]
+        found[axis] = _known((each.seconds - working - data) / parts[axis])
     if not any(axis == "context" for axis, _ in steps):
         found["context"] = found["tensor"]
     found["expert"] = found["tensor"]
@@ -100,12 +105,19 @@ def _axis(layout: Layout) -> str:
     return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
-def _bounded(factor: float) -> float:
-    return min(MOST, max(LEAST, factor))
+def _known(factor: float) -> float:
+    """The factor, or 1 where noise was larger than what was to be told."""
+    return factor if LEAST <= factor <= MOST else 1.0
 
 
 def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
     """Seconds of the parts of a measured step if they took what its pieces do, and of its sums of gradients."""
+    assert cluster.measured is not None
     model = reference_model(cluster.kind)
-    parts = step_time(model.config, layout, cluster, model.sequence, batch_of(layout, model)).breakdown
+    # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.
+    then = replace(
+        cluster, devices=layout.world_size, devices_per_node=min(cluster.measured.ranks, layout.world_size),
+        calibration=None,
+    )  # fmt: skip
+    parts = step_time(model.config, layout, then, model.sequence, batch_of(layout, model)).breakdown
     return dict(parts), parts["data"]

@@ -80,10 +80,11 @@ class _Ways:
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
         self.rates = Rates.of(problem.cluster, problem.precision, engine.fusion)
         self.kinds = list(layer_kinds(config, Stage(0, range(config.layers), first=True, last=True)))
+        longer = in_place(problem.cluster, problem.precision, problem.engine)
         self.work = [
             MicroBatch(
                 config, way.layout, self.collectives, self.rates, way.rows, problem.sequence, engine, self.itemsize,
-                problem.documents, in_place(problem.cluster, problem.precision, problem.engine),
+                problem.documents, longer,
             )
             for way in self.ways
         ]  # fmt: skip

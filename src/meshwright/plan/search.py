@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,9 @@ MOST_PRICED = 120
 MOST_ADVICE = 4
 """Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
 
-DOUBT = 1.1
-"""A closed form of memory may be so much below the ledger's, or above it, where the ledger has not been asked of a
-layout like it."""
+DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
+"""A closed form of memory may be so many times the ledger's, or the ledger's so many times it, where the ledger has not
+been asked of a layout like it (tests/plan/test_search.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def search(problem: Problem, top: int = 5) -> Found:
         raise UserError(_nothing(problem))
     decided = _Decided(problem, every, max(top, FINAL))
     best = decided.estimates(top)
-    advice = tuple(_advice(problem, every, decided.room))
+    advice = tuple(_advice(problem, every, decided.room, {layout for *_, layout in decided.best}))
     return Found(
         problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
         tuple(decided.differences), advice, every, decided.undecided(best, top),
@@ -120,7 +120,7 @@ class _Decided:
     def _decide(self, wanted: int) -> None:
         every, problem = self.every, self.problem
         needed = on_device(problem, every.bytes)
-        left = needed <= self.room * DOUBT
+        left = needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
         self.told = told = np.where(left, every.seconds, np.inf)
         kinds = self._kinds()
@@ -137,11 +137,12 @@ class _Decided:
                 refuse(layout, problem.config, problem.batch, problem.sequence, planning=self.planning)
             except UserError:
                 continue
-            if needed[at] * DOUBT > self.room:
+            if needed[at] * DOUBT_BELOW > self.room:
                 exact = device_bytes(problem, layout)
                 alike = (memory == memory[at]) & left
                 needed[alike] *= exact / needed[at]
-                told[alike & (needed > self.room * DOUBT)] = np.inf
+                too_large = alike & (needed > self.room * DOUBT_ABOVE)
+                told[too_large], left[too_large] = np.inf, False
                 if exact > self.room:
                     continue
             seconds = self._step(at, layout).priced(problem.optimizer, parts=False).seconds
@@ -231,7 +232,7 @@ def _reasons(best: list[Estimate]) -> Iterator[str]:
         )
 
 
-def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iterator[Advice]:
+def _advice(problem: Problem, every: Priced, room: float, found: Container[Layout], most: int = 3) -> Iterator[Advice]:
     """Of the fastest layouts that do not fit, each of another number of ranks on some axis."""
     needed = on_device(problem, every.bytes)
     fits = needed <= room
@@ -246,10 +247,13 @@ def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iter
         seen.add(kind)
         unlike = sum((columns[name] != columns[name][at]).astype(np.int8) for name in columns)
         near = np.flatnonzero(fits & (unlike == 1))
-        layout = _layout(problem, every, int(at))
+        layout, size = _layout(problem, every, int(at)), float(needed[at])
+        if layout in found:  # the ledger knows better
+            continue
+        if size <= room * DOUBT_ABOVE and (size := _bytes_if_taken(problem, layout)) <= room:
+            continue
         nearest = near[np.argsort(every.seconds[near])][:MOST_ADVICE]
         chosen = next((each for each in nearest if _fits(problem, _layout(problem, every, int(each)))), None)
-        size = float(needed[at])
         if chosen is None:
             yield Advice(layout, float(every.seconds[at]), size, None, None, None)
         else:
@@ -262,10 +266,15 @@ def _advice(problem: Problem, every: Priced, room: float, most: int = 3) -> Iter
 
 
 def _fits(problem: Problem, layout: Layout) -> bool:
+    return 0 < _bytes_if_taken(problem, layout) <= problem.cluster.device.memory_bytes
+
+
+def _bytes_if_taken(problem: Problem, layout: Layout) -> float:
+    """By the ledger; 0 for what training refuses, such as a schedule with too few micro-batches."""
     try:
-        return device_bytes(problem, layout) <= problem.cluster.device.memory_bytes
-    except UserError:  # what training refuses, such as a schedule with too few micro-batches
-        return False
+        return device_bytes(problem, layout)
+    except UserError:
+        return 0.0
 
 
 _CHANGES: dict[str, Any] = {

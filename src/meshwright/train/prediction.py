@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from meshwright.errors import UserError
+from meshwright.plan import engines
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, ledger
-from meshwright.plan.step_time import StepTime, step_time
+from meshwright.plan.reference_step import in_place
+from meshwright.plan.step_time import StepTime, default_precision, step_time
 from meshwright.train.trainer import Trainer
 
 WARM_UP = 2
@@ -130,6 +132,10 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
     return step_time(
         trainer.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_optimizer(trainer), documents=documents,
+        in_place=in_place(
+            machine, trainer.layout.precision or default_precision(machine),
+            engines.engine("meshwright", compile=train.compile),
+        ),
     )  # fmt: skip
 
 

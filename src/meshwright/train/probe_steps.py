@@ -38,9 +38,9 @@ def reference_steps(
     mesh: of `probe.rank.mesh_of`, hosts on dp and their ranks on tp. level: usual seconds of the yardstick."""
     found = []
     layouts = reference_layouts(mesh.device.type, mesh.tp.size, mesh.dp.size, precisions) if steps else []
-    runs = [_Run(layout, mesh.device) for layout in layouts]
-    try:
-        seconds: list[list[float]] = [[] for _ in runs]
+    runs = [_Run(layout, mesh) for layout in layouts]
+    seconds: list[list[float]] = [[] for _ in runs]
+    if runs:
         rounds = min(ROUNDS, steps)
         for _ in range(rounds):
             for run, times in zip(runs, seconds, strict=True):
@@ -48,18 +48,18 @@ def reference_steps(
                     times += run.measure(mesh, steps // rounds, yardstick, level)
         for run, times in zip(runs, seconds, strict=True):
             found.append(ReferenceStep(str(run.layout), statistics.median(times)))
-    finally:
-        for run in runs:
-            run.mesh.close()
+    for run in runs:
+        run.mesh.close()  # all ranks together; where one of them failed, nobody waits for it here
     return found
 
 
 class _Run:
     """The reference model under a layout."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout, self.mesh = layout, Mesh.create(layout, str(device))
-        model = reference_model(device.type)
+    def __init__(self, layout: Layout, world: Mesh) -> None:
+        self.layout = layout
+        self.mesh = Mesh.create(layout, str(world.device), world.communicator.timeout_seconds)
+        model = reference_model(world.device.type)
         table, program = parameter_table(model.config), program_for(layout, model.config, model.sequence)
         partition = Partition.of(program, model.config, table, model.sequence)
         dtype = DTYPES[layout.precision or "fp32"]
