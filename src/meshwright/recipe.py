@@ -194,6 +194,11 @@ class DataRecipe(Table):
         return self
 
     @property
+    def source_key(self) -> str:
+        """The key that says what is read."""
+        return "data.source" if self.sources is None else "data.sources"
+
+    @property
     def all_sources(self) -> tuple[SourceRecipe, ...]:
         if self.sources is not None:
             return tuple(self.sources)
@@ -205,6 +210,9 @@ class DataRecipe(Table):
         """The share of each source in the samples, relative to the others'; None: they are read as one text."""
         said = tuple(source.weight for source in self.all_sources if source.weight is not None)
         return said or None
+
+
+_IN_PLACE_OF = {"data.source": "sources", "data.sources": "source"}
 
 
 class TrainRecipe(Table):
@@ -348,6 +356,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     said_by: dict[str, str] = {}
     for override in overrides:
         key = SCHEMA.override(tables, override)
+        if key in _IN_PLACE_OF:  # what is said last takes the place of what the file says
+            tables["data"].pop(_IN_PLACE_OF[key], None)
         said_by.pop(key, None)  # the last one counts, and is the last in an error line too
         said_by[key] = override
     run = tables.setdefault("run", {})

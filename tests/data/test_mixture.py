@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.errors import UserError
-from meshwright.recipe import DataRecipe
+from meshwright.recipe import DataRecipe, load_recipe
 from tests.data.corpus import files
 
 
@@ -163,3 +163,17 @@ def test_a_weighted_source_of_which_nothing_is_left_is_refused_by_name(corpus: P
 def test_a_source_that_is_not_there_is_said_of_the_table_that_names_it(corpus: Path):
     with pytest.raises(UserError, match=r'^data.sources: ".*/boks.jsonl" does not exist; did you mean ".*books.jsonl"'):
         prepare(recipe(corpus, {"web": 1, "boks": 1}))
+
+
+def test_an_override_of_one_key_takes_the_place_of_the_other(tmp_path: Path):
+    path = tmp_path / "mixed.toml"
+    path.write_text(
+        '[model]\nfamily = "llama"\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsequence = 8\n'
+        '[[data.sources]]\npath = "a.jsonl"\nweight = 1\n[[data.sources]]\npath = "b.jsonl"\nweight = 2\n'
+        "[train]\nsteps = 1\nbatch = 1\nlearning_rate = 1e-3\n"
+    )
+    assert load_recipe(path).data.source_key == "data.sources"
+    small = load_recipe(path, ["data.source=small.txt"]).data
+    assert [source.path for source in small.all_sources] == ["small.txt"] and small.source_key == "data.source"
+    again = load_recipe(path, ["data.source=small.txt", 'data.sources=[{path = "c.jsonl"}]']).data
+    assert [source.path for source in again.all_sources] == ["c.jsonl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import random
@@ -278,3 +279,15 @@ def test_a_url_that_holds_credentials_is_refused_without_saying_them(url: str):
 )
 def test_a_url_that_leads_nowhere_is_answered_in_one_line(url: str, said: str):
     assert said in refusal(url)
+
+
+def test_a_full_disk_here_is_no_fault_of_the_store(monkeypatch: pytest.MonkeyPatch):
+    tries = []
+
+    def ask() -> None:
+        tries.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match=r"memory://a: no room for it in .* \(No space left on device\); .* TMPDIR"):
+        stores.trying("memory://a", ask)
+    assert len(tries) == 1

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.data import survey as survey_room
 from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
-from meshwright.data.survey import SHORT_DOCUMENT, Survey, survey
+from meshwright.data.survey import SHORT_DOCUMENT, Survey, last_of, survey
 from meshwright.errors import UserError
 from meshwright.recipe import CleanRecipe, DataRecipe
 
@@ -162,3 +163,13 @@ def test_a_file_that_changes_between_the_passes_is_noticed(corpus: Path):
     (corpus / "100.txt").write_bytes(b"\x00")
     with pytest.raises(UserError, match=r"100\.txt (changed while it was being prepared|is binary)"):
         list(result.texts(files, Reader(), "train")), list(result.texts(files, Reader(), "validation"))
+
+
+def test_the_last_document_of_a_split_is_found_block_by_block(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(survey_room, "_BLOCK", 3)
+    codes = np.array([0, 1, 0, 0, 2, 1, 2, 0, 2, 2], dtype=np.uint8)
+    for code in range(4):
+        for begin in range(11):
+            for end in range(begin, 11):
+                places = [place for place in range(begin, end) if codes[place] == code]
+                assert last_of(codes, code, begin, end) == (places[-1] if places else -1)

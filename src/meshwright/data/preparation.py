@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data.cleaning import Cleaner
 from meshwright.data.contents import Contents
@@ -32,7 +31,16 @@ from meshwright.data.packing import Packer, Shard, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
 from meshwright.data.sources import KEYED_FORMATS, find_files
-from meshwright.data.survey import FEW_DOCUMENTS, SHORT_DOCUMENT, SPLITS, Survey, changed, document_reader, survey
+from meshwright.data.survey import (
+    FEW_DOCUMENTS,
+    SHORT_DOCUMENT,
+    SPLITS,
+    Survey,
+    changed,
+    document_reader,
+    last_of,
+    survey,
+)
 from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.data.tokenizer_kinds import KINDS
 from meshwright.errors import UserError
@@ -85,9 +93,7 @@ class _Job:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(
-            recipe.all_sources, recipe.format, cache, "data.sources" if recipe.sources else "data.source"
-        )
+        self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key)
         if recipe.clean.required_keys:
             other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
             if other is not None:
@@ -243,11 +249,10 @@ class _Job:
         self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
         reader, total = self._reader(result), result.bytes[split]
-        numbers = np.flatnonzero(result.codes == SPLITS.index(split))
         packer = Packer(
             self.directory / split,
             lambda first: result.texts(self.files, reader, split, first),
-            self._ends(result, numbers),
+            self._ends(result, split),
             tokenizer,
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
@@ -261,7 +266,7 @@ class _Job:
         number_of_shards = sum(map(len, shards))
         tokens = sum(shard.tokens for by_source in shards for shard in by_source)
         if number_of_shards:
-            documents, count = _count(len(numbers), "document"), _count(number_of_shards, "shard")
+            documents, count = _count(result.documents[split], "document"), _count(number_of_shards, "shard")
             self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
         return shards
 
@@ -272,11 +277,14 @@ class _Job:
             totals[file.source] += count
         return totals
 
-    def _ends(self, result: Survey, numbers: NDArray[np.int64]) -> list[int]:
-        """For each source, one past the last of `numbers` (documents of a split, ascending) that it has."""
-        borders = np.cumsum(self._by_source(result.pieces))
-        counts = np.searchsorted(numbers, borders)
-        return [int(numbers[count - 1]) + 1 if count else 0 for count in counts.tolist()]
+    def _ends(self, result: Survey, split: str) -> list[int]:
+        """For each source, one past the last document of the split that it or one before it has."""
+        code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
+        for count in self._by_source(result.pieces):
+            last = last_of(result.codes, code, begin, begin + count) + 1 or last
+            ends.append(last)
+            begin += count
+        return ends
 
     def _reader(self, result: Survey) -> Reader:
         return document_reader(self.recipe, result.longest)

@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -76,6 +77,10 @@ class StoredFile:
             return io.BufferedReader(io.FileIO(target), 1 << 16)  # lives on, without its name, until it is closed
 
 
+_LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+"""Of the disk here, not of the store."""
+
+
 class _NotSupported(UserError):
     """The store does not do what was asked, such as giving a part of a file."""
 
@@ -138,6 +143,11 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
             return ask()
         except Exception as error:  # every store has its own
             kind = type(error).__name__
+            if isinstance(error, OSError) and error.errno in _LOCAL:
+                raise UserError(
+                    f"{url}: no room for it in {tempfile.gettempdir()} ({error.strerror}); make some, or name another "
+                    "directory in TMPDIR"
+                ) from None
             if kind == "NotSupportedError":
                 raise _NotSupported(f"{url} cannot be read{where}: {_reason(error)}") from None
             final = (

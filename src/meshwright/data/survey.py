@@ -92,6 +92,15 @@ def count_codes(codes: NDArray[np.uint8], code: int) -> int:
     return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
 
 
+def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
+    """The last place in [begin, end) of `codes`, which may be larger than memory, that is `code`; -1 for none."""
+    for at in range(end, begin, -_BLOCK):
+        found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
+        if len(found):
+            return max(begin, at - _BLOCK) + int(found[-1])
+    return -1
+
+
 def changed(file: SourceFile) -> UserError:
     return UserError(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
@@ -124,8 +133,8 @@ def survey(
             )
             result = cleaned(longest)
         if not result.kept:
-            raise UserError(_nothing_left(result))
-        codes, sides = _split(result, recipe.validation_fraction)
+            raise UserError(_nothing_left(result, recipe.source_key))
+        codes, sides = _split(result, recipe.validation_fraction, recipe.source_key)
         return Survey(codes, result.pieces, longest, sides, result.report, cleaner)
 
 
@@ -134,7 +143,7 @@ def document_reader(recipe: DataRecipe, longest: int) -> Reader:
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys)
 
 
-def _split(cleaned: Cleaned, fraction: float) -> tuple[NDArray[np.uint8], dict[str, int]]:
+def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
     """The codes of the survey, and the bytes of each split."""
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
@@ -145,7 +154,7 @@ def _split(cleaned: Cleaned, fraction: float) -> tuple[NDArray[np.uint8], dict[s
             below += int((kept < threshold).sum())
     if fraction and least == most:
         raise UserError(
-            "data.source: all that is left after cleaning is one short text, too little to split into training and "
+            f"{key}: all that is left after cleaning is one short text, too little to split into training and "
             "validation; add text, or set data.validation_fraction = 0"
         )
     codes, sizes = cleaned.codes, np.zeros(len(SPLITS), np.int64)
@@ -163,9 +172,9 @@ def _split(cleaned: Cleaned, fraction: float) -> tuple[NDArray[np.uint8], dict[s
     return codes, dict(zip(SPLITS, sizes.tolist(), strict=True))
 
 
-def _nothing_left(cleaned: Cleaned) -> str:
+def _nothing_left(cleaned: Cleaned, key: str) -> str:
     if not len(cleaned.codes):
-        return "data.source: there is no text in its files"
+        return f"{key}: there is no text in its files"
     reasons = ", ".join(
         f"{rule} {count} (first: {cleaned.report['examples'][rule]})"
         for rule, count in cleaned.report["dropped"].items()

@@ -56,10 +56,10 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
         return None
     state = checkpoint.state()
     resume_differences(load_recipe_text(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
-    before = state["data_sha256"]
+    before, key = state["data_sha256"], recipe.data.source_key
     if data_sha256 is not None and data_sha256 != before:
         raise UserError(
-            f"{recipe.where('data.source')}: data.source holds other text than when {checkpoint.path} was trained on "
+            f"{recipe.where(key)}: {key} holds other text than when {checkpoint.path} was trained on "
             f"it (sha256 of the tokens: {data_sha256[:12]}, then {before[:12]}), so the samples would not go on where "
             "the run stopped; put it back, or begin another run with another run.name"
         )
