@@ -27,6 +27,10 @@ def different(recipe: Path, key: str) -> Recipe:
         "bfloat16",
         "latin-1",
         '{type="linear"}',
+        '{url="text"}',
+        '["de"]',
+        '["c4"]',
+        '["email"]',
         "ring",
     ]
     for value in numbers + words:
@@ -57,7 +61,7 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
     old = load_recipe(tiny_recipe)
     assert MAY_CHANGE.issubset(SCHEMA.keys)
     # These contradict the tiny recipe unless something else changes too.
-    needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay"}
+    needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay", "data.sources"}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
@@ -68,6 +72,12 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
             resume_differences(old, new)
         assert f"{key} was " in str(caught.value)
         assert "may not change" in str(caught.value)
+
+
+def test_several_sources_in_place_of_one_are_refused_by_the_name_of_the_one(tiny_recipe: Path):
+    new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
+    with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
+        resume_differences(load_recipe(tiny_recipe), new)
 
 
 def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_recipe: Path):
