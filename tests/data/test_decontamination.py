@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.cleaning import Cleaner
-from meshwright.data.decontamination import EvaluationSets
+from meshwright.data.decontamination import EvaluationSets, digests
 from meshwright.errors import UserError
 from meshwright.recipe import CleanRecipe
 
@@ -64,3 +64,12 @@ def test_a_set_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: s
         path.write_text(contents)
     with pytest.raises(UserError, match=message):
         EvaluationSets([str(path)], 13)
+
+
+def test_the_same_bytes_read_in_another_way_are_another_set(tmp_path: Path):
+    """Each line an example, or all of it one: what is prepared differs, and so must the key that it lies under."""
+    line = json.dumps({"text": OTHER}) + "\n"
+    for name in ("set.txt", "set.jsonl", "again.jsonl"):
+        (tmp_path / name).write_text(line)
+    text, lines, again = digests([str(tmp_path / name) for name in ("set.txt", "set.jsonl", "again.jsonl")])
+    assert text != lines == again

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from meshwright.data import prepare
 from meshwright.data.schema import record_problem
 from meshwright.data.sources import find_files
 from meshwright.data.survey import document_reader, survey
@@ -53,3 +56,13 @@ def test_what_does_not_fit_is_counted_under_schema_with_a_reason(tmp_path: Path)
 )
 def test_a_problem_names_the_key_and_what_it_holds(record: Any, problem: str | None):
     assert record_problem(record, REQUIRED, "text") == problem
+
+
+def test_rows_of_parquet_are_held_to_no_schema_and_the_recipe_is_told_so(tmp_path: Path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    recipe = DataRecipe(
+        source=str(tmp_path / "a.parquet"), sequence=8, tokenizer="bytes", cache=str(tmp_path / "cache"),
+        clean={"required_keys": REQUIRED},  # type: ignore[arg-type]
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"required_keys: .*a.parquet has no records of JSON Lines"):
+        prepare(recipe, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,17 @@ def test_the_last_document_of_a_split_is_found_block_by_block(monkeypatch: pytes
             for end in range(begin, 11):
                 places = [place for place in range(begin, end) if codes[place] == code]
                 assert last_of(codes, code, begin, end) == (places[-1] if places else -1)
+
+
+def test_no_sample_of_what_was_dropped_shows_what_is_to_be_masked(tmp_path: Path):
+    """Neither of a document that its own text drops, nor of a duplicate and what it repeats."""
+    secret = "someone@example.org"
+    for name, content in (
+        ("a", f"Write to {secret} today.\n"), ("b", f"Write to {secret} today.\n"), ("c", f"{secret}\n" * 9),
+        ("d", text(1)), ("e", text(2)),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.txt").write_text(content)
+    result, _ = surveyed(tmp_path, validation_fraction=0, clean={"mask": ["email"]})
+    assert result.report["dropped"]["exact_duplicates"] == result.report["dropped"]["repetition"] == 1
+    shown = json.dumps(result.report["samples"])
+    assert "<email>" in shown and secret not in shown

@@ -1,4 +1,4 @@
-"""`meshwright data`: prepare a recipe's data, show what was prepared and what a batch looks like, and its tokenizer."""
+"""`meshwright data`: prepare a recipe's data, show a batch of it, report its cleaning and what its tokenizer does."""
 
 from __future__ import annotations
 
