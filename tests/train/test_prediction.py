@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.plan.estimate import evaluate
+from meshwright.plan.measured import ReferenceStep
 from meshwright.train import prediction
 from meshwright.train.metrics import peak_memory_bytes
 from meshwright.train.prediction import StepTimes, compared, measured_memory
 from meshwright.train.step_memory import StepMemory
 from tests.plan.calibration_cases import DEVICE, cluster_file
+from tests.plan.test_measured_rates import here, measured
 from tests.train import training_cases as cases
 
 CALIBRATED = {
@@ -52,6 +58,20 @@ def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran
     assert measured["step_seconds"] > 0 and measured["waiting_seconds"] == 0
     assert {"data", "forward", "backward", "update"} <= measured["seconds_by_part"].keys()
     assert sum(measured["seconds_by_part"].values()) == pytest.approx(measured["step_seconds"], rel=0.05, abs=2e-3)
+
+
+def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_pieces():
+    layout = Layout.parse("dp2 fp32")
+    steps = measured(steps=(ReferenceStep("dp2 fp32", 5.0),))
+    slow, plain = here(steps), here()
+    train = SimpleNamespace(batch=8, compile=False, optimizer="adamw", momentum=0.0)
+    trainer = SimpleNamespace(
+        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout, config=preset("gpt2"),
+        tokens=SimpleNamespace(document_mask=False),
+    )  # fmt: skip
+    told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
+    assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
+    assert abs(told / without - 1) > 0.1
 
 
 def test_memory_is_itemised_and_its_states_are_what_the_trainer_holds(ran):
