@@ -15,8 +15,33 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # From top to bottom. "model as data" is the torch-free part of model/.
 ROOMS = [
-    *("errors", "names", "toml", "layout", "tables", "recipe", "program", "collectives", "schedules", "model as data"),
-    *("plan", "data", "comm", "probe", "model", "parallel", "train", "verify", "serve", "inspect", "cli"),
+    *(
+        "errors",
+        "names",
+        "toml",
+        "layout",
+        "tables",
+        "recipe_data",
+        "recipe_tables",
+        "recipe",
+        "program",
+        "collectives",
+        "schedules",
+    ),
+    *(
+        "model as data",
+        "plan",
+        "data",
+        "comm",
+        "probe",
+        "model",
+        "parallel",
+        "train",
+        "verify",
+        "serve",
+        "inspect",
+        "cli",
+    ),
 ]
 TORCH_FREE = ROOMS[: ROOMS.index("comm")]
 MODEL_AS_DATA = {

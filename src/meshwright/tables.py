@@ -10,7 +10,7 @@ from functools import cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeGuard, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
@@ -22,6 +22,14 @@ class Table(BaseModel):
     """Base of a typed table. Values are not converted (a number in quotes is a mistake); nan and inf are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:

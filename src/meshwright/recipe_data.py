@@ -1,0 +1,96 @@
+"""The recipe's tables about data: [data], [data.clean] and [[data.sources]]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from meshwright.names import DATA_FORMATS, HEURISTICS, PERSONAL_DATA, RECORD_TYPES
+from meshwright.tables import Count, CountOrZero, Fraction, Name, Positive, Table, named
+
+
+class CleanRecipe(Table):
+    """[data.clean]: which documents are dropped, and what in the others is masked."""
+
+    minimum_characters: CountOrZero = 1
+    maximum_characters: Count | None = None
+    maximum_control_fraction: Fraction = 0.01  # control characters other than white space
+    maximum_repetition: Fraction = 0.75  # of a document's lines, those that stood earlier in it
+    exact_duplicates: bool = True  # drop them
+    encoding: Name = "utf-8"
+    required_keys: dict[str, Annotated[str, named("type", RECORD_TYPES)]] = {}  # of a record, and what their values are
+    languages: list[Name] = []  # kept; all unless given
+    minimum_language_probability: Fraction = 0.65
+    heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
+    heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
+    mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
+    evaluation_sets: list[Name] = []  # text or JSON Lines that training must not have seen
+    contamination_words: Count = 13  # in a run that counts as shared
+    maximum_contamination: Fraction = 0.0  # of a document's words, those in shared runs
+    near_duplicates: bool = False  # drop them
+    minhash_bands: Annotated[int, Field(ge=1, le=256)] = 14
+    minhash_rows: Annotated[int, Field(ge=1, le=64)] = 8
+    minhash_words: Count = 5  # in a shingle
+
+
+class SourceRecipe(Table):
+    """[[data.sources]]: one of several sources, and its share of the samples."""
+
+    path: Name  # as data.source
+    name: Name | None = None  # what counts call it; its path unless said
+    weight: Positive | None = None  # its share of the samples, relative to the others'
+    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"  # data.format unless said
+    text_key: Name | None = None  # data.text_key unless said
+
+
+class DataRecipe(Table):
+    """[data]: what is read, how it becomes tokens, and how tokens become samples."""
+
+    source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
+    sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
+    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
+    text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
+    tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
+    vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of a tokenizer that is trained on the data
+    sequence: Count  # tokens in a sample
+    document_mask: bool = True  # documents packed into one sample do not see each other
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the documents
+    cache: Name | None = None  # the user's cache directory unless said
+    shard_tokens: Count = 2**26  # tokens in one file of the cache
+    clean: CleanRecipe = CleanRecipe()
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> Self:
+        if (self.source is None) == (self.sources is None):
+            raise ValueError(
+                "says no text to read: give source, or a [[data.sources]] table for each of several"
+                if self.source is None
+                else "says its text twice, by source and by sources: keep one"
+            )
+        weighted = [source.weight is not None for source in self.sources or []]
+        if any(weighted) and not all(weighted):
+            without = self.all_sources[weighted.index(False)].path
+            raise ValueError(f'sources: "{without}" has no weight and another has: give every source one, or none')
+        names = [source.name or source.path for source in self.sources or []]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f'sources: two are called "{twice}": give each a name of its own')
+        return self
+
+    @property
+    def source_key(self) -> str:
+        """The key that says what is read."""
+        return "data.source" if self.sources is None else "data.sources"
+
+    @property
+    def all_sources(self) -> tuple[SourceRecipe, ...]:
+        if self.sources is not None:
+            return tuple(self.sources)
+        paths = [self.source] if isinstance(self.source, str) else self.source or []
+        return tuple(SourceRecipe(path=path) for path in paths)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The share of each source in the samples, relative to the others'; None: they are read as one text."""
+        said = tuple(source.weight for source in self.all_sources if source.weight is not None)
+        return said or None

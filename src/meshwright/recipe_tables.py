@@ -1,0 +1,167 @@
+"""The recipe's tables about runs, models and training: [run], [model], [train], [collectives] and [checkpoint]."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from meshwright.names import (
+    ALGORITHM_ALIASES,
+    CHECKPOINT_DTYPES,
+    COLLECTIVE_ALGORITHMS,
+    DEVICES,
+    FAMILIES,
+    LEARNING_RATE_SCHEDULES,
+    OPTIMIZERS,
+    unknown,
+)
+from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Table, matching, named
+
+
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5 or value < 1:
+        raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
+    return value
+
+
+def _program_for(operation: str) -> AfterValidator:
+    """Marks the name of a collective program for an operation."""
+    algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
+
+    def check(text: str) -> str:
+        if text == "native" or text in algorithms or re.fullmatch("@.+", text):
+            return text
+        raise ValueError(unknown(f"{operation} algorithm", text, ("native", "@FILE", *algorithms)))
+
+    return AfterValidator(check)
+
+
+RunName = Annotated[str, matching(r"[^/\\.][^/\\]*", "a plain directory name")]
+Rendezvous = Annotated[str, matching(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would never forget
+
+
+class RunRecipe(Table):
+    """[run]: where it runs and where it leaves its files."""
+
+    name: RunName = "run"  # the name of the recipe's file unless said
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    directory: Name | None = None  # runs/NAME unless said
+    rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
+    device: Annotated[str, named("device", DEVICES)] = "auto"
+    threads: Count | None = None  # per rank; the processors shared out unless said
+    collective_timeout: Positive = 600.0  # seconds
+
+
+class ModelRecipe(Table):
+    """[model]: a preset, a Hugging Face directory (`from`), or a family; sizes given here override what those say."""
+
+    preset: Name | None = None
+    from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
+    load_weights: bool = False  # with `from`: start from its weights
+    family: Annotated[str, named("family", FAMILIES)] | None = None
+    layers: Count | None = None
+    hidden: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate: Count | None = None
+    vocabulary: Count | None = None  # the tokenizer's unless said
+    max_positions: Count | None = None  # data.sequence unless said
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, bool | int | float | str] | None = None
+    sliding_window: Count | None = None
+    tied: bool | None = None
+    norm_epsilon: Positive | None = None
+    experts: Count | None = None  # of each layer; families with experts only
+    experts_per_token: Count | None = None
+    expert_intermediate: Count | None = None
+    shared_intermediate: CountOrZero | None = None  # 0: no shared expert
+    dense_layers: list[CountOrZero] | None = None  # layers without experts
+    router_loss: NotNegative | None = None  # weight of the loss that balances experts
+
+    @model_validator(mode="after")
+    def _one_architecture(self) -> Self:
+        said = [
+            key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
+        ]
+        if not said:
+            raise ValueError("says no architecture: give preset, from, or family with layers, hidden and heads")
+        if len(said) > 1:
+            raise ValueError(f"says the architecture twice, by {said[0]} and by {said[1]}: keep one")
+        if self.family:
+            missing = [key for key in ("layers", "hidden", "heads") if getattr(self, key) is None]
+            if missing:
+                raise ValueError(f"family {self.family} needs {' and '.join(missing)} as well")
+        if self.load_weights and not self.from_path:
+            raise ValueError("load_weights needs from: the directory that holds the weights")
+        return self
+
+
+class TrainRecipe(Table):
+    """[train]: one optimizer step after another."""
+
+    steps: Count
+    batch: Count  # sequences in a step, over all ranks
+    optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
+    learning_rate: Positive  # at the peak
+    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    momentum: Decay = 0.0  # sgd
+    router_bias_rate: NotNegative = 0.001  # a step of the biases that balance experts, where a family has them
+    schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
+    warmup: CountOrZero = 0  # steps
+    decay: CountOrZero = 0  # steps of the wsd tail
+    minimum_learning_rate: Fraction = 0.1  # of the peak
+    clip: NotNegative = 1.0  # global gradient norm; 0 = off
+    compile: bool = False
+    deterministic: bool = False
+    validate_every: CountOrZero = 0  # steps; 0 = never
+    validation_sequences: Count = 64
+    maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
+    loss_scale: Annotated[Positive, AfterValidator(_power_of_two)] = 65536.0  # fp16: at the start
+    loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
+    log_every: Count = 1
+    slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if self.warmup + self.decay > self.steps:
+            parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
+            raise ValueError(
+                f"{parts} do not fit into steps = {self.steps}"
+                if self.decay
+                else f"{parts} is more than steps = {self.steps}"
+            )
+        if self.schedule == "wsd" and not self.decay:
+            raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')
+        if self.decay and self.schedule != "wsd":
+            raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f'momentum belongs to optimizer "sgd"; "{self.optimizer}" has betas')
+        return self
+
+
+class CollectivesRecipe(Table):
+    """[collectives]: the programs that gradients and parameters travel by over the data, shard and replica axes.
+
+    "native": what torch.distributed does; an algorithm's name; "auto": by the size of each vector; "@FILE": a program.
+    """
+
+    all_reduce: Annotated[str, _program_for("all-reduce")] = "native"
+    reduce_scatter: Annotated[str, _program_for("reduce-scatter")] = "native"
+    all_gather: Annotated[str, _program_for("all-gather")] = "native"
+
+
+class CheckpointRecipe(Table):
+    """[checkpoint]: what is kept."""
+
+    every: CountOrZero = 0  # steps; 0 = at the end only
+    keep: Count = 2
+    keep_best: bool = True
+    dtype: Annotated[str, named("dtype", CHECKPOINT_DTYPES)] = "float32"
+    background: bool = True
