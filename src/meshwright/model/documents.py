@@ -6,10 +6,12 @@ Shapes: B rows, S tokens in a row, C of them on this rank (all, without context 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from meshwright.model.pairs import Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,13 @@ class Documents:
 
     `starts_BS`: for each token the place in its row where its document begins. None: every row is one document, and
     attention takes its fast path (plain causal). `places_C`: where in the row the tokens are that this rank has, if
-    it does not have all; everything else is said of whole rows.
+    it does not have all; everything else is said of whole rows. `pairs`: which documents are a chosen and a rejected
+    response to the same prompt, where that is what is learnt from.
     """
 
     starts_BS: torch.Tensor | None = None
     places_C: torch.Tensor | None = None
+    pairs: Pairs | None = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
@@ -46,13 +50,19 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """The same on another device."""
-        if self.starts_BS is None and self.places_C is None:
+        if self.starts_BS is None and self.places_C is None and self.pairs is None:
             return self
-        return Documents(*(None if each is None else each.to(device) for each in (self.starts_BS, self.places_C)))
+        starts_BS, places_C = (None if each is None else each.to(device) for each in (self.starts_BS, self.places_C))
+        pairs = None if self.pairs is None else self.pairs.map(lambda tensor: tensor.to(device))
+        return Documents(starts_BS, places_C, pairs)
 
     def at(self, places_C: torch.Tensor) -> Documents:
         """The same rows for a rank that has the tokens at these places of each."""
-        return Documents(self.starts_BS, places_C)
+        return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
+
+    def in_pairs(self, pairs: Pairs) -> Documents:
+        """The same documents, of which two and two belong together."""
+        return replace(self, pairs=pairs)
 
     def positions_BS(self) -> torch.Tensor | None:
         """The position in its document of each token that is here, [B or 1, C]; None: 0, 1, 2 ... in every row."""

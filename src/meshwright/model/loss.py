@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head, chunk by chunk: the logits of all tokens never exist at once.
 
 The gradient of a chunk's logits takes their place while they are there, so that the head's product is not repeated in
-the backward pass; where that is not to follow at once, it makes the logits again, and nothing of a weight's size is
-kept until then. With tensor parallelism each rank holds a slice of the vocabulary (Shoeybi et al. 2019,
+the backward pass; where that is not to follow at once, or each token's loss has a gradient of its own that is known
+only then, it makes the logits again, and nothing of a weight's size is kept until then. With tensor parallelism each rank holds a slice of the vocabulary (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3): maxima, sums and the target's logit are combined over the ranks.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
@@ -48,6 +48,25 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled(), keep)
 
 
+def token_cross_entropy(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    axes: Axes,
+    *,
+    first_token: int = 0,
+    widest: int | None = None,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Each token's -log softmax(hidden weightᵀ)[target] (nats), [T], in float32 at least; 0 where the target is -100.
+
+    As `linear_cross_entropy` without `keep`: the backward pass, in which every token has a gradient of its own, makes
+    the logits a second time; kept until then are `hidden_TH` and two numbers a token.
+    """
+    head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
+    return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
+
+
 class _Head(NamedTuple):
     """This rank's part of the head, and how to work with it."""
 
@@ -88,13 +107,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_TH, d_weight_VH = _again(context) if context.gradients is None else context.gradients
-        if d_hidden_TH is not None:
-            # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
-            d_hidden_TH = (d_hidden_TH.to(d_total.dtype) * d_total).to(d_hidden_TH.dtype)
-        if d_weight_VH is not None:
-            d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
-        return d_hidden_TH, d_weight_VH, None, None, None, None
+        gradients = _again(context) if context.gradients is None else context.gradients
+        return *_times(d_total, *gradients, context.dtype), None, None, None, None
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_T: torch.Tensor,
+        head: _Head,
+        differentiable: bool,
+    ) -> torch.Tensor:
+        losses, known = [], []
+        for chunk in _chunks(hidden_TH, targets_T, head):
+            losses.append(chunk.losses_C)
+            if differentiable:
+                known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
+        if known:
+            context.save_for_backward(hidden_TH, weight_VH, targets_T, torch.cat(known, dim=1))
+            context.head = head
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(context: Any, d_losses_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
+        largest = d_losses_T.abs().amax().clamp(min=torch.finfo(d_losses_T.dtype).tiny)
+        gradients = _again(context, d_losses_T / largest)
+        return *_times(largest, *gradients, context.saved_tensors[1].dtype), None, None, None
+
+
+def _times(
+    factor: torch.Tensor, d_hidden_TH: torch.Tensor | None, d_weight_VH: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients times `factor`, that of the weight in `dtype`."""
+    if d_hidden_TH is not None:
+        # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
+        d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
+    if d_weight_VH is not None:
+        d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=dtype))
+    return d_hidden_TH, d_weight_VH
 
 
 class _Gradients:
@@ -105,9 +159,9 @@ class _Gradients:
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: torch.Tensor | None = None
 
-    def add(self, chunk: _Chunk) -> None:
+    def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
         hidden_TH, weight_VH = self._inputs
-        d_logits_CV = chunk.differentiate()
+        d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
             torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
         if self._of_weight:
@@ -116,12 +170,12 @@ class _Gradients:
             self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
 
 
-def _again(context: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients from logits that are made a second time."""
+def _again(context: Any, factors_T: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients from logits that are made a second time; `factors_T`: of the losses' weighted sum."""
     hidden_TH, weight_VH, targets_T, known_2T = context.saved_tensors
     sums = _Gradients(hidden_TH, weight_VH, *context.needs_input_grad[:2])
     for chunk in _chunks(hidden_TH, targets_T, context.head._replace(weight_VH=weight_VH), known_2T):
-        sums.add(chunk)
+        sums.add(chunk, factors_T)
     return sums.hidden_TH, sums.weight_VH
 
 
@@ -164,11 +218,13 @@ class _Chunk:
         collectives.all_reduce(sum_C, axes.tp, "loss.sum")
         return highest_C + sum_C.log(), target_C
 
-    def differentiate(self) -> torch.Tensor:
-        """Turn the logits into the gradient of this chunk's summed loss, softmax - one-hot; they are gone then."""
+    def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
+        """Turn the logits into the gradient of this chunk's summed loss, softmax - one-hot (of each token times its
+        factor, if they are given); they are gone then."""
+        counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._slices():
-            self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], self._counted_C[part])
-        at_target_C = ((self.target_C - self.log_sum_C).exp() - 1) * self._counted_C
+            self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
+        at_target_C = ((self.target_C - self.log_sum_C).exp() - 1) * counted_C
         elsewhere_C = self._logits_CV[self._targets]
         self._logits_CV[self._targets] = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
         return self._logits_CV

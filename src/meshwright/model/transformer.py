@@ -24,7 +24,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
-from meshwright.model.loss import IGNORED, linear_cross_entropy
+from meshwright.model.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from meshwright.model.recompute import recomputed
 from meshwright.model.rope import RotaryTable
 from meshwright.model.stages import Stage, whole_model
@@ -64,7 +64,8 @@ class Block(nn.Module):
 
 class StageOutput(NamedTuple):
     """What a stage makes of a micro-batch: hidden states [B, S, H] (this rank's slice of the tokens with sequence
-    parallelism), of the last stage the summed loss; and what its mixtures add to the summed loss, None if they do not.
+    parallelism), of the last stage the summed loss, or the log-probabilities of responses that come in pairs; and what
+    its mixtures add to the summed loss, None if they do not or have done so.
     """
 
     x: torch.Tensor
@@ -144,7 +145,8 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100.
+        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100; of documents in
+        pairs the log-probability of each response, float64 [B, D] (model/pairs.py).
 
         What balances experts is in its gradient alone: the value is that of the tokens, as in evaluation.
         """
@@ -164,10 +166,11 @@ class Transformer(nn.Module):
         last stage adds its balance to its loss, as `forward` does. `at_once`: whether its backward is what follows; if
         not, the loss keeps no gradient of the head's size until then, unless that is small beside the rest."""
         balances: list[torch.Tensor] = []
+        pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
-            counted_B = (targets_BS != IGNORED).sum(dim=1)
-            if self.config.router_loss:  # weighs rows by their targets, those on other ranks too
+            counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
+            if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
                 counted_B = reduce_from(counted_B, self.axes.cp, "router.targets")
         x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
         balance = torch.stack(balances).sum() if balances else None
@@ -175,6 +178,10 @@ class Transformer(nn.Module):
             return StageOutput(x_BSH, balance)
         x_BSH = self._final(units.enter("head", x_BSH))
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
+        if pairs is not None:
+            losses_T = token_cross_entropy(states_TH, self.head_weight, targets_T, **self._loss_options)
+            responses_BD = pairs.log_probabilities(losses_T, self.axes.cp)
+            return StageOutput(units.leave("head", responses_BD), balance)
         widest, layers = self._loss_options["widest"], len(stage.layers)
         keep = keeps_head_gradient(len(targets_T), widest, layers, self._recompute, at_once)
         loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=keep, **self._loss_options)

@@ -24,6 +24,7 @@ from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
+from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import ParameterTable
 from meshwright.model.partition import Partition
 from meshwright.model.rows import Part, padded_numel
@@ -63,10 +64,20 @@ def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
     return max(1, int(count))
 
 
-def loss_share(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
+    """The same of pairs of responses, of which ranks of cp have parts of the same ones."""
+    count = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for micro_batch in pairs:
+        count += micro_batch.count * (mesh.cp.rank == 0)
+    all_reduce(count, mesh.data, TARGET_SITE)
+    return max(1, int(count))
+
+
+def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
     """This rank's share of the step's loss, given the loss of its own samples: the shares' sum over `mesh.world` is the
-    loss, not finite if it is not on any rank. Ranks of tp compute the same loss."""
-    return loss / mesh.tp.size
+    loss, not finite if it is not on any rank. Ranks of tp compute the same loss, and so do those of cp where it is one
+    of whole responses (`of_pairs`), not of tokens."""
+    return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 class DataParallel:

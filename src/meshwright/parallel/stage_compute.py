@@ -18,12 +18,16 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
 
 Key = tuple[int, int, int]  # stage, replica, micro-batch
 
+Objective = Callable[[int, torch.Tensor], torch.Tensor]
+"""The summed loss of a micro-batch (its number) whose responses, in pairs, have these log-probabilities [B, D]."""
+
 
 class StageCompute:
     """The `Compute` (parallel/pipeline.py) of one step or one evaluation.
 
-    targets: what the sum of token losses is divided by. at_once: the forwards that their own backward follows at once.
-    `loss` becomes the sum over the micro-batches whose last stage is here (float64).
+    targets: what the sum of token losses (or of pairs) is divided by. at_once: the forwards that their own backward
+    follows at once. objective: what pairs are to teach. `loss` becomes the sum over the micro-batches whose last stage
+    is here (float64).
     """
 
     def __init__(
@@ -35,8 +39,9 @@ class StageCompute:
         at_once: Collection[Key] = (),
         queue: WeightGradients | None = None,
         mark: Callable[[str], None] = lambda part: None,
+        objective: Objective | None = None,
     ) -> None:
-        self.model, self.parallel, self.mark = model, parallel, mark
+        self.model, self.parallel, self.mark, self._objective = model, parallel, mark, objective
         self.loss = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
         self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
         self._stages = parallel.partition.stages
@@ -55,6 +60,8 @@ class StageCompute:
                 x.requires_grad_()
         out, balance = self.model.run_stage(part, x, *self._micro_batches[micro_batch], units, at_once)
         if part.last:
+            if self._objective is not None:
+                out = self._objective(micro_batch, out)
             out = out / self._targets
             self.loss += out.detach()
         if torch.is_grad_enabled():
@@ -114,7 +121,7 @@ class StageCompute:
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
-        # What this stage's mixtures add to the sum of token losses; nothing, where no loss and no bias balances them.
+        # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
             gradients.append(torch.full_like(balance, 1 / self._targets))

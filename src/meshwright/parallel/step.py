@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from meshwright.comm.mesh import Mesh
+from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
-from meshwright.parallel.data import DataParallel
+from meshwright.parallel.data import DataParallel, count_pairs, count_targets
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.stage_compute import Key, MicroBatch, StageCompute
+from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 WORTH_ADDING_AT_ONCE = 2**17
@@ -22,7 +24,7 @@ WORTH_ADDING_AT_ONCE = 2**17
 class ForwardBackward:
     """Runs `program` on this rank of pp. `mark`: told of each part of the work that has ended ("pipeline": waiting for
     another stage; "forward", "backward", "reduce"). `add_at_once_from`: elements of a weight from which its products
-    add their gradients to the sum themselves."""
+    add their gradients to the sum themselves. `preference`: the loss of documents that come in pairs."""
 
     def __init__(
         self,
@@ -31,8 +33,11 @@ class ForwardBackward:
         program: PipelineProgram,
         mark: Callable[[str], None] = lambda part: None,
         add_at_once_from: int = WORTH_ADDING_AT_ONCE,
+        preference: Preference | None = None,
     ) -> None:
-        self.model, self.parallel, self.mark = model, parallel, mark
+        self.model, self.parallel, self.mark, self.preference = model, parallel, mark, preference
+        self.figures = torch.zeros(3, dtype=torch.float64, device=parallel.mesh.device)
+        """Of the pairs of the last call whose last stage was here: what `PreferenceLoss.figures` says, summed."""
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
         self._queue = WeightGradients(parallel.gradients)
@@ -44,24 +49,68 @@ class ForwardBackward:
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.
 
-        targets: what the sum of token losses is divided by: the target tokens of the whole step (`count_targets`), over
+        targets: what the sum of token losses (or of pairs) is divided by: those of the whole step (`count_terms`), over
         what the loss is scaled by, if it is. Returns the loss of the micro-batches whose last
         stage is here, 0 where none is (float64; `loss_share` of it is this rank's share of the step's loss).
         """
         self.parallel.begin_step(self._passes)
-        compute = StageCompute(self.model, self.parallel, micro_batches, targets, self._at_once, self._queue, self.mark)
+        objective = self._objective(micro_batches)
+        compute = StageCompute(
+            self.model, self.parallel, micro_batches, targets, self._at_once, self._queue, self.mark, objective
+        )
         self._pipeline.run(compute)
         self.parallel.finish()
         self.mark("reduce")
         return compute.loss
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
-        """The sum of the token losses over `targets`, of as many micro-batches as a step has or fewer, without
+        """The sum of the token losses (or of pairs) over `targets`, of as many micro-batches as a step has or fewer, without
         gradients; 0 where the last stage is not here."""
         with torch.no_grad():
-            compute = StageCompute(self.model, self.parallel, micro_batches, targets)
+            objective = self._objective(micro_batches)
+            compute = StageCompute(self.model, self.parallel, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
         return compute.loss
+
+    def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
+        """Of the responses of micro-batches whose documents come in pairs, as many as a step has or fewer: by their
+        number, [B, D]; of those whose last stage is here."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            found[micro_batch] = log_probabilities_BD
+            return log_probabilities_BD.new_zeros(())
+
+        with torch.no_grad():
+            compute = StageCompute(self.model, self.parallel, micro_batches, 1, objective=keep)
+            self._pipeline.run_forwards(compute, len(micro_batches))
+        return found
+
+    def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
+        """The loss of the micro-batches' pairs, which adds up its figures; None where tokens are learnt."""
+        preference = self.preference
+        if preference is None:
+            return None
+        self.figures.zero_()
+
+        def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            pairs = micro_batches[micro_batch][2].pairs
+            assert pairs is not None, "documents that come in pairs"
+            found = preference(log_probabilities_BD, pairs)
+            self.figures.add_(found.figures)
+            return found.loss
+
+        return of_pairs
+
+
+def count_terms(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """What the loss of a step is a mean over, given this rank's micro-batches: the target tokens of all ranks, or,
+    where documents come in pairs, their pairs. At least 1."""
+    pairs = [documents.pairs for _, _, documents in micro_batches if documents.pairs is not None]
+    if not pairs:
+        return count_targets((targets for _, targets, _ in micro_batches), mesh)
+    assert len(pairs) == len(micro_batches), "all micro-batches have pairs, or none has"
+    return count_pairs(pairs, mesh)
 
 
 def _what_is_here(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:

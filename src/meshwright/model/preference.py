@@ -1,0 +1,55 @@
+"""What a model is to learn from pairs of responses: losses of their log-probabilities beside those of a reference.
+
+Shapes: B rows, P the most pairs of a row, D = 2 P responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.model.pairs import Pairs
+
+
+class PreferenceLoss(NamedTuple):
+    """Sums over pairs: the loss, and (float64 [3], without history) the rewards of chosen and of rejected responses,
+    and how many pairs have the higher reward on the chosen one."""
+
+    loss: torch.Tensor
+    figures: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """The loss of a pair. With h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
+
+    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, where
+      people are taken to have meant the other response with probability e, that counts 1 - e and -log sigmoid(-beta h)
+      counts e (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
+    - "ipo": (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau).
+
+    A response's reward is beta log p / p_ref (arXiv:2305.18290, section 4).
+    """
+
+    objective: str = "dpo"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
+        """Summed over the pairs of a batch, in the type of the log-probabilities."""
+        ratios_BP2 = (log_probabilities_BD - pairs.reference_BD).unflatten(1, (-1, 2))
+        chosen_BP, rejected_BP = ratios_BP2.unbind(dim=2)
+        h_BP = chosen_BP - rejected_BP
+        if self.objective == "ipo":
+            losses_BP = (h_BP - 1 / (2 * self.beta)).square()
+        else:
+            meant, other = (-F.logsigmoid(sign * self.beta * h_BP) for sign in (1, -1))
+            losses_BP = (1 - self.label_smoothing) * meant + self.label_smoothing * other
+        counted_BP = pairs.counted_BP
+        with torch.no_grad():
+            rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
+            right = ((h_BP > 0) & counted_BP).sum()
+        return PreferenceLoss((losses_BP * counted_BP).sum(), torch.cat([rewards_2, right[None].to(rewards_2.dtype)]))

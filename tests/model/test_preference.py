@@ -1,0 +1,194 @@
+"""Losses of pairs of responses against the papers' formulas written out, and against transformers' Llama."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.comm.mesh import Axes
+from meshwright.model import chunks
+from meshwright.model import loss as losses
+from meshwright.model.documents import Documents
+from meshwright.model.initialise import initial_value
+from meshwright.model.loss import linear_cross_entropy, token_cross_entropy
+from meshwright.model.pairs import Pairs
+from meshwright.model.parameters import parameter_table
+from meshwright.model.preference import Preference
+from meshwright.model.presets import preset
+from meshwright.model.transformer import Transformer
+from meshwright.verify.compare import relative_errors
+from meshwright.verify.problem import scaled_down
+from tests.model.transformers_names import row_in_transformers
+
+AXES = Axes.single()
+TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
+
+
+@pytest.fixture(params=[1 << 23, 16 * VOCABULARY, VOCABULARY], ids=["one chunk", "four chunks", "a token a chunk"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(losses, "SLICE_LOGITS", 5 * VOCABULARY)
+    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", request.param)
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    targets[3:9] = -100
+    upstream = torch.randn(TOKENS, dtype=torch.float64, generator=generator) * torch.logspace(-12, 3, TOKENS)
+    return hidden, weight, targets, upstream
+
+
+# --- the loss of each token
+
+
+def test_token_losses_and_their_gradients_equal_cross_entropy(chunk: None):
+    hidden, weight, targets, upstream = problem()
+    ours = token_cross_entropy(hidden, weight, targets, AXES)
+    want = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
+    both = [torch.autograd.grad(x @ upstream, (hidden, weight)) for x in (ours, want)]
+    for mine, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13 * float(theirs.abs().max()))
+    (alone,) = torch.autograd.grad(token_cross_entropy(hidden, weight.detach(), targets, AXES) @ upstream, (hidden,))
+    assert torch.equal(alone, both[0][0])
+
+
+def test_their_sum_is_the_summed_loss_bit_for_bit_in_one_chunk():
+    hidden, weight, targets, _ = problem()
+    both = token_cross_entropy(hidden, weight, targets, AXES).sum(), linear_cross_entropy(hidden, weight, targets, AXES)
+    assert torch.equal(*both)
+    for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in both), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiny_and_huge_gradients_of_token_losses_survive_a_narrow_type(dtype: torch.dtype, chunk: None):
+    hidden, weight, targets, upstream = problem(dtype)
+    wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    for scale in (1e-6, 1e4):
+        found = token_cross_entropy(hidden, weight, targets, AXES)
+        assert found.dtype == torch.float32
+        flat = scale * upstream.sign()
+        (mine,) = torch.autograd.grad(found @ flat.float(), (hidden,))
+        exact = F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="none")
+        (theirs,) = torch.autograd.grad(exact @ flat, (wide[0],))
+        assert (mine.double() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_all_logits_of_token_losses_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
+    hidden, weight, targets, upstream = problem()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = operator(*arguments, **(options or {}))
+            if isinstance(result, torch.Tensor) and result.shape[1:] == (VOCABULARY,) and len(result) != HIDDEN:
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        (token_cross_entropy(hidden, weight, targets, AXES) @ upstream).backward()
+    assert 0 < largest <= 8 * VOCABULARY
+
+
+# --- the losses of pairs
+
+IDS = torch.tensor([[0] * 4 + [1] * 3 + [2] * 2 + [3] * 3, [0] * 5 + [1] * 5 + [2] * 2, [0] * 12])
+
+
+def test_pairs_are_told_from_document_numbers_and_padding_belongs_to_none():
+    pairs = Pairs.from_ids(IDS)
+    assert pairs.counted_BP.tolist() == [[True, True], [True, False], [False, False]]
+    assert pairs.response_BC[0].tolist() == IDS[0].tolist()
+    assert pairs.response_BC[1].tolist() == [0] * 5 + [1] * 5 + [4] * 2 and set(pairs.response_BC[2].tolist()) == {4}
+    assert int(pairs.count) == 3 and pairs.reference_BD.shape == (3, 4)
+    assert Pairs.from_ids(IDS, most=3).response_BC[2].tolist() == [6] * 12
+    assert Pairs.from_ids(IDS[2:]).counted_BP.tolist() == [[False]], "a batch of padding alone has a place, and no pair"
+
+
+@pytest.mark.parametrize(
+    "preference",
+    [Preference(), Preference("dpo", 0.7, 0.2), Preference("ipo", 0.3)],
+    ids=["dpo", "conservative dpo", "ipo"],
+)
+def test_losses_and_rewards_are_the_papers(preference: Preference):
+    generator = torch.Generator().manual_seed(1)
+    pairs = Pairs.from_ids(IDS)
+    reference = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    values = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    values[~pairs.counted_BP.repeat_interleave(2, dim=1)] = reference[~pairs.counted_BP.repeat_interleave(2, 1)] = 0.0
+    found = preference(values, pairs.known_from(reference))
+    total, rewards, right, beta, smoothing = 0.0, [0.0, 0.0], 0, preference.beta, preference.label_smoothing
+    for row, pair in ((0, 0), (0, 1), (1, 0)):
+        chosen, rejected = (float(values[row, 2 * pair + k] - reference[row, 2 * pair + k]) for k in (0, 1))
+        sigmoid = 1 / (1 + math.exp(-beta * (chosen - rejected)))
+        if preference.objective == "ipo":
+            total += (chosen - rejected - 1 / (2 * beta)) ** 2
+        else:
+            total += -(1 - smoothing) * math.log(sigmoid) - smoothing * math.log(1 - sigmoid)
+        rewards = [rewards[0] + beta * chosen, rewards[1] + beta * rejected]
+        right += chosen > rejected
+    assert float(found.loss) == pytest.approx(total, rel=1e-12)
+    assert found.figures.tolist() == pytest.approx([*rewards, right], rel=1e-12)
+
+
+def test_loss_and_every_gradient_are_those_of_transformers(wide: Callable[[], Any]):
+    """The formula in float64 on a Llama of transformers, every response by itself, beside packed rows of ours."""
+    import transformers
+
+    config = scaled_down(preset("llama-3-8b"))
+    table, beta = parameter_table(config), 0.4
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(config.vocabulary, (3, 13), generator=generator)
+    targets = torch.where(torch.rand(3, 12, generator=generator) < 0.3, -100, tokens[:, 1:])
+    ends = torch.cat([IDS[:, 1:] != IDS[:, :-1], torch.zeros(3, 1, dtype=torch.bool)], dim=1)
+    targets[ends] = -100
+    reference = -40 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
+
+    ours = Transformer(config, dtype=torch.float64)
+    for tensor in table.tensors:
+        rows = [initial_value(row, 5).view(row.engine_shape) for row in tensor.rows]
+        ours.get_parameter(tensor.name).data.copy_(torch.cat(rows))
+    pairs = Pairs.from_ids(IDS).known_from(reference)
+    values = ours(tokens[:, :-1], targets, Documents.from_ids(IDS).in_pairs(pairs))
+    loss = Preference("dpo", beta)(values, pairs).loss / 3
+    loss.backward()
+
+    with wide():
+        huggingface = transformers.AutoConfig.for_model(**dict(config.to_huggingface()))
+        model = transformers.AutoModelForCausalLM.from_config(huggingface, attn_implementation="eager").double()
+    parameters = {name: values.detach().fill_(math.nan) for name, values in model.named_parameters()}
+    for row in table.rows:
+        row_in_transformers(parameters, row.name).copy_(initial_value(row, 5))
+    total = torch.zeros((), dtype=torch.float64)
+    with wide():
+        for row, pair in ((0, 0), (0, 1), (1, 0)):
+            ratios = []
+            for number in (2 * pair, 2 * pair + 1):
+                here = IDS[row] == number
+                scores = model(tokens[row, :-1][here][None]).logits[0].log_softmax(dim=1)
+                goals = targets[row][here]
+                told = goals != -100
+                ratios.append(scores[told].gather(1, goals[told, None]).sum() - reference[row, number])
+            total = total - torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1])))
+        (total / 3).backward()
+    assert loss.item() == pytest.approx(total.item() / 3, rel=1e-12)
+    theirs, mine = {}, {}
+    gradients = {name: values.grad for name, values in model.named_parameters()}
+    for tensor in table.tensors:
+        for row in tensor.rows:
+            gradient = row_in_transformers(gradients, row.name)
+            theirs[row.name] = (gradient.T if row.transposed else gradient).reshape(-1)
+            mine[row.name] = ours.get_parameter(tensor.name).grad[row.offset :][: row.engine_shape[0]].reshape(-1)
+    assert max(relative_errors(mine, theirs).values()) < 1e-10
