@@ -86,12 +86,14 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "parquet", "wet")
+RECORDS = ("text", "instruction", "chat", "preference")  # what a record of a source is
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
 RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # of a value in a record
 
 OPTIMIZERS = ("adamw", "sgd")
+OBJECTIVES = ("next-token", "dpo", "ipo")
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")

@@ -66,7 +66,23 @@ class Recipe(Table):
     def _tables_agree(self) -> Self:
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
+        preferences, objective = self.data.records == "preference", self.train.objective
+        if preferences and objective == "next-token":
+            raise ValueError(
+                'train.objective "next-token" would learn the rejected responses too; data.records "preference" is for '
+                "dpo and ipo"
+            )
+        if not preferences and objective in ("dpo", "ipo"):
+            raise ValueError(
+                f'train.objective "{objective}" learns from pairs of responses: it needs data.records = "preference", '
+                f'not "{self.data.records}"'
+            )
         return self
+
+    @property
+    def objective(self) -> str:
+        """What training minimises, one of `names.OBJECTIVES`."""
+        return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
         """Equal recipes say the same; from which file does not matter."""

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.names import DATA_FORMATS, HEURISTICS, PERSONAL_DATA, RECORD_TYPES
+from meshwright.names import DATA_FORMATS, HEURISTICS, PERSONAL_DATA, RECORD_TYPES, RECORDS
 from meshwright.tables import Count, CountOrZero, Fraction, Name, Positive, Table, named
 
 
@@ -51,6 +51,7 @@ class DataRecipe(Table):
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
+    records: Annotated[str, named("kind of records", RECORDS)] = "text"
     tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
     vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of a tokenizer that is trained on the data
     sequence: Count  # tokens in a sample

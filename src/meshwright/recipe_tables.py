@@ -15,6 +15,7 @@ from meshwright.names import (
     DEVICES,
     FAMILIES,
     LEARNING_RATE_SCHEDULES,
+    OBJECTIVES,
     OPTIMIZERS,
     unknown,
 )
@@ -106,6 +107,9 @@ class TrainRecipe(Table):
 
     steps: Count
     batch: Count  # sequences in a step, over all ranks
+    objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # "dpo" of preferences unless said
+    preference_beta: Positive = 0.1  # dpo, ipo: how dear it is to leave the reference
+    preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs taken to be the wrong way
     optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
     learning_rate: Positive  # at the peak
     betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -141,6 +145,8 @@ class TrainRecipe(Table):
             raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')
         if self.decay and self.schedule != "wsd":
             raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
+        if self.preference_smoothing and self.objective == "ipo":
+            raise ValueError('preference_smoothing belongs to objective "dpo"; "ipo" has none')
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f'momentum belongs to optimizer "sgd"; "{self.optimizer}" has betas')
         return self

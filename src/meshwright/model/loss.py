@@ -2,8 +2,9 @@
 
 The gradient of a chunk's logits takes their place while they are there, so that the head's product is not repeated in
 the backward pass; where that is not to follow at once, or each token's loss has a gradient of its own that is known
-only then, it makes the logits again, and nothing of a weight's size is kept until then. With tensor parallelism each rank holds a slice of the vocabulary (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3): maxima, sums and the target's logit are combined over the ranks.
+only then, it makes the logits again, and nothing of a weight's size is kept until then. With tensor parallelism each
+rank holds a slice of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima, sums and the target's
+logit are combined over the ranks.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
 """
@@ -107,8 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = _again(context) if context.gradients is None else context.gradients
-        return *_times(d_total, *gradients, context.dtype), None, None, None, None
+        d_hidden_TH, d_weight_VH = _again(context) if context.gradients is None else context.gradients
+        return *_times(d_total, d_hidden_TH, d_weight_VH, context.dtype), None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):

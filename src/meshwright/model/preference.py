@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.model.pairs import Pairs
+from meshwright.recipe import Recipe
+
+REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+"""What metrics call the figures of pairs."""
 
 
 class PreferenceLoss(NamedTuple):
@@ -20,6 +24,25 @@ class PreferenceLoss(NamedTuple):
 
     loss: torch.Tensor
     figures: torch.Tensor
+
+
+class Rewards(NamedTuple):
+    """Means over pairs: the rewards of chosen and of rejected responses, and the share of pairs in which the chosen one
+    has the higher."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen response's reward is higher."""
+        return self.chosen - self.rejected
+
+    def document(self, prefix: str = "") -> dict[str, float]:
+        """As metrics name them, with `prefix` before each name."""
+        values = (self.margin, self.accuracy, self.chosen, self.rejected)
+        return {prefix + name: value for name, value in zip(REWARDS, values, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +76,11 @@ class Preference:
             rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
             right = ((h_BP > 0) & counted_BP).sum()
         return PreferenceLoss((losses_BP * counted_BP).sum(), torch.cat([rewards_2, right[None].to(rewards_2.dtype)]))
+
+
+def preference_of(recipe: Recipe) -> Preference | None:
+    """What a recipe wants to be learnt from pairs of responses; None where it is the next token."""
+    train = recipe.train
+    if recipe.objective == "next-token":
+        return None
+    return Preference(recipe.objective, train.preference_beta, train.preference_smoothing)

@@ -68,9 +68,9 @@ def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
     """The same of pairs of responses, of which ranks of cp have parts of the same ones."""
     count = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for micro_batch in pairs:
-        count += micro_batch.count * (mesh.cp.rank == 0)
+        count += micro_batch.count
     all_reduce(count, mesh.data, TARGET_SITE)
-    return max(1, int(count))
+    return max(1, int(count) // mesh.cp.size)
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:

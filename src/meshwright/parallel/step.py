@@ -15,6 +15,7 @@ from meshwright.model.weight_gradients import WeightGradients, take_weight_gradi
 from meshwright.parallel.data import DataParallel, count_pairs, count_targets
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
+from meshwright.plan.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 WORTH_ADDING_AT_ONCE = 2**17
@@ -36,8 +37,8 @@ class ForwardBackward:
         preference: Preference | None = None,
     ) -> None:
         self.model, self.parallel, self.mark, self.preference = model, parallel, mark, preference
-        self.figures = torch.zeros(3, dtype=torch.float64, device=parallel.mesh.device)
-        """Of the pairs of the last call whose last stage was here: what `PreferenceLoss.figures` says, summed."""
+        self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=parallel.mesh.device)
+        """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
         self._queue = WeightGradients(parallel.gradients)
@@ -64,8 +65,8 @@ class ForwardBackward:
         return compute.loss
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
-        """The sum of the token losses (or of pairs) over `targets`, of as many micro-batches as a step has or fewer, without
-        gradients; 0 where the last stage is not here."""
+        """The sum of the token losses (or of pairs) over `targets`, of as many micro-batches as a step has or fewer,
+        without gradients; 0 where the last stage is not here."""
         with torch.no_grad():
             objective = self._objective(micro_batches)
             compute = StageCompute(self.model, self.parallel, micro_batches, targets, objective=objective)

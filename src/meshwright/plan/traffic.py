@@ -34,11 +34,16 @@ AXES_OF: dict[Part, tuple[str, str, str]] = {
 """The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
 
 
+PREFERENCE_FIGURES = 3
+"""Numbers that ranks add up of the pairs of a step, beside its loss."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a step computes, and how. batch: sequences over all ranks; sequence: tokens of each. Bytes of an element of
     parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: the programs that
-    serve in place of the backend's own calls (`collectives.named`)."""
+    serve in place of the backend's own calls (`collectives.named`). pairs: of responses, the most of a row; 0 where the
+    next token is learnt."""
 
     batch: int
     sequence: int
@@ -46,6 +51,7 @@ class Work:
     master_bytes: int = 4
     device: str = "cpu"
     collectives: Mapping[tuple[str, str], Named] = field(default_factory=dict)
+    pairs: int = 0
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
@@ -99,7 +105,8 @@ class _Step:
             self.gradients(unit, count)
         self.gathers()
         self.partial_gradients(units)
-        self.all_reduce("step.verdict", "world", layout.world_size, 8 * (4 + layout.world_size))
+        figures = 4 + (PREFERENCE_FIGURES if self.work.pairs else 0)
+        self.all_reduce("step.verdict", "world", layout.world_size, 8 * (figures + layout.world_size))
         return self.sent
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
@@ -200,6 +207,8 @@ class _Step:
         heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
         one = self.tokens * config.head_dim * self.work.parameter_bytes  # a head's part of a micro-batch
         wide = self.tokens * config.head_dim * max(4, self.work.parameter_bytes)
+        if stage.last:
+            self.all_reduce("loss.responses", "cp", ranks, 8 * self.rows * 2 * self.work.pairs, count)
         layers = count * len(stage.layers)
         if layout.cp_method == "ring":  # keys and values go round, on the way back with their gradients
             forward = layers * (2 if layout.recompute == "full" else 1)
@@ -225,7 +234,8 @@ class _Step:
         mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
         again = 2 if layout.recompute == "full" else 1
         if config.router_loss:
-            self.all_reduce("router.targets", "cp", layout.cp, 8 * self.rows, count if mixtures else 0)
+            counted = mixtures and not self.work.pairs  # pairs are counted by every rank
+            self.all_reduce("router.targets", "cp", layout.cp, 8 * self.rows, count if counted else 0)
             load = 4 * self.rows * config.experts
             self.all_reduce("router.load.cp", "cp", layout.cp, load, mixtures * again)
             if layout.expert_parallel:

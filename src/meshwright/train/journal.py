@@ -10,6 +10,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.model.preference import REWARDS, Rewards, preference_of
 from meshwright.plan.devices import peak_flops
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
@@ -21,7 +22,7 @@ from meshwright.train.prediction import Prediction, StepTimes, compared, measure
 from meshwright.train.progress import Progress
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.step_memory import StepMemory
-from meshwright.train.trainer import PARAMETER_DTYPES, Trainer, Verdict
+from meshwright.train.trainer import PARAMETER_DTYPES, Trainer, Validation, Verdict
 
 GIB = 2**30
 
@@ -44,6 +45,8 @@ class Journal:
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # named at the end of the last window
         self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
+        if preference_of(recipe) is not None:
+            self._figures |= {prefix + name: [] for prefix in ("", "validation_") for name in REWARDS}
 
     def say(self, line: str) -> None:
         """One line for who watches."""
@@ -99,7 +102,7 @@ class Journal:
 
     # --- while it runs
 
-    def step(self, trainer: Trainer, verdict: Verdict, seconds: float, validation_loss: float | None) -> None:
+    def step(self, trainer: Trainer, verdict: Verdict, seconds: float, validation: Validation | None) -> None:
         """A step is done, skipped or not; `seconds` is what it took, without validation."""
         if not self.leader:
             return
@@ -125,18 +128,24 @@ class Journal:
             lower = f"; the loss is scaled by {scale.value:g} from now on" if scale.value != verdict.loss_scale else ""
             said = f"loss {verdict.loss}, gradient norm {verdict.gradient_norm}{lower}"
             self.say(f"step {done} skipped on all ranks: {said}")
-        if validation_loss is not None:
-            line["validation_loss"] = validation_loss
-            self.say(f"step {done}: validation loss {validation_loss:.4f}")
-        if verdict.finite:
-            self._figures["loss"].append(verdict.loss)
-        self._figures["tokens_per_second"].append(rate)
-        self._figures["validation_loss"] += [] if validation_loss is None else [validation_loss]
-        notable = validation_loss is not None or not verdict.finite or done == self.recipe.train.steps
+        if verdict.rewards is not None:
+            line |= verdict.rewards.document()
+        if validation is not None:
+            line["validation_loss"] = validation.loss
+            said = f"step {done}: validation loss {validation.loss:.4f}"
+            if validation.rewards is not None:
+                line |= validation.rewards.document("validation_")
+                said += _in_words(validation.rewards)
+            self.say(said)
+        for key, values in self._figures.items():
+            if key in line and (verdict.finite or key not in ("loss", *REWARDS)):
+                values.append(line[key])
+        notable = validation is not None or not verdict.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
             self._write(line)
         self._watch_ranks(done, verdict)
-        self.progress.step(done, f"loss {verdict.loss:.3f}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
+        rewards = "" if verdict.rewards is None else _in_words(verdict.rewards)
+        self.progress.step(done, f"loss {verdict.loss:.3f}{rewards}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
 
     def saving(self, step: int, stall_seconds: float) -> None:
         """A save has begun and held training up for so long."""
@@ -180,7 +189,7 @@ class Journal:
     def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
         """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`."""
         figures = self._figures if self._figures["tokens_per_second"] else self._earlier_figures()
-        loss, validation_loss, rates = (figures[key] for key in ("loss", "validation_loss", "tokens_per_second"))
+        rates = figures["tokens_per_second"]
         rate = statistics.median(rates) if rates else None
         prediction = {} if self.prediction is None else self.prediction.document()
         measured = {
@@ -192,8 +201,7 @@ class Journal:
             self.say(line)
         return {
             "step": trainer.steps_done,
-            "loss": loss[-1] if loss else None,
-            "validation_loss": validation_loss[-1] if validation_loss else None,
+            **{key: values[-1] if values else None for key, values in figures.items() if values is not rates},
             "skipped_steps": trainer.skipped,
             "tokens_per_second": rate,
             "mfu": None if rate is None else self.mfu(rate),
@@ -238,6 +246,11 @@ class Journal:
                     if line.get(key) is not None:
                         values.append(line[key])
         return figures
+
+
+def _in_words(rewards: Rewards) -> str:
+    """Behind a loss, for who watches."""
+    return f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
 
 
 def _paths(checkpointer: Checkpointer) -> dict[str, str | None]:

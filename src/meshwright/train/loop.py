@@ -16,6 +16,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
+from meshwright.data.packing import every_few_seconds
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
@@ -25,6 +26,8 @@ from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
+from meshwright.train.reference import FILE as REFERENCE
+from meshwright.train.reference import Reference, found_or_made, read_reference, weights_checksum
 from meshwright.train.resuming import check_resume
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.stopping import StopRequest
@@ -94,16 +97,16 @@ class Run:
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
-        validation_loss = None
+        validation = None
         if train.validate_every and (due or done % train.validate_every == 0):  # saved: so that the best is known
             self.journal.memory.stop()
-            validation_loss = trainer.validate()
-        self.journal.step(trainer, verdict, seconds, validation_loss)  # before the save: no step may be without a line
+            validation = trainer.validate()
+        self.journal.step(trainer, verdict, seconds, validation)  # before the save: no step may be without a line
         if verdict.save_failed:
             self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)
         if due or verdict.stop:
-            self._save(validation_loss)
+            self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
             self._end_early()
@@ -125,6 +128,9 @@ class Run:
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
                 self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
+        if self.trainer.preference is not None:
+            with self.journal.memory.aside():
+                self._know_reference(RunDirectory(self.recipe.run_directory).path / REFERENCE)
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
@@ -134,6 +140,44 @@ class Run:
             self.journal.say(self._new_curve)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
+
+    def _know_reference(self, path: Path) -> None:
+        """Bring in how probable the responses were when training began: kept in the run directory, or computed now. All
+        ranks raise the same `UserError` where a run that goes on has it no more."""
+        trainer = self.trainer
+        if trainer.steps_done:
+            problem = None
+            try:
+                trainer.reference = read_reference(path, trainer.pairs_by_row)
+                if trainer.reference.sha256 != self._reference_sha256:
+                    problem = f"{path} is that of another run"
+            except UserError as error:
+                problem = str(error)
+            if (said := self.agreement.first_text(problem)) is not None:
+                raise UserError(
+                    f"{said[1]}: it holds the log-probabilities under the weights that training began with, and a run "
+                    "of which some steps are done cannot compute them again; put it back, or begin another run with "
+                    "another run.name"
+                )
+            return
+        made_of = {
+            "data_sha256": trainer.data.sha256,
+            "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
+            "precision": trainer.layout.precision or "fp32",
+        }
+        begun = time.perf_counter()
+
+        def make() -> Reference:
+            say = every_few_seconds(lambda done: self.journal.say(f"reference: {done:,} of {rows:,} rows"))
+            return trainer.make_reference(made_of, say)
+
+        rows = sum(len(pairs) for pairs in trainer.pairs_by_row.values())
+        trainer.reference, earlier = found_or_made(
+            path, trainer.pairs_by_row, made_of, make, self.agreement, self.mesh.rank == 0
+        )
+        responses = sum(len(each.values) for each in trainer.reference.splits.values())
+        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
+        self.journal.say(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """The layout with its precision made explicit: as in the `previous` one before an interruption, else bf16 where
@@ -166,6 +210,7 @@ class Run:
             # The newest one is damaged inside, and the older one, which counts, has another precision: once more.
             del self.trainer
         self.trainer.restore(state)
+        self._reference_sha256 = state.get("reference_sha256")
         self._new_curve = self._longer_curve(state)
         return checkpoint.name
 

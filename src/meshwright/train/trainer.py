@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData, TokenBatch
+from meshwright.data import PackedTokens, PreparedData
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.preference import Rewards, preference_of
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_targets, loss_share
+from meshwright.parallel.data import DataParallel, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward
-from meshwright.plan.traffic import Work, predicted_traffic, predicted_traffic_by_axis
+from meshwright.parallel.step import ForwardBackward, count_terms
+from meshwright.plan.traffic import PREFERENCE_FIGURES, Work, predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.optimizer import Optimizer
+from meshwright.train.reference import Reference, Responses, together
 
 PARAMETER_DTYPES = {
     "fp32": torch.float32,
@@ -46,8 +51,10 @@ PARAMETER_DTYPES = {
 class Verdict:
     """What all ranks agree on at the end of a step's backward, from one small all-reduce (sum, float64)."""
 
-    def __init__(self, values: torch.Tensor, loss_scale: float = 1.0) -> None:
-        loss, squared_norm, stop, failed, *seconds = values.tolist()
+    def __init__(self, values: torch.Tensor, loss_scale: float = 1.0, of_pairs: bool = False) -> None:
+        loss, squared_norm, stop, failed, *rest = values.tolist()
+        figures, seconds = (rest[:PREFERENCE_FIGURES], rest[PREFERENCE_FIGURES:]) if of_pairs else ([], rest)
+        self.rewards = Rewards(*figures) if of_pairs else None
         self.loss = loss
         self.gradient_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
         self.stop = stop > 0
@@ -56,6 +63,13 @@ class Verdict:
         self.finite = math.isfinite(loss) and math.isfinite(squared_norm)
         self.loss_scale = loss_scale
         """What loss and gradients were multiplied by while they were computed; those given here are divided by it."""
+
+
+class Validation(NamedTuple):
+    """loss: the mean (nats per token, or of a pair of responses); rewards: of pairs."""
+
+    loss: float
+    rewards: Rewards | None = None
 
 
 def choose_products(precision: str | None, device: torch.device) -> None:
@@ -116,9 +130,18 @@ class Trainer:
             self.model.compile_blocks()
         self.tokens: PackedTokens = data.split("train")
         self.validation_tokens: PackedTokens = data.split("validation")
+        self.preference = preference_of(recipe)
+        self.reference: Reference | None = None
+        """Of preference data: to be made (`make_reference`) or read before the first step."""
+        self.pairs_by_row = {
+            name: tokens.examples_by_row
+            for name, tokens in (("train", self.tokens), ("validation", self.validation_tokens))
+            if self.preference is not None
+        }
+        self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()
         self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
-        self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)
+        self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark, preference=self.preference)
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing because a loss or gradient was not finite; in a row, those that a lower scale of
@@ -127,19 +150,20 @@ class Trainer:
     def step(self, *, stop: bool = False, save_failed: bool = False) -> Verdict:
         """One step: forward and backward of every micro-batch, one agreement of all ranks, one update.
 
-        The loss is the sum of token losses over the target tokens of the whole step, so that gradients are summed and
-        never averaged. A step whose loss or gradient norm is not finite on any rank is skipped on all. `stop` and
-        `save_failed` are this rank's news; the verdict says whether any rank had such news.
+        The loss is the sum of token losses over the target tokens of the whole step (of pairs of responses, over its
+        pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
+        rank is skipped on all. `stop` and `save_failed` are this rank's news; the verdict says whether any rank had
+        such news.
         """
         train, clock = self.recipe.train, self.clock
         clock.start()
         micro_batches = self._micro_batches()
-        targets = count_targets((goals for _, goals, _ in micro_batches), self.mesh)
+        terms = count_terms(micro_batches, self.mesh)
         clock.mark("data")
 
-        loss_sum = self.passes.train(micro_batches, targets / self.loss_scale.value)
+        loss_sum = self.passes.train(micro_batches, terms / self.loss_scale.value)
 
-        verdict = self._agree(loss_sum, stop, save_failed)
+        verdict = self._agree(loss_sum, terms, stop, save_failed)
         clock.mark("agree")
         if verdict.finite:
             clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
@@ -155,25 +179,53 @@ class Trainer:
         clock.mark("update")
         return verdict
 
-    def validate(self) -> float:
-        """Mean loss (nats per token) over the first `train.validation_sequences` rows of the validation split."""
+    def validate(self) -> Validation:
+        """Of the first `train.validation_sequences` rows of the validation split, without an update."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
-        rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
-        together, mesh = rows * self.mesh.dp.size, self.mesh
-        # Every rank reads as many batches of the same shape; rows beyond the split hold nothing.
-        starts = [first + mesh.dp.rank * rows for first in range(0, count, together)]
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for first in range(0, len(starts), self.layout.micro_batches):
-            micro_batches = []
-            for start in starts[first : first + self.layout.micro_batches]:
-                wanted = start + np.arange(rows)
-                wanted[wanted >= count] = self.validation_tokens.rows
-                micro_batches.append(self._to_device(self.validation_tokens.batch(wanted, padded=True)))
-            sums[0] += loss_share(self.passes.evaluate(micro_batches), mesh)
-            targets = sum((targets != -100).sum() for _, targets, _ in micro_batches)
-            sums[1] += targets / (mesh.tp.size * mesh.pp.size)  # which all see the same
+        mesh, paired = self.mesh, self.preference is not None
+        sums = torch.zeros(2 + PREFERENCE_FIGURES * paired, dtype=torch.float64, device=self.device)
+        # Rows beyond the split hold nothing.
+        for group in self._shares(count, beyond=self.validation_tokens.rows):
+            micro_batches = [self._micro_batch("validation", rows, padded=True) for rows in group]
+            sums[0] += loss_share(self.passes.evaluate(micro_batches), mesh, paired)
+            if paired:
+                sums[2:] += loss_share(self.passes.figures, mesh, paired)
+            terms = sum(
+                (targets != -100).sum() if documents.pairs is None else documents.pairs.count / mesh.cp.size
+                for _, targets, documents in micro_batches
+            )
+            sums[1] += terms / (mesh.tp.size * mesh.pp.size)  # which all see the same
         collectives.all_reduce(sums, self.mesh.world, "validation.loss")
-        return float(sums[0] / sums[1])
+        loss, *figures = (sums / sums[1]).tolist()
+        return Validation(loss, Rewards(*figures[1:]) if paired else None)
+
+    def make_reference(self, made_of: Mapping[str, str], progress: Callable[[int], None]) -> Reference:
+        """How probable the responses of all rows are now; `progress` hears how many rows are done."""
+        splits = {name: Responses.unknown(pairs) for name, pairs in self.pairs_by_row.items()}
+        done = 0
+        mesh, first_of_copies = self.mesh, self.mesh.tp.rank == self.mesh.cp.rank == 0
+        for name, responses in splits.items():
+            count = responses.rows
+            for group in self._shares(count, beyond=count):
+                # A row in the place of one that is not there: every rank computes as much.
+                micro_batches = [self._micro_batch(name, np.where(rows < count, rows, 0)) for rows in group]
+                for number, found_BD in self.passes.log_probabilities(micro_batches).items():
+                    for row, values_D in zip(group[number].tolist(), found_BD, strict=True):
+                        if row < count and first_of_copies:
+                            responses.put(row, values_D)
+                done += mesh.dp.size * sum(map(len, group))
+                progress(done)
+            together(responses, mesh)
+        return Reference(splits, made_of)
+
+    def _shares(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Rows 0 ... `count` - 1, as this rank's micro-batches of one forward after another: every rank has as many, of
+        the same shape, and `beyond` in the place of rows from `count` on."""
+        rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
+        starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
+        for first in range(0, len(starts), self.layout.micro_batches):
+            wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
+            yield [np.where(part < count, part, beyond) for part in wanted]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside tensors to go on bit for bit."""
@@ -186,6 +238,7 @@ class Trainer:
             "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
             "data_sha256": self.data.sha256,
+            **({} if self.reference is None else {"reference_sha256": self.reference.sha256}),
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),
         }
@@ -224,6 +277,7 @@ class Trainer:
             master_bytes=self.parallel.master_dtype.itemsize,
             device=self.device.type,
             collectives=self.mesh.communicator.programs.named,
+            pairs=self.most_pairs,
         )
 
     def load_weights(self, directory: Path) -> None:
@@ -251,22 +305,32 @@ class Trainer:
         share = self.recipe.train.batch // self.mesh.dp.size
         first = self.steps_done * self.recipe.train.batch + self.mesh.dp.rank * share
         samples = self.order.sample(first + np.arange(share))
-        return [self._to_device(self.tokens.batch(part)) for part in np.split(samples, self.layout.micro_batches)]
+        return [self._micro_batch("train", part) for part in np.split(samples, self.layout.micro_batches)]
 
-    def _to_device(self, batch: TokenBatch) -> MicroBatch:
+    def _micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
+        """What this rank has of some rows."""
+        batch = (self.tokens if split == "train" else self.validation_tokens).batch(rows, padded=padded)
         documents = Documents.from_ids(batch.document_ids)
+        if self.preference is not None:
+            pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
+            if self.reference is not None:
+                pairs = pairs.known_from(self.reference.splits[split].of_rows(rows, self.most_pairs))
+            documents = documents.in_pairs(pairs)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
         if self.device.type == "cuda":
             parts = [part.pin_memory().to(self.device, non_blocking=True) for part in parts]
         return part_of_rows(parts[0], parts[1], documents.to(self.device), self.mesh)
 
-    def _agree(self, loss_sum: torch.Tensor, stop: bool, save_failed: bool) -> Verdict:
-        mesh = self.mesh
-        values = torch.zeros(4 + mesh.world_size, dtype=torch.float64, device=self.device)
+    def _agree(self, loss_sum: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> Verdict:
+        mesh, paired = self.mesh, self.preference is not None
+        first = 4 + PREFERENCE_FIGURES * paired  # of the ranks' seconds
+        values = torch.zeros(first + mesh.world_size, dtype=torch.float64, device=self.device)
         scale = self.loss_scale.value
-        values[0] = loss_share(loss_sum, mesh) / scale
+        values[0] = loss_share(loss_sum, mesh, paired) / scale
         values[1] = self.parallel.squared_norm_share() / scale**2
         values[2], values[3] = float(stop), float(save_failed)
-        values[4 + mesh.rank] = self.clock.working_seconds()
+        if paired:
+            values[4:first] = loss_share(self.passes.figures, mesh, paired) / terms
+        values[first + mesh.rank] = self.clock.working_seconds()
         collectives.all_reduce(values, mesh.world, "step.verdict")
-        return Verdict(values, scale)
+        return Verdict(values, scale, paired)

@@ -11,18 +11,21 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
+from meshwright.model.preference import Preference
 
 IGNORED = -100
 SEQUENCE = 23  # tokens
 MOST_RANKS = 8
 MOST_MICRO_BATCHES = 4
+MOST_PAIRS = 2  # of responses in a row
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One training problem in small: `steps` updates by plain SGD from the same weights on the same batches.
 
-    `batch`: sequences a step over all ranks, of `sequence` tokens each; `dtype`: "float64" or "float32".
+    `batch`: sequences a step over all ranks, of `sequence` tokens each; `dtype`: "float64" or "float32"; `preference`:
+    what pairs of responses are to teach, if it is not the next token that is learnt.
     """
 
     config: ModelConfig
@@ -32,19 +35,23 @@ class Problem:
     steps: int = 3
     learning_rate: float = 0.2
     seed: int = 11
+    preference: Preference | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64."""
+    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64. `reference`: of
+    responses that come in pairs the log-probabilities under the reference, float64 [B, 2 x MOST_PAIRS]."""
 
     tokens: np.ndarray
     targets: np.ndarray
     document_ids: np.ndarray
+    reference: np.ndarray | None = None
 
     def rows(self, start: int, stop: int) -> Batch:
         """Sequences [start, stop)."""
-        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop])
+        reference = None if self.reference is None else self.reference[start:stop]
+        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
 
 
 def sequence_of(layout: Layout) -> int:
@@ -156,6 +163,8 @@ def scaled_layout(layout: Layout) -> Layout:
 def make_batch(problem: Problem, step: int) -> Batch:
     """The batch of a step: rows with one document and with many, with all targets, with few, and one with none, so
     that ranks and micro-batches count different numbers of them, and every step another."""
+    if problem.preference is not None:
+        return _make_pairs(problem, step)
     random = np.random.default_rng([problem.seed, step])
     rows, sequence = problem.batch, problem.sequence
     tokens = random.integers(0, problem.config.vocabulary, (rows, sequence + 1))
@@ -169,6 +178,27 @@ def make_batch(problem: Problem, step: int) -> Batch:
         targets[row, random.random(sequence) < (0.0, 0.2, 0.9, 0.5)[(row + step) % 4]] = IGNORED
     targets[(2 + step) % rows] = IGNORED
     return Batch(tokens[:, :-1].copy(), targets, ids[:, :-1].copy())
+
+
+def _make_pairs(problem: Problem, step: int) -> Batch:
+    """Rows with one pair of responses, with two and with none, most with padding behind them; of every document the
+    first tokens, its prompt, are no targets."""
+    random = np.random.default_rng([problem.seed, step])
+    rows, sequence = problem.batch, problem.sequence
+    tokens = random.integers(0, problem.config.vocabulary, (rows, sequence + 1))
+    ids = np.zeros((rows, sequence), dtype=np.int64)
+    targets = np.full((rows, sequence), IGNORED)
+    for row in range(rows):
+        pairs = (1, 2, 2, 0)[(row + step) % 4]
+        inner = np.sort(random.choice(np.arange(1, sequence // 2), size=max(0, 2 * pairs - 1), replace=False)) * 2
+        bounds = [0, *inner.tolist(), sequence if row % 3 == 0 else sequence - 1][: 2 * pairs + 1]
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            ids[row, begin:] = number
+            prompt = begin + int(random.integers(0, max(1, (end - begin) // 2)))
+            targets[row, prompt : end - 1] = tokens[row, prompt + 1 : end]
+            ids[row, end:] = number + 1
+    reference = -10.0 * random.random((rows, 2 * MOST_PAIRS))
+    return Batch(tokens[:, :-1].copy(), targets, ids, reference)
 
 
 def share_of(batch: Batch, data_rank: int, data_size: int, micro_batches: int) -> list[Batch]:

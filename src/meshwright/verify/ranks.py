@@ -20,10 +20,10 @@ from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.data import DataParallel, count_targets, loss_share
+from meshwright.parallel.data import DataParallel, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.step import ForwardBackward, count_terms
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verify.problem import Problem, make_batch, share_of
 from meshwright.verify.reference import tensors_of
@@ -83,14 +83,15 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
     parallel = DataParallel(
         model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype, partition=partition
     )
-    passes = ForwardBackward(model, parallel, program, add_at_once_from=0)  # as large models do
+    preference = problem.preference
+    passes = ForwardBackward(model, parallel, program, add_at_once_from=0, preference=preference)  # as large models do
     result = RankResult()
     for step in range(problem.steps):
         batches = _micro_batches(problem, step, layout, mesh)
-        targets = count_targets((targets for _, targets, _ in batches), mesh)
+        terms = count_terms(batches, mesh)
         with _poisoned(model) if step == poison and mesh.rank == mesh.world_size - 1 else nullcontext():
-            total = passes.train(batches, targets)
-        verdict = torch.stack([loss_share(total, mesh), parallel.squared_norm_share()])
+            total = passes.train(batches, terms)
+        verdict = torch.stack([loss_share(total, mesh, preference is not None), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, VERDICT_SITE)
         result.losses.append(float(verdict[0]))
         result.norms.append(math.sqrt(float(verdict[1])))
@@ -105,7 +106,7 @@ def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> Ra
     result.masters = _copied(parallel.master_pieces(owned=False))
     # The loss of one more batch shows the last update as the model sees it.
     batches = _micro_batches(problem, problem.steps, layout, mesh)
-    total = loss_share(passes.evaluate(batches, count_targets((targets for _, targets, _ in batches), mesh)), mesh)
+    total = loss_share(passes.evaluate(batches, count_terms(batches, mesh)), mesh, preference is not None)
     all_reduce(total, mesh.world, VERDICT_SITE)
     result.final_loss = float(total)
     result.calls = mesh.record.table()

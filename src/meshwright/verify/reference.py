@@ -10,10 +10,13 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
+from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.preference import Preference
+from meshwright.model.stages import whole_model
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
-from meshwright.verify.problem import IGNORED, Batch, Problem, make_batch
+from meshwright.verify.problem import IGNORED, MOST_PAIRS, Batch, Problem, make_batch
 
 Rows = dict[str, torch.Tensor]  # row name -> its values, 1-D, engine orientation, row-major
 
@@ -41,7 +44,7 @@ class Reference:
         for step in range(problem.steps):
             batch = make_batch(problem, step)
             self.weights.append(self._rows(gradients=False))
-            loss = self._backward(batch, _targets(batch))
+            loss = self._backward(batch, _terms(batch))
             gradients = self._rows(gradients=True)
             self.losses.append(loss)
             self.gradients.append(gradients)
@@ -55,7 +58,7 @@ class Reference:
         self.weights.append(self._rows(gradients=False))
         batch = make_batch(problem, problem.steps)
         with torch.no_grad():
-            self.final_loss = float(loss_sum(self._model, batch)) / _targets(batch)
+            self.final_loss = float(loss_sum(self._model, batch, self.problem.preference)) / _terms(batch)
 
     def parts(self, step: int, count: int) -> list[Rows]:
         """The gradient of a step split by ranks: what each of `count` equal shares of the batch contributes."""
@@ -65,14 +68,14 @@ class Reference:
             rows = self.problem.batch // count
             parts = []
             for rank in range(count):
-                self._backward(batch.rows(rank * rows, (rank + 1) * rows), _targets(batch))
+                self._backward(batch.rows(rank * rows, (rank + 1) * rows), _terms(batch))
                 parts.append(self._rows(gradients=True))
             self._parts[step, count] = parts
         return self._parts[step, count]
 
-    def _backward(self, batch: Batch, targets: int) -> float:
+    def _backward(self, batch: Batch, terms: int) -> float:
         self._model.zero_grad(set_to_none=True)
-        loss = loss_sum(self._model, batch) / targets
+        loss = loss_sum(self._model, batch, self.problem.preference) / terms
         loss.backward()
         return float(loss.detach())
 
@@ -93,16 +96,34 @@ class Reference:
                 parameter.copy_(torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape))
 
 
-def loss_sum(model: Transformer, batch: Batch) -> torch.Tensor:
-    """The summed loss of a batch."""
-    return model(*tensors_of(batch, model.axes))
+def loss_sum(model: Transformer, batch: Batch, preference: Preference | None = None) -> torch.Tensor:
+    """The summed loss of a batch: over tokens, or over pairs of responses."""
+    tokens, targets, documents = tensors_of(batch, model.axes)
+    if preference is None:
+        return model(tokens, targets, documents)  # type: ignore[no-any-return]
+    assert documents.pairs is not None
+    out, balance = model.run_stage(whole_model(model.config), None, tokens, targets, documents)
+    loss = preference(out, documents.pairs).loss
+    return loss if balance is None else loss + (balance - balance.detach())
 
 
 def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Tokens, targets and documents of what this rank has of a batch of whole rows."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    return part_of_rows(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
+    documents = Documents.from_ids(batch.document_ids)
+    if (pairs := _pairs(batch)) is not None:
+        documents = documents.in_pairs(pairs)
+    return part_of_rows(tokens, targets, documents, mesh)
 
 
-def _targets(batch: Batch) -> int:
-    return max(1, int((batch.targets != IGNORED).sum()))
+def _pairs(batch: Batch) -> Pairs | None:
+    if batch.reference is None:
+        return None
+    pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), most=MOST_PAIRS)
+    return pairs.known_from(torch.from_numpy(batch.reference))
+
+
+def _terms(batch: Batch) -> int:
+    """What the loss of a batch is a mean over: targets, or pairs."""
+    pairs = _pairs(batch)
+    return max(1, int((batch.targets != IGNORED).sum() if pairs is None else pairs.count))

@@ -15,6 +15,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.model.preference import Preference, preference_of
 from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.names import unknown
@@ -55,9 +56,9 @@ def verify(
     if dtype not in TOLERANCES:
         raise UserError(unknown("dtype", dtype, tuple(TOLERANCES)))
     begun = time.monotonic()
-    layouts, models, collectives = _what(layout, model)
+    layouts, models, collectives, preference = _what(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Bench(dtype, log, collectives) as bench:
+    with _Bench(dtype, log, collectives, preference) as bench:
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
             fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES)
@@ -86,8 +87,10 @@ def verify(
 class _Bench:
     """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each."""
 
-    def __init__(self, dtype: str, log: Callable[[str], None], collectives: CollectivesRecipe) -> None:
-        self.dtype, self.log, self.collectives = dtype, log, collectives
+    def __init__(
+        self, dtype: str, log: Callable[[str], None], collectives: CollectivesRecipe, preference: Preference | None
+    ) -> None:
+        self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
         self._references: dict[tuple[Problem, frozenset[int]], Reference] = {}
@@ -158,11 +161,13 @@ class _Bench:
         # One batch for as many layouts as possible, so that one device has to answer once.
         batch = share * math.ceil(8 / share) if 24 % share else 24
         refuse(layout, config, batch, sequence, layout.world_size)
-        return layout, Problem(config, batch, self.dtype, sequence)
+        return layout, Problem(config, batch, self.dtype, sequence, preference=self.preference)
 
 
-def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe]:
-    """The layouts, the models if any are named, and the programs that are asked for."""
+def _what(
+    layout: Any, model: Any
+) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
+    """The layouts, the models if any are named, the programs that are asked for, and what pairs are to teach."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -180,7 +185,7 @@ def _what(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelC
             named_programs(recipe.collectives, scaled_layout(each), recipe.where)
     models = [] if model is None else [_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
-    return layouts, models, collectives
+    return layouts, models, collectives, None if recipe is None else preference_of(recipe)
 
 
 def _default_models(layout: Layout, mixture: bool) -> list[tuple[str, ModelConfig]]:
