@@ -14,13 +14,15 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.exchange import Exchange
+from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.preference import Preference
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.step import ForwardBackward, count_terms
 from meshwright.plan.ledger import Ledger, ledger
 from meshwright.plan.saved import Routed
 from meshwright.recipe import TrainRecipe
@@ -40,6 +42,7 @@ class Step(NamedTuple):
     optimizer: str = "adamw"
     momentum: float = 0.0
     dtype: str = "float32"
+    pairs: bool = False  # of responses, one a row
 
 
 class Measured(NamedTuple):
@@ -69,18 +72,21 @@ def measure(step: Step) -> Measured:
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     train = TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3, optimizer=step.optimizer, momentum=step.momentum)
     optimizer = Optimizer(parallel.shards, train)
-    passes = ForwardBackward(model, parallel, program)
+    passes = ForwardBackward(model, parallel, program, preference=Preference() if step.pairs else None)
     rows = step.batch // (layout.dp * layout.micro_batches)
     micro_batches: list[Any] = []
     for _ in range(layout.micro_batches):
         numbers = torch.randint(0, step.config.vocabulary, (rows, step.sequence + 1))
         parts = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
-        micro_batches.append(part_of_rows(*parts, Documents(), mesh))
+        documents = Documents()
+        if step.pairs:
+            ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
+            documents = Documents.from_ids(ids).in_pairs(Pairs.from_ids(ids))
+        micro_batches.append(part_of_rows(*parts, documents, mesh))
     del numbers, parts
 
     def once() -> None:
-        targets = count_targets((targets for _, targets, _ in micro_batches), mesh)
-        passes.train(micro_batches, targets)
+        passes.train(micro_batches, count_terms(micro_batches, mesh))
         optimizer.step(1e-3)
         parallel.publish()
         parallel.zero_gradients()
@@ -117,7 +123,7 @@ def measure(step: Step) -> Measured:
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
         return ledger(
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
-            rank=mesh.rank, routed=came,
+            rank=mesh.rank, routed=came, documents=step.pairs, pairs=step.pairs,
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.

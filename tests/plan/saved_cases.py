@@ -16,8 +16,10 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.exchange import Exchange
+from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
+from meshwright.model.preference import Preference
 from meshwright.model.stages import stages_of
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
@@ -41,6 +43,7 @@ class Case(NamedTuple):
     at_once: bool = True
     starts: Sequence[Sequence[int]] | None = None
     device: str = "cpu"
+    pairs: bool = False  # the documents of each row, by two
 
 
 class Watched(NamedTuple):
@@ -104,14 +107,24 @@ def watch(case: Case) -> Watched:
     make = torch.Generator().manual_seed(5 + mesh.dp.rank)
     numbers = torch.randint(0, case.config.vocabulary, (case.rows, case.sequence + 1), generator=make)
     documents = Documents() if case.starts is None else Documents.from_starts(case.starts, case.sequence)
+    if case.pairs and case.starts is not None:
+        ids = torch.zeros(case.rows, case.sequence, dtype=torch.int64)
+        for row, starts in enumerate(case.starts):
+            ids[row, list(starts)[1:]] = 1
+        documents = documents.in_pairs(Pairs.from_ids(ids.cumsum(dim=1)))
     numbers, documents = numbers.to(device), documents.to(device)
     batch = part_of_rows(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
     of_batch = (*batch[:2], batch[2].starts_BS, batch[2].places_C)
+    if (pairs := batch[2].pairs) is not None:
+        of_batch = (*of_batch, pairs.response_BC, pairs.counted_BP, pairs.reference_BD)
     given = {each.untyped_storage()._cdata for each in of_batch if each is not None}
     at_once = {(case.stage, 0, 0)} if case.at_once else ()
 
     def forward() -> tuple[Any, Storages, dict[int, tuple[torch.Tensor, int]], list[Routed]]:
-        compute = StageCompute(model, parallel, [batch], 100.0, at_once, queue)
+        objective = None
+        if pairs is not None:
+            objective = lambda number, values: Preference()(values, pairs).loss  # noqa: E731
+        compute = StageCompute(model, parallel, [batch], 100.0, at_once, queue, objective=objective)
         parallel.begin_step({case.stage: 1})
         storages, packed, counted = Storages(), dict[int, tuple[torch.Tensor, int]](), list[Routed]()
         agree = Exchange._agree
@@ -146,7 +159,7 @@ def watch(case: Case) -> Watched:
     predicted = saved_activations(
         case.config, layout, case.rows, case.sequence, stage=stages[case.stage], at_once=case.at_once,
         documents=case.starts is not None, parameter_dtype=case.dtype, device=device, tp_rank=mesh.tp.rank,
-        routed=dict(zip(mixtures, counted, strict=True)) if counted else None,
+        routed=dict(zip(mixtures, counted, strict=True)) if counted else None, pairs=case.pairs,
     )  # fmt: skip
     mesh.close()
     return Watched(

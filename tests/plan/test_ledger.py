@@ -49,8 +49,9 @@ def check_states(found: Measured) -> None:
     [
         Step(LLAMA, "dp1", 4, 128), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16"), Step(LLAMA, "ac:full", 4, 128),
         Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
+        Step(LLAMA, "dp1", 4, 128, pairs=True), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16", pairs=True),
     ],
-    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer}",
+    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer}{' pairs' * step.pairs}",
 )  # fmt: skip
 def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
     found = measure(step)

@@ -69,6 +69,21 @@ def test_what_a_forward_keeps_is_what_was_said(name: str, recompute: str, every:
         check(case, watch(case))
 
 
+@pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])
+def test_a_loss_of_pairs_keeps_its_heads_input_and_two_numbers_a_token(name: str) -> None:
+    """Beside that, some numbers of each pair."""
+    for dtype, stages, stage in (("float32", 1, 0), ("bfloat16", 2, 1)):
+        case = Case(model(name), dtype=dtype, stages=stages, stage=stage, starts=DOCUMENTS, pairs=True)
+        found = watch(case)
+        unexpected, missing = difference(found)
+        assert sum(size for size, _ in unexpected) <= 120 and max(unexpected)[0] <= 8 * case.rows, unexpected
+        assert all(each.bytes <= 8 * case.rows for each in missing), missing
+        named = {each.name: each.bytes for each in found.predicted}
+        tokens, itemsize = case.rows * case.sequence, 4 if dtype == "float32" else 2
+        assert named["head.input"] == tokens * case.config.hidden * itemsize and named["head.known"] == 2 * tokens * 4
+        assert "head.weight.gradient" not in named
+
+
 LAYOUTS = (
     *("tp4", "tp4:nosp", "cp4", "cp2:ulysses tp2", "cp2 tp2", "cp4:ulysses", "dp4 zero3", "dp2 tp2 zero2"),
     *("dp2 cp2 zero1",),

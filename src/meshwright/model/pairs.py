@@ -63,8 +63,6 @@ class Pairs:
         `losses_T`: minus that of each token; tokens of a response that are on other ranks of `cp` count. A row's last
         responses are 0 where it has fewer."""
         rows, responses = self.reference_BD.shape
-        first_B = torch.arange(rows, device=losses_T.device)[:, None] * (responses + 1)
-        places_T = (self.response_BC + first_B).flatten()
-        sums = torch.zeros(rows * (responses + 1), dtype=torch.float64, device=losses_T.device)
-        sums = sums.index_add(0, places_T, -losses_T.double()).view(rows, responses + 1)
+        sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
+        sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))
         return reduce_from(sums[:, :responses].contiguous(), cp, RESPONSES_SITE)

@@ -111,11 +111,13 @@ def ledger(
     documents: bool = False,
     device: str = "cpu",
     routed: Mapping[int, Routed] | None = None,
+    pairs: bool = False,
 ) -> Ledger:
     """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
 
     precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
     in its place ("float64" in tests). documents: whether rows pack several. device: "cpu" (gloo) or "cuda" (NCCL).
+    pairs: whether what is learnt from is pairs of responses.
     `UserError` where the layout cannot be, or a name is unknown.
     """
     if engine not in ENGINES:
@@ -125,7 +127,7 @@ def ledger(
     if parameter_dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
     dtype = parameter_dtype or DTYPES[name]
-    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed)
+    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs)
     return step.ledger()
 
 
@@ -173,9 +175,10 @@ class _Step:
         documents: bool,
         device: str,
         routed: Mapping[int, Routed] | None,
+        pairs: bool,
     ) -> None:
         self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
-        self.documents, self.device, self.routed = documents, device, routed
+        self.documents, self.device, self.routed, self.pairs = documents, device, routed, pairs
         self.master = "float64" if dtype == "float64" else "float32"
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
@@ -313,6 +316,7 @@ class _Step:
             return saved_activations(
                 self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
                 parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
+                pairs=self.pairs,
             )  # fmt: skip
 
         sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.documents, self.dtype, self.device)

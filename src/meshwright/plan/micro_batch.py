@@ -61,9 +61,11 @@ class MicroBatch:
         itemsize: int,
         documents: float,
         in_place: Floats = AS_ADDED,
+        pairs: bool = False,
     ) -> None:
-        """in_place: how much longer each part takes than its pieces (`reference_step.in_place`)."""
-        self.in_place = in_place
+        """in_place: how much longer each part takes than its pieces (`reference_step.in_place`). pairs: whether what is
+        learnt from is pairs of responses."""
+        self.in_place, self.pairs = in_place, pairs
         self.config, self.layout, self.collectives, self.rates = config, layout, collectives, rates
         self.rows, self.sequence, self.engine = rows, sequence, engine
         self.itemsize, self.documents = itemsize, documents
@@ -88,7 +90,7 @@ class MicroBatch:
         config, layout = self.config, self.layout
         widest = min(-(-config.vocabulary // layout.tp), config.vocabulary)
         tokens = self.rows * self.sequence // layout.cp
-        return keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
+        return not self.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
 
     def stage(self, stage: Stage, at_once: bool) -> Floats:
         """Of a whole stage."""

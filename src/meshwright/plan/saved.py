@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.layout import Layout
 from meshwright.model.chunks import keeps_head_gradient, loss_chunks
@@ -53,16 +53,18 @@ def saved_activations(
     device: str = "cpu",
     tp_rank: int = 0,
     routed: Mapping[int, Routed] | None = None,
+    pairs: bool = False,
 ) -> list[Saved]:
     """What one rank keeps of a micro-batch of `rows` rows of `sequence` tokens.
 
     stage: None, the whole model. at_once: whether its backward is what follows its forward. documents: whether any row
     packs several. device: "cpu" or "cuda", whose attention keeps other things. routed: by layer, what routers chose;
-    where nothing is said, each expert gets as many tokens as every other.
+    where nothing is said, each expert gets as many tokens as every other. pairs: of responses, and not the next token,
+    are what is learnt from.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
-    at = local_sizes(config, layout, rows, sequence, documents, parameter_dtype, device)
+    at = replace(local_sizes(config, layout, rows, sequence, documents, parameter_dtype, device), pairs=pairs)
     return [_saved(entry, types) for entry in _entries(at, stage, at_once, tp_rank, routed or {})]
 
 
@@ -164,7 +166,7 @@ def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entr
     tokens, width = at.rows * at.tokens, -(-config.vocabulary // layout.tp)
     widest = min(width, config.vocabulary)
     chunks = loss_chunks(tokens, widest, at.device)
-    if keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once):
+    if not at.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once):
         yield Entry("head.hidden.gradient", (tokens, config.hidden), "x")
         here = max(0, min(width, config.vocabulary - tp_rank * width))  # the last ranks' rows may be fewer
         yield Entry("head.weight.gradient", (here, config.hidden), "x" if len(chunks) == 1 else "wide")

@@ -59,13 +59,14 @@ def step_time(
     documents: float = 1.0,
     parts: bool = True,
     in_place: Floats = AS_ADDED,
+    pairs: bool = False,
 ) -> StepTime:
     """Time of one step of `batch` sequences of `sequence` tokens.
 
     simulate: run the pipeline's program on a clock; else its closed form, where there is one. documents: in a row, on
     average. parts: simulate the pipeline without its messages too, to tell their part. in_place: of a measured machine,
-    how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). Raises UserError for
-    what the device lacks and for a batch that the layout cannot share; whether the model fits the layout,
+    how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). pairs: whether what
+    is learnt from is pairs of responses, whose loss makes the logits twice. Raises UserError for what the device lacks and for a batch that the layout cannot share; whether the model fits the layout,
     `model.refuse` says.
     """
     whose = engines.engine(engine, compile=compile)
@@ -74,7 +75,7 @@ def step_time(
         raise UserError(f'layout "{layout}": batch {batch} is not a multiple of dp x mb = {share}')
     if optimizer not in OPTIMIZER_BYTES:
         raise UserError(f'unknown optimizer "{optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
-    step = Step(config, layout, cluster, sequence, batch, whose, documents, in_place)
+    step = Step(config, layout, cluster, sequence, batch, whose, documents, in_place, pairs=pairs)
     return step.priced(optimizer, simulate, parts)
 
 
@@ -107,6 +108,7 @@ class Step:
         *,
         work: MicroBatch | None = None,
         makespans: Makespans | None = None,
+        pairs: bool = False,
     ) -> None:
         self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
         self.collectives = Collectives(cluster) if work is None else work.collectives
@@ -116,7 +118,8 @@ class Step:
         self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
         self.work = work or MicroBatch(
-            config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents, in_place
+            config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents, in_place,
+            pairs,
         )
         self.held = held(config, layout)
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4

@@ -131,7 +131,7 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         trainer.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_optimizer(trainer), documents=documents,
+        optimizer=_optimizer(trainer), documents=documents, pairs=trainer.preference is not None,
         in_place=in_place(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -144,7 +144,7 @@ def _memory(trainer: Trainer, machine: Cluster | None) -> dict[str, int]:
     found = ledger(
         trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
-        documents=tokens.document_mask and tokens.documents > 1,
+        documents=tokens.document_mask and tokens.documents > 1, pairs=trainer.preference is not None,
     )  # fmt: skip
     sizes = found.by_category()
     calibration = None if machine is None else machine.calibration
