@@ -17,7 +17,7 @@ import pytest
 from warcio.archiveiterator import ArchiveIterator
 from warcio.warcwriter import WARCWriter
 
-from meshwright.data import prepare
+from meshwright.data import json_lines, prepare
 from meshwright.data import reading as reading_module
 from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
@@ -277,7 +277,7 @@ def test_a_record_of_100_megabytes_becomes_documents_that_joined_are_it(file):
 
 
 def test_a_line_that_never_ends_is_refused_before_it_is_whole(file, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reading_module, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(json_lines, "LONGEST_LINE", 1000)
     path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
     tracemalloc.start()
     assert ":2: a line of 1,000 bytes or more; JSON Lines has one record a line" in refusal(path)

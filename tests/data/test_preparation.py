@@ -85,7 +85,7 @@ def test_a_large_corpus_trains_its_tokenizer_on_a_share_spread_over_all_of_it(
 ):
     seen: list[str] = []
 
-    def remember(directory, name, vocabulary, found, texts):
+    def remember(directory, name, vocabulary, found, texts, template):
         seen.extend(texts)
         return write(directory, "bytes", vocabulary, found, iter([]))
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.data.chat_template import find_template
 from meshwright.data.cleaning import Cleaner
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
+from meshwright.data.examples import ExampleEncoder
 from meshwright.data.files import (
     PARTIAL,
     WholeFile,
@@ -27,7 +29,7 @@ from meshwright.data.files import (
     write_array,
     write_whole,
 )
-from meshwright.data.packing import Packer, Shard, every_few_seconds
+from meshwright.data.packing import Packer, Shard, TextEncoder, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
 from meshwright.data.sources import KEYED_FORMATS, find_files
@@ -83,6 +85,8 @@ def prepare(
         ) from None
     data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
+    for line in data.packing_lines():
+        log(line)
     return data
 
 
@@ -93,8 +97,10 @@ class _Job:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key)
-        if recipe.clean.required_keys:
+        self.files = find_files(
+            recipe.all_sources, recipe.format, cache, recipe.source_key, records=recipe.records != "text"
+        )
+        if recipe.clean.required_keys and recipe.records == "text":
             other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
             if other is not None:
                 raise UserError(
@@ -102,6 +108,10 @@ class _Job:
                     "a schema; leave the keys out, or write the records as JSON Lines"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
+        self.template: tuple[str, str] | None = None  # its source, and what errors call it
+        if recipe.template_name is not None:
+            own = self.tokenizer_files.chat_template if self.tokenizer_files else None
+            self.template = find_template(recipe.template_name, own, recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
         self.directory = cache / self.key[:32]
@@ -124,6 +134,7 @@ class _Job:
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
             "keep_text": self.keep_text,
+            **({"records": [recipe.records, recipe.record_keys, self.template[0]]} if self.template else {}),
         }
 
     def finished(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
@@ -226,7 +237,12 @@ class _Job:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
             write_tokenizer(
-                directory, recipe.tokenizer, recipe.vocabulary, self.tokenizer_files, self._training_texts(result)
+                directory,
+                recipe.tokenizer,
+                recipe.vocabulary,
+                self.tokenizer_files,
+                self._training_texts(result),
+                self.template[0] if self.template else None,
             )
             sync_directory(directory)
             record = {
@@ -251,12 +267,14 @@ class _Job:
         reader, total = self._reader(result), result.bytes[split]
         packer = Packer(
             self.directory / split,
-            lambda first: result.texts(self.files, reader, split, first),
+            lambda first: result.kept(self.files, reader, split, first),
             self._ends(result, split),
-            tokenizer,
+            TextEncoder(tokenizer)
+            if self.template is None
+            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
-            keep_text=self.keep_text or split == "validation",
+            keep_text=self.template is None and (self.keep_text or split == "validation"),
         )
         shards = packer.pack(
             every_few_seconds(

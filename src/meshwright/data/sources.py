@@ -16,8 +16,9 @@ from meshwright.names import CORPORA, nearest
 from meshwright.recipe import SourceRecipe
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}  # by suffix, after that of the format
+RECORD_SUFFIXES = {".json": "json"}  # where records are no text: else a .json file is text as any other is
 FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
-KEYED_FORMATS = ("jsonl", "parquet")  # whose records have their text under a key
+KEYED_FORMATS = ("jsonl", "json", "parquet")  # whose records have their text under a key
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
 
@@ -25,7 +26,7 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 class SourceFile:
     """One file to read.
 
-    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl",
+    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl", "json",
     "parquet" or "wet". `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable
     without that being an error. `source`: the number of the source that it is of. `text_key`: that source's own.
     """
@@ -39,15 +40,20 @@ class SourceFile:
 
 
 def find_files(
-    sources: Sequence[str | SourceRecipe], format: str = "auto", cache: Path | None = None, key: str = "data.source"
+    sources: Sequence[str | SourceRecipe],
+    format: str = "auto",
+    cache: Path | None = None,
+    key: str = "data.source",
+    *,
+    records: bool = False,
 ) -> list[SourceFile]:
     """All files of `sources`, source after source, inside one sorted by name.
 
     A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path or
     URL of a file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format`
     "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
-    suffix of `COMPRESSIONS` may follow. What was prepared into `cache` is no source. `UserError`, which begins with
-    `key`, when a source names nothing.
+    suffix of `COMPRESSIONS` may follow. With `records` `.json` is a JSON list. What was prepared into `cache` is no
+    source. `UserError`, which begins with `key`, when a source names nothing.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -55,7 +61,7 @@ def find_files(
             source = SourceRecipe(path=source)
         wanted = format if source.format == "auto" else source.format
         found = [
-            SourceFile(name, path, _format_of(path.name, wanted), named, number, source.text_key)
+            SourceFile(name, path, _format_of(path.name, wanted, records), named, number, source.text_key)
             for name, path, named in sorted(_expand(source.path, key), key=lambda one: one[0])
             if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)
         ]
@@ -65,13 +71,14 @@ def find_files(
     return files
 
 
-def _format_of(name: str, format: str) -> str:
+def _format_of(name: str, format: str, records: bool) -> str:
     if format != "auto":
         return format
     name = name.lower()
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
-    return next((known for suffix, known in FORMAT_SUFFIXES.items() if name.endswith(suffix)), "text")
+    suffixes = FORMAT_SUFFIXES | RECORD_SUFFIXES if records else FORMAT_SUFFIXES
+    return next((known for suffix, known in suffixes.items() if name.endswith(suffix)), "text")
 
 
 def _is_cached(path: Path, cache: Path) -> bool:

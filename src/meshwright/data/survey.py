@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from meshwright.data.cleaning import Cleaner
 from meshwright.data.cleaning_pass import Cleaned, clean
-from meshwright.data.reading import LONGEST_DOCUMENT, Reader
+from meshwright.data.reading import LONGEST_DOCUMENT, Document, Reader
+from meshwright.data.records import Records
 from meshwright.data.segments import KEPT
 from meshwright.data.sources import SourceFile
 from meshwright.errors import UserError
@@ -64,7 +65,13 @@ class Survey:
     def texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """(number, text as it is kept) of the split's documents from number `first` on; files without any are not
+        """(number, text as it is kept) of the split's documents from number `first` on."""
+        return ((number, document.text or "") for number, document in self.kept(files, reader, split, first))
+
+    def kept(
+        self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
+    ) -> Iterator[tuple[int, Document]]:
+        """(number, document as it is kept) of the split's documents from number `first` on; files without any are not
         opened."""
         wanted = SPLITS.index(split)
         end = 0
@@ -79,12 +86,18 @@ class Survey:
                 if number >= first and self.codes[number] == wanted:
                     if document.text is None:
                         raise changed(file)
-                    text = document.text
-                    if self.cleaner.rewrites:
-                        text, _ = self.cleaner.rewritten(text, document.name)
-                    yield number, text
+                    yield number, self._rewritten(document) if self.cleaner.rewrites else document
             if number + 1 != end:
                 raise changed(file)
+
+    def _rewritten(self, document: Document) -> Document:
+        def rewrite(text: str) -> str:
+            return self.cleaner.rewritten(text, document.name)[0]
+
+        if document.example is None:
+            return document._replace(text=rewrite(document.text or ""))
+        example = document.example.rewritten(rewrite)
+        return document._replace(text=example.text(), example=example)
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
@@ -125,7 +138,8 @@ def survey(
 
         longest = LONGEST_DOCUMENT
         result = cleaned(longest)
-        if recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
+        cut = recipe.records == "text"  # records stay whole
+        if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
             longest = SHORT_DOCUMENT
             log(
                 f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
@@ -140,7 +154,8 @@ def survey(
 
 def document_reader(recipe: DataRecipe, longest: int) -> Reader:
     """How the survey reads documents, and everything after it."""
-    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys)
+    records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
+    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
 def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:

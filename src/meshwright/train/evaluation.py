@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData, TokenBatch, prepare, xz_bits_per_byte
+from meshwright.data import PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def _on_one_device(
-    directory: Path, tokens: PackedTokens, device: str, progress: Callable[[int, int], None]
+    directory: Path, tokens: TokenRows, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
     """The sum of the token losses (nats), and of how many tokens."""
     model, _ = load_huggingface(directory, torch.float32, device)
@@ -113,7 +113,7 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int) -> tuple[flo
     return nats, count
 
 
-def _rows(tokens: PackedTokens) -> int:
+def _rows(tokens: TokenRows) -> int:
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
@@ -124,7 +124,7 @@ def _micro_batch(batch: TokenBatch) -> MicroBatch:
 
 def held_out(
     checkpoint: Path, config: ModelConfig, data: str, sequence: int | None, log: Callable[[str], None]
-) -> tuple[PreparedData, PackedTokens]:
+) -> tuple[PreparedData, TokenRows]:
     """The tokens to evaluate on, made with the checkpoint's own tokenizer."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
@@ -153,7 +153,7 @@ def held_out(
     return prepared, tokens
 
 
-def _texts(prepared: PreparedData, tokens: PackedTokens) -> Any:
+def _texts(prepared: PreparedData, tokens: TokenRows) -> Any:
     """The very text that was evaluated: kept for a validation split, decoded from the tokens otherwise."""
     if tokens.directory.name == "validation":
         return tokens.texts()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData
+from meshwright.data import PackedExamples, PreparedData, TokenRows
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -128,15 +128,15 @@ class Trainer:
         self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if dtype == torch.float16 else LossScale()
         if recipe.train.compile:
             self.model.compile_blocks()
-        self.tokens: PackedTokens = data.split("train")
-        self.validation_tokens: PackedTokens = data.split("validation")
+        self.tokens: TokenRows = data.split("train")
+        self.validation_tokens: TokenRows = data.split("validation")
         self.preference = preference_of(recipe)
         self.reference: Reference | None = None
         """Of preference data: to be made (`make_reference`) or read before the first step."""
         self.pairs_by_row = {
             name: tokens.examples_by_row
             for name, tokens in (("train", self.tokens), ("validation", self.validation_tokens))
-            if self.preference is not None
+            if self.preference is not None and isinstance(tokens, PackedExamples)
         }
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +198,8 @@ def _make_pairs(problem: Problem, step: int) -> Batch:
             prompt = begin + int(random.integers(0, max(1, (end - begin) // 2)))
             targets[row, prompt : end - 1] = tokens[row, prompt + 1 : end]
             ids[row, end:] = number + 1
-    reference = -10.0 * random.random((rows, 2 * MOST_PAIRS))
+    told = np.stack([((ids == number) & (targets != IGNORED)).sum(axis=1) for number in range(2 * MOST_PAIRS)], axis=1)
+    reference = -math.log(problem.config.vocabulary) * told + random.uniform(-1, 1, told.shape) * (told > 0)
     return Batch(tokens[:, :-1].copy(), targets, ids, reference)
 
 
