@@ -66,8 +66,8 @@ def step_time(
     simulate: run the pipeline's program on a clock; else its closed form, where there is one. documents: in a row, on
     average. parts: simulate the pipeline without its messages too, to tell their part. in_place: of a measured machine,
     how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). pairs: whether what
-    is learnt from is pairs of responses, whose loss makes the logits twice. Raises UserError for what the device lacks and for a batch that the layout cannot share; whether the model fits the layout,
-    `model.refuse` says.
+    is learnt from is pairs of responses, whose loss makes the logits twice. Raises UserError for what the device lacks
+    and for a batch that the layout cannot share; whether the model fits the layout, `model.refuse` says.
     """
     whose = engines.engine(engine, compile=compile)
     if batch % (layout.dp * layout.micro_batches):
@@ -118,7 +118,16 @@ class Step:
         self.rates = Rates.of(cluster, precision, engine.fusion)
         rows = batch // (layout.dp * layout.micro_batches)
         self.work = work or MicroBatch(
-            config, layout, self.collectives, self.rates, rows, sequence, engine, self.itemsize, documents, in_place,
+            config,
+            layout,
+            self.collectives,
+            self.rates,
+            rows,
+            sequence,
+            engine,
+            self.itemsize,
+            documents,
+            in_place,
             pairs,
         )
         self.held = held(config, layout)
