@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     data = prepare(wanted.data, wanted.run.seed)
     config = model_config(wanted, data)
     trainer = Trainer(wanted, layout, config, data, mesh)
+    if trainer.preference is not None:
+        trainer.reference = trainer.make_reference({}, lambda rows: None)
     trainer.step()
     mesh.record.clear()
     trainer.step()
@@ -110,6 +113,28 @@ def test_every_rank_sends_what_was_predicted_on_every_axis(tmp_path):
                     assert recorded.pop("ep") > 0 and predicted.pop("ep") > 0
                     assert {"shard", "expert_shard"} <= recorded.keys()
                 assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def test_what_pairs_of_responses_send_is_predicted_too(tmp_path):
+    """Sums over a response's parts on ranks of cp, and rewards beside the loss."""
+    lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {
+        "source": str(tmp_path / "pairs.jsonl"), "records": "preference", "template": "chatml", "tokenizer": "bytes",
+        "sequence": 256, "cache": str(tmp_path / "cache"),
+    }  # fmt: skip
+    data["clean"] = {"exact_duplicates": False}
+    with LocalRanks(4) as ranks:
+        for name, layout in (
+            ("llama", "cp2 tp2 mb2"),
+            ("mixtral", "cp2 pp2 mb2 ac:full"),
+            ("llama, tied", "dp2 cp2:ulysses zero3"),
+            ("llama", "dp2 zero2 pp2:zb-v mb4 bf16"),
+        ):
+            text = recipe_text(tmp_path, layout, MODELS[name] | {"data": data})
+            for rank, (recorded, predicted) in enumerate(ranks.run(two_counts, text)):
+                assert recorded and predicted == recorded, (name, layout, rank)
+                assert ("loss.responses" in recorded) == ("cp2" in layout and ("pp2" not in layout or rank >= 2))
 
 
 EXPERT_LAYOUTS = (
