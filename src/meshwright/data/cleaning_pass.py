@@ -184,8 +184,8 @@ class _Report:
     ) -> None:
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates = segments, duplicates
-        self.labels = sorted({source_label(file) for file in files})
-        self._label_of = [self.labels.index(source_label(file)) for file in files]
+        self.labels = sorted({file.counted_as for file in files})
+        self._label_of = [self.labels.index(file.counted_as) for file in files]
 
     def report(self) -> dict[str, Any]:
         sides = ("before", "after")
@@ -298,9 +298,3 @@ class _Report:
                     )
             begin += count
         return found
-
-
-def source_label(file: SourceFile) -> str:
-    """Where a file is counted in the report: the first directory of its name, else the file itself."""
-    first, separator, _ = file.name.partition("/")
-    return first + separator

@@ -93,7 +93,7 @@ class _Job:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key)
+        self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key, log)
         if recipe.clean.required_keys:
             other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
             if other is not None:
