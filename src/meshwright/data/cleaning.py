@@ -70,15 +70,33 @@ class Verdict:
     changes: dict[str, int] = field(default_factory=dict)
 
 
-class Cleaner:
+class Rewriter:
+    """Masks and leaves out of a text what `[data.clean]` says."""
+
+    def __init__(self, recipe: CleanRecipe) -> None:
+        self.recipe = recipe
+        self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
+
+    def rewritten(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
+        """The text as it is kept, and how much of what was masked (`key` ...) or left out (`c4_lines`)."""
+        changes: dict[str, int] = {}
+        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
+            text, changes["c4_lines"] = heuristics.c4_lines(text)
+        if self.recipe.mask:
+            text, masked = mask(text, self.recipe.mask)
+            changes |= masked
+        return text, changes
+
+
+class Cleaner(Rewriter):
     """Asks the rules of `[data.clean]` that look at one document at a time.
 
     `UserError`: a language that is not known, an evaluation set that cannot be read, a library that is missing.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
-        self.recipe, self.rules = recipe, asked(recipe)
-        self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
+        super().__init__(recipe)
+        self.rules = asked(recipe)
         if recipe.languages:
             check_languages(recipe.languages)
         self.evaluation = (
@@ -110,16 +128,6 @@ class Cleaner:
                 found = "contamination", f"{share:.2f} of the words are in an evaluation set"
         rule, why = found or (None, "")
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
-
-    def rewritten(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
-        """The text as it is kept, and how much of what was masked (`key` ...) or left out (`c4_lines`)."""
-        changes: dict[str, int] = {}
-        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
-            text, changes["c4_lines"] = heuristics.c4_lines(text)
-        if self.recipe.mask:
-            text, masked = mask(text, self.recipe.mask)
-            changes |= masked
-        return text, changes
 
     def _text_rules(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
         recipe = self.recipe

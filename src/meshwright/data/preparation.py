@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.cleaning import Cleaner
+from meshwright.data.cleaning import Rewriter
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
 from meshwright.data.files import (
@@ -95,11 +95,11 @@ class _Job:
         cache = _cache_directory(recipe)
         self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key, log)
         if recipe.clean.required_keys:
-            other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
+            other = next((file for file in self.files if file.format == "wet"), None)
             if other is not None:
                 raise UserError(
-                    f"data.clean.required_keys: {other.path} has no records of JSON Lines, and only these are held to "
-                    "a schema; leave the keys out, or write the records as JSON Lines"
+                    f"data.clean.required_keys: {other.path} holds pages, which have no keys; only records of JSON "
+                    "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
@@ -212,7 +212,7 @@ class _Job:
             sync_directory(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # what a killed pass goes on from
         codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
-        return Survey.from_description(codes, record, Cleaner(self.recipe.clean))
+        return Survey.from_description(codes, record, Rewriter(self.recipe.clean))
 
     def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"

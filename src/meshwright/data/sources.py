@@ -40,6 +40,11 @@ class SourceFile:
     text_key: str | None = None
     counted_as: str = ""
 
+    @property
+    def key_setting(self) -> str:
+        """The recipe's key that says where the text of a record is."""
+        return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
+
 
 def find_files(
     sources: Sequence[str | SourceRecipe],
@@ -55,7 +60,7 @@ def find_files(
     "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
     suffix of `COMPRESSIONS` may follow. What was prepared into `cache` is no source; what a store that does not answer
     held when it last did is remembered there, and `log` hears of it. Files are counted under their source where there
-    are several, else under the first directory of their names. `UserError`, which begins with `key`, when a source
+    are several or it has a table of its own, else under the first directory of their names. `UserError`, which begins with `key`, when a source
     names nothing.
     """
     files: list[SourceFile] = []
@@ -71,7 +76,7 @@ def find_files(
                 named,
                 number,
                 source.text_key,
-                source.name or source.path if len(sources) > 1 else _first_directory(name),
+                source.name or source.path if len(sources) > 1 or key == "data.sources" else _first_directory(name),
             )
             for name, path, named in sorted(_expand(source.path, key, cache, log), key=lambda one: one[0])
             if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)

@@ -314,7 +314,10 @@ def _reason(error: Exception) -> str:
 
 def _is_closed(error: Exception) -> bool:
     """Whether the store does not let this process in, whatever it holds."""
-    named = isinstance(error, PermissionError) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    named = isinstance(error, PermissionError) or type(error).__name__ in (
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+    )
     return named or _NO_CREDENTIALS in str(error) or _status(error) in ("401", "403")
 
 

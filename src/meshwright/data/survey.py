@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import Cleaner
+from meshwright.data.cleaning import Cleaner, Rewriter
 from meshwright.data.cleaning_pass import Cleaned, clean
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader
 from meshwright.data.segments import KEPT
@@ -32,7 +32,7 @@ class Survey:
 
     `codes` [documents]: the index in `SPLITS`, or len(SPLITS) + the index in `RULES` of what dropped it. `pieces`:
     documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split.
-    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `cleaner`: by which texts were masked.
+    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `rewriter`: by which texts were masked.
     """
 
     codes: NDArray[np.uint8]
@@ -40,7 +40,7 @@ class Survey:
     longest: int
     bytes: dict[str, int]
     report: dict[str, Any]
-    cleaner: Cleaner
+    rewriter: Rewriter
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -53,13 +53,13 @@ class Survey:
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
     def description(self) -> dict[str, Any]:
-        """All but `codes` and `cleaner`, as JSON."""
+        """All but `codes` and `rewriter`, as JSON."""
         return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
 
     @classmethod
-    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], cleaner: Cleaner) -> Survey:
+    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
-        return cls(codes, tuple(description["pieces"]), longest, sizes, report, cleaner)
+        return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
     def texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
@@ -80,8 +80,8 @@ class Survey:
                     if document.text is None:
                         raise changed(file)
                     text = document.text
-                    if self.cleaner.rewrites:
-                        text, _ = self.cleaner.rewritten(text, document.name)
+                    if self.rewriter.rewrites:
+                        text, _ = self.rewriter.rewritten(text, document.name)
                     yield number, text
             if number + 1 != end:
                 raise changed(file)
