@@ -138,15 +138,16 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(
     assert files(tmp_path) == undisturbed("bytes")
 
 
-def test_a_source_that_changes_meanwhile_is_said_and_not_kept(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize("when", ["reading", "kept", "packed train"])
+def test_a_source_that_changes_meanwhile_is_said_and_not_kept(corpus: Path, tmp_path: Path, when: str):
     texts = tmp_path / "texts"
     texts.mkdir()
     for path in corpus.iterdir():
         (texts / path.name).write_bytes(path.read_bytes())
 
     def log(line: str) -> None:
-        if line.startswith("packed train"):
-            (texts / "000.txt").write_text("changed")
+        if line.startswith(when):
+            (texts / "000.txt").write_bytes(b"changed" if when != "kept" else b"")
 
     with pytest.raises(UserError, match=r"000\.txt changed while it was being prepared"):
         prepare(recipe(texts, tmp_path / "cache"), log=log)

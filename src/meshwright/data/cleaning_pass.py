@@ -29,8 +29,7 @@ from meshwright.data.segments import (
     merged_samples,
     priority,
 )
-from meshwright.data.sources import SourceFile
-from meshwright.errors import UserError
+from meshwright.data.sources import SourceChanged, SourceFile
 
 SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: what a kill costs
 SEGMENT_DOCUMENTS = 1 << 16
@@ -293,8 +292,6 @@ class _Report:
                             text, _ = self.cleaner.rewritten(text, document.name)
                         found[place] = document.name, text[:EXCERPT].encode(errors="replace").decode()
                 if any(number not in found for number in here):
-                    raise UserError(
-                        f"{file.path} changed while it was being prepared; run the command again when it is finished"
-                    )
+                    raise SourceChanged(file)
             begin += count
         return found

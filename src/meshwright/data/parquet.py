@@ -30,8 +30,9 @@ def parquet_texts(
     """(":row 17", text) of each row, its text in the column `key`; "a.b" also means the field b of the struct column a.
 
     required: columns (or such fields) that a row must have, and the types of their values; a row that has not comes as
-    what is wrong with it. A null is an empty text, and nothing where there are requirements. Bytes that do not decode become lone surrogates. `UserError`: not Parquet, cut short or
-    damaged; no such column, or one of another type than text.
+    what is wrong with it. A null is an empty text, and nothing where there are requirements. Bytes that do not decode
+    become lone surrogates. `UserError`: not Parquet, cut short or damaged; no such column, or one of another type than
+    text.
     """
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")

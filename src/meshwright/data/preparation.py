@@ -30,13 +30,12 @@ from meshwright.data.files import (
 from meshwright.data.packing import Packer, Shard, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
-from meshwright.data.sources import KEYED_FORMATS, find_files
+from meshwright.data.sources import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.survey import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
     SPLITS,
     Survey,
-    changed,
     document_reader,
     last_of,
     survey,
@@ -149,12 +148,17 @@ class _Job:
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (self.directory / "manifest.json").unlink(missing_ok=True)
+        try:
+            return self._make()
+        except SourceChanged:
+            self._forget()  # this directory is named by what the files held before
+            raise
+
+    def _make(self) -> dict[str, Any]:
         result = self._survey()
         tokenizer, tokenizer_record = self._tokenizer(result)
         splits = {name: self._pack(name, result, tokenizer, tokenizer_record) for name in SPLITS}
-        if file := self.contents.changed():
-            self._forget()
-            raise changed(file)
+        self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
             for name, by_source in splits.items()
@@ -185,6 +189,10 @@ class _Job:
         sync_directory(self.directory)
         return manifest
 
+    def _check_unchanged(self) -> None:
+        if file := self.contents.changed():
+            raise SourceChanged(file)
+
     def _forget(self) -> None:
         """Remove all that was made, but not the lock that others wait for."""
         for path in self.directory.iterdir():
@@ -204,6 +212,7 @@ class _Job:
             kept = sum(result.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
             self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+            self._check_unchanged()
             with WholeFile(codes_path) as file:
                 write_array(file, result.codes)
                 written = file.finish()

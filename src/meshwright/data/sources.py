@@ -46,6 +46,13 @@ class SourceFile:
         return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
 
 
+class SourceChanged(UserError):
+    """A file is no longer what it was when its preparation began."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__(f"{file.path} changed while it was being prepared; run the command again when it is finished")
+
+
 def find_files(
     sources: Sequence[str | SourceRecipe],
     format: str = "auto",
@@ -60,8 +67,8 @@ def find_files(
     "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
     suffix of `COMPRESSIONS` may follow. What was prepared into `cache` is no source; what a store that does not answer
     held when it last did is remembered there, and `log` hears of it. Files are counted under their source where there
-    are several or it has a table of its own, else under the first directory of their names. `UserError`, which begins with `key`, when a source
-    names nothing.
+    are several or it has a table of its own, else under the first directory of their names. `UserError`, which begins
+    with `key`, when a source names nothing.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):

@@ -15,7 +15,7 @@ from meshwright.data.cleaning import Cleaner, Rewriter
 from meshwright.data.cleaning_pass import Cleaned, clean
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader
 from meshwright.data.segments import KEPT
-from meshwright.data.sources import SourceFile
+from meshwright.data.sources import SourceChanged, SourceFile
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
@@ -78,13 +78,13 @@ class Survey:
                     break
                 if number >= first and self.codes[number] == wanted:
                     if document.text is None:
-                        raise changed(file)
+                        raise SourceChanged(file)
                     text = document.text
                     if self.rewriter.rewrites:
                         text, _ = self.rewriter.rewritten(text, document.name)
                     yield number, text
             if number + 1 != end:
-                raise changed(file)
+                raise SourceChanged(file)
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
@@ -99,10 +99,6 @@ def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
         if len(found):
             return max(begin, at - _BLOCK) + int(found[-1])
     return -1
-
-
-def changed(file: SourceFile) -> UserError:
-    return UserError(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
 
 def survey(
