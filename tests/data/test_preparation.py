@@ -55,6 +55,15 @@ def test_whatever_decides_the_result_decides_the_directory(corpus: Path, tmp_pat
     assert prepare(recipe(corpus, tmp_path, vocabulary=300, **change)).directory != before.directory
 
 
+def test_another_list_of_blocked_words_is_another_directory(corpus: Path, tmp_path: Path):
+    words = tmp_path / "words.txt"
+    directories = set()
+    for listed in ("unheard", "unheard of"):
+        words.write_text(listed)
+        directories.add(prepare(recipe(corpus, tmp_path, clean=CleanRecipe(blocked_words=str(words)))).directory)
+    assert len(directories) == 2
+
+
 def test_the_directory_follows_the_contents_and_not_the_place(corpus: Path, tmp_path: Path):
     moved = tmp_path / "moved"
     moved.mkdir()

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from meshwright.data import heuristics
+from meshwright.data.blocked_words import BlockedWords
 from meshwright.data.decontamination import EvaluationSets
 from meshwright.data.language import check_languages, identify
 from meshwright.data.minhash import MinHash
@@ -17,7 +18,7 @@ from meshwright.recipe import CleanRecipe
 RULES = (
     *("encoding", "schema", "control_characters", "length", "repetition", "language"),
     *(rule for family in heuristics.RULES.values() for rule in family),
-    *("contamination", "exact_duplicates", "near_duplicates"),
+    *("blocked_words", "contamination", "exact_duplicates", "near_duplicates"),
 )
 """In the order in which they are asked; a document is counted under the first that drops it."""
 
@@ -37,6 +38,7 @@ def asked(recipe: CleanRecipe) -> tuple[str, ...]:
     switches = {
         "schema": recipe.required_keys,
         "language": recipe.languages,
+        "blocked_words": recipe.blocked_words,
         "contamination": recipe.evaluation_sets,
         "exact_duplicates": recipe.exact_duplicates,
         "near_duplicates": recipe.near_duplicates,
@@ -99,6 +101,7 @@ class Cleaner(Rewriter):
         self.rules = asked(recipe)
         if recipe.languages:
             check_languages(recipe.languages)
+        self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
         self.evaluation = (
             EvaluationSets(recipe.evaluation_sets, recipe.contamination_words) if recipe.evaluation_sets else None
         )
@@ -155,4 +158,6 @@ class Cleaner(Rewriter):
         for family, ask in heuristics.ASK.items():
             if family in self.recipe.heuristics and (found := ask(text)):
                 return found
+        if self.blocked is not None and (word := self.blocked.first(text)):
+            return "blocked_words", f'holds "{word}"'
         return None

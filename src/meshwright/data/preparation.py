@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.data.blocked_words import digest
 from meshwright.data.cleaning import Rewriter
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
@@ -45,7 +46,7 @@ from meshwright.data.tokenizer_kinds import KINDS
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
-FORMAT = 2
+FORMAT = 3
 TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a tokenizer is trained on, at most: more changes nothing that matters
 
 Log = Callable[[str], None]
@@ -115,7 +116,11 @@ class _Job:
             "sources": self._by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
-            "clean": {**recipe.clean.model_dump(), "evaluation_sets": digests(recipe.clean.evaluation_sets)},
+            "clean": {
+                **recipe.clean.model_dump(),
+                "evaluation_sets": digests(recipe.clean.evaluation_sets),
+                "blocked_words": digest(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
+            },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
             "training_text": TRAINING_TEXT,
