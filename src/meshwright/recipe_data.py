@@ -42,6 +42,7 @@ class CleanRecipe(Table):
     minimum_language_probability: Fraction = 0.65
     heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
     heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
+    blocked_words: Name | None = None  # a file with one word or phrase a line: what holds one is dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
     evaluation_sets: list[Name] = []  # text or JSON Lines that training must not have seen
     contamination_words: Count = 13  # in a run that counts as shared

@@ -23,6 +23,7 @@ from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
+from tests.data.documents import read, refusal
 
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 zstd = importlib.import_module(ZSTD)
@@ -31,34 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled"
 TEXTS = [f"document {number}, καὶ {'words and words ' * (number % 7)}" for number in range(300)]
 
 
-def read(path: Path, **settings: object) -> list[tuple[str, str | None]]:
-    [file] = find_files([str(path)])
-    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
-
-
 def texts(path: Path, **settings: object) -> list[str | None]:
     return [text for _, text in read(path, **settings)]
-
-
-def refusal(path: Path, **settings: object) -> str:
-    with pytest.raises(UserError) as caught:
-        read(path, **settings)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert str(path) in line
-    return line
-
-
-@pytest.fixture
-def file(tmp_path: Path):
-    """Writes bytes to a file of that name."""
-
-    def write(name: str, data: bytes) -> Path:
-        path = tmp_path / name
-        path.write_bytes(data)
-        return path
-
-    return write
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.data.blocked_words import digest
 from meshwright.data.chat_template import find_template
-from meshwright.data.cleaning import Cleaner
+from meshwright.data.cleaning import Rewriter
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
 from meshwright.data.examples import ExampleEncoder
@@ -32,13 +33,12 @@ from meshwright.data.files import (
 from meshwright.data.packing import Packer, Shard, TextEncoder, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
-from meshwright.data.sources import KEYED_FORMATS, find_files
+from meshwright.data.sources import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.survey import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
     SPLITS,
     Survey,
-    changed,
     document_reader,
     last_of,
     survey,
@@ -48,7 +48,7 @@ from meshwright.data.tokenizer_kinds import KINDS
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
-FORMAT = 2
+FORMAT = 3
 TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a tokenizer is trained on, at most: more changes nothing that matters
 
 Log = Callable[[str], None]
@@ -98,14 +98,14 @@ class _Job:
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
         self.files = find_files(
-            recipe.all_sources, recipe.format, cache, recipe.source_key, records=recipe.records != "text"
+            recipe.all_sources, recipe.format, cache, recipe.source_key, log, records=recipe.records != "text"
         )
-        if recipe.clean.required_keys and recipe.records == "text":
-            other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
+        if recipe.clean.required_keys:
+            other = next((file for file in self.files if file.format == "wet"), None)
             if other is not None:
                 raise UserError(
-                    f"data.clean.required_keys: {other.path} has no records of JSON Lines, and only these are held to "
-                    "a schema; leave the keys out, or write the records as JSON Lines"
+                    f"data.clean.required_keys: {other.path} holds pages, which have no keys; only records of JSON "
+                    "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.template: tuple[str, str] | None = None  # its source, and what errors call it
@@ -126,7 +126,11 @@ class _Job:
             "sources": self._by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
-            "clean": {**recipe.clean.model_dump(), "evaluation_sets": digests(recipe.clean.evaluation_sets)},
+            "clean": {
+                **recipe.clean.model_dump(),
+                "evaluation_sets": digests(recipe.clean.evaluation_sets),
+                "blocked_words": digest(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
+            },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
             "training_text": TRAINING_TEXT,
@@ -160,12 +164,17 @@ class _Job:
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (self.directory / "manifest.json").unlink(missing_ok=True)
+        try:
+            return self._make()
+        except SourceChanged:
+            self._forget()  # this directory is named by what the files held before
+            raise
+
+    def _make(self) -> dict[str, Any]:
         result = self._survey()
         tokenizer, tokenizer_record = self._tokenizer(result)
         splits = {name: self._pack(name, result, tokenizer, tokenizer_record) for name in SPLITS}
-        if file := self.contents.changed():
-            self._forget()
-            raise changed(file)
+        self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
             for name, by_source in splits.items()
@@ -196,6 +205,10 @@ class _Job:
         sync_directory(self.directory)
         return manifest
 
+    def _check_unchanged(self) -> None:
+        if file := self.contents.changed():
+            raise SourceChanged(file)
+
     def _forget(self) -> None:
         """Remove all that was made, but not the lock that others wait for."""
         for path in self.directory.iterdir():
@@ -215,6 +228,7 @@ class _Job:
             kept = sum(result.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
             self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+            self._check_unchanged()
             with WholeFile(codes_path) as file:
                 write_array(file, result.codes)
                 written = file.finish()
@@ -223,7 +237,7 @@ class _Job:
             sync_directory(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # what a killed pass goes on from
         codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
-        return Survey.from_description(codes, record, Cleaner(self.recipe.clean))
+        return Survey.from_description(codes, record, Rewriter(self.recipe.clean))
 
     def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"

@@ -51,8 +51,8 @@ class Reader:
 
     A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
     anywhere; the pieces joined are the text again. With `required_keys` (and the types of their values) a JSON line
-    that lacks them or its text is a document with a problem; without, it is an error. With `records` every file holds
-    such records, and a document is one of them, never cut.
+    or a row that lacks them or its text is a document with a problem; without, it is an error. With `records` every
+    file holds such records, and a document is one of them, never cut.
     """
 
     encoding: str = "utf-8"
@@ -133,7 +133,7 @@ class Reader:
             case "parquet":
                 if not isinstance(stream, io.BufferedReader):
                     raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
-                texts = parquet_texts(file, stream, key, self.encoding)
+                texts = parquet_texts(file, stream, key, self.encoding, self.required_keys)
             case _:
                 texts = wet_texts(file, stream, self.encoding)
         for place, text in texts:
@@ -198,7 +198,7 @@ def json_texts(
             except (ValueError, KeyError, TypeError):  # as what is wrong with it, if anything is, the slower way says
                 pass
         if type(text) is not str:
-            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}")
+            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}", file.key_setting)
         yield f":{number}", text
 
 
@@ -210,7 +210,7 @@ def json_list_texts(
         if required and (problem := record_problem(record.value, required, key)):
             yield record.place, Unfit(problem)
         else:
-            yield record.place, _text_under(record.value, key, record.where)
+            yield record.place, _text_under(record.value, key, record.where, file.key_setting)
 
 
 def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
@@ -221,17 +221,17 @@ def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str,
     return record_problem(record, required, key)
 
 
-def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:
+def _json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
     try:
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (UnicodeError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
-    return _text_under(value, key, where)
+    return _text_under(value, key, where, setting)
 
 
-def _text_under(value: Any, key: str, where: str) -> str:
+def _text_under(value: Any, key: str, where: str, setting: str) -> str:
     """The text that a record has under `key`; "a.b": the key b inside a."""
     if not isinstance(value, dict):
         raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
@@ -240,7 +240,7 @@ def _text_under(value: Any, key: str, where: str) -> str:
             keys = ", ".join(f'"{key}"' for key in list(value)[:8]) if isinstance(value, dict) else "no keys"
             close = nearest(name, value) if isinstance(value, dict) else None
             right = f"{key[: len(key) - len(name)]}{close}" if key.endswith(name) else close
-            hint = f'; set data.text_key = "{right}"' if close else "; set data.text_key to the one that holds the text"
+            hint = f'; set {setting} = "{right}"' if close else f"; set {setting} to the one that holds the text"
             raise UserError(f'{where}: no key "{key}" (the line has {keys or "no keys"}){hint}')
         value = value[name]
     if value is None:

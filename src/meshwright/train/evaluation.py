@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
+from meshwright.data import PackedExamples, PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -47,10 +48,12 @@ def evaluate(
     (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the recipe's or
     the model's unless given. device: one of `names.DEVICES`. layout: cut the model over local ranks ("tp2 pp2"), which
     compute on the CPU. `progress(done, total)` hears of rows, if there is one device. The result has
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with
-    `with_xz`, `xz_bits_per_byte`.
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `lossy_documents`,
+    `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
+    the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
 
-    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
+    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
+    the responses are evaluated, and `bits_per_byte` is None.
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
@@ -67,7 +70,7 @@ def evaluate(
     result: dict[str, Any] = {
         "loss": nats / count,
         "perplexity": math.exp(min(nats / count, 700.0)),
-        "bits_per_byte": nats / math.log(2) / tokens.bytes,
+        "bits_per_byte": None,
         "tokens": count,
         "bytes": tokens.bytes,
         "documents": tokens.documents,
@@ -75,8 +78,11 @@ def evaluate(
         "data": data,
         "checkpoint": str(directory),
     }
+    if isinstance(tokens, PackedExamples):  # of which only the responses count, and not all of their bytes
+        return result
+    result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _lossy(prepared, tokens)}
     if with_xz:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(_texts(prepared, tokens))
+        result["xz_bits_per_byte"] = xz_bits_per_byte(tokens.texts())
     return result
 
 
@@ -140,10 +146,12 @@ def held_out(
         split, seed = "train", 0
     default = part.sequence if from_recipe else LONGEST_ROW
     length = min(sequence or default, config.max_positions)
-    prepared = prepare(part, seed, log=log)
+    if part.records != "text":  # whose rows depend on it
+        part = part.model_copy(update={"sequence": length})
+    prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if (prepared.tokenizer_directory / "tokenizer.json").read_bytes() != (checkpoint / "tokenizer.json").read_bytes():
         part = part.model_copy(update={"tokenizer": str(checkpoint)})
-        prepared = prepare(part, seed, log=log)
+        prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if prepared.vocabulary > config.vocabulary:
         raise UserError(
             f"{checkpoint}: its tokenizer has {prepared.vocabulary} tokens, its model only {config.vocabulary}"
@@ -153,10 +161,15 @@ def held_out(
     return prepared, tokens
 
 
-def _texts(prepared: PreparedData, tokens: TokenRows) -> Any:
-    """The very text that was evaluated: kept for a validation split, decoded from the tokens otherwise."""
-    if tokens.directory.name == "validation":
-        return tokens.texts()
-    return (
-        prepared.tokenizer.tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in tokens.token_batches()
-    )
+def _lossy(prepared: PreparedData, tokens: TokenRows) -> int:
+    """How many documents are not what their tokens decode to."""
+    tokenizer, lossy = prepared.tokenizer, 0
+    for texts in _in_batches(tokens.texts(), 256):
+        encoded = tokenizer.encode(texts)
+        lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
+    return lossy
+
+
+def _in_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(itertools.islice(texts, size)):
+        yield batch
