@@ -44,7 +44,7 @@ class CleanRecipe(Table):
     heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
     blocked_words: Name | None = None  # a file with one word or phrase a line: what holds one is dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
-    evaluation_sets: list[Name] = []  # text or JSON Lines that training must not have seen
+    evaluation_sets: list[Name] = []  # what training must not have seen
     contamination_words: Count = 13  # in a run that counts as shared
     maximum_contamination: Fraction = 0.0  # of a document's words, those in shared runs
     near_duplicates: bool = False  # drop them

@@ -28,8 +28,8 @@ def test_a_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch
 
     from meshwright.data import contents
 
-    original = contents._digest
-    monkeypatch.setattr(contents, "_digest", digest)
+    original = contents.digest_of
+    monkeypatch.setattr(contents, "digest_of", digest)
     log: list[str] = []
     first = Contents(find_files([str(texts)]), tmp_path, log.append)
     assert (len(hashed), len(log)) == (3, 1)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
+import fsspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from meshwright.data import cleaning, prepare
 from meshwright.data.cleaning import Cleaner
 from meshwright.data.decontamination import EvaluationSets, digests
 from meshwright.errors import UserError
-from meshwright.recipe import CleanRecipe
+from meshwright.recipe import CleanRecipe, DataRecipe
 
 QUESTION = "Which of the two long rivers that leave this lake reaches the northern sea first, and why?"
 OTHER = " ".join(f"other{number}" for number in range(83))
@@ -56,7 +61,11 @@ def test_a_text_file_is_one_example(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("contents", "message"),
-    [("{", r"set.jsonl:1: not JSON"), ('{"a": "too short"}', "holds no example of 8 words"), (None, "cannot be read")],
+    [
+        ("{", r"set.jsonl:1 is not JSON"),
+        ('{"a": "too short"}', "holds no example of 8 words"),
+        (None, r'evaluation_sets: ".*set.jsonl" does not exist'),
+    ],
 )
 def test_a_set_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: str | None, message: str):
     path = tmp_path / "set.jsonl"
@@ -64,6 +73,43 @@ def test_a_set_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: s
         path.write_text(contents)
     with pytest.raises(UserError, match=message):
         EvaluationSets([str(path)], 13)
+
+
+def test_a_set_is_whatever_a_source_may_be(evaluation: Path, tmp_path: Path):
+    lines = evaluation.read_bytes()
+    columns = {key: [value] for key, value in json.loads(lines).items()}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "set.parquet")
+    (tmp_path / "set.json").write_text(f"[{lines.decode()}]")
+    (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(lines))
+    fsspec.filesystem("memory").pipe("/sets/set.jsonl", lines)
+    page = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n"
+    (tmp_path / "set.wet").write_bytes(page % (len(QUESTION), QUESTION.encode()))
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "set.jsonl").write_bytes(lines)
+    for name in ("set.parquet", "set.json", "set.jsonl.gz", "set.wet", "some", "some/*.jsonl"):
+        assert EvaluationSets([str(tmp_path / name)], 13).share(QUESTION) == 1, name
+    assert EvaluationSets(["memory://sets/*.jsonl"], 13).share(QUESTION) == 1
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(lines)[:-9])
+    with pytest.raises(UserError, match=r"cut.jsonl.gz: the gzip file is cut short"):
+        EvaluationSets([str(cut)], 13)
+
+
+def test_the_sets_are_read_once_for_a_whole_preparation(
+    evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+    monkeypatch.setattr(cleaning, "EvaluationSets", lambda *given: made.append(given) or EvaluationSets(*given))
+    (tmp_path / "texts").mkdir()
+    for number in range(120):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{OTHER} {number}")
+    prepare(
+        DataRecipe(
+            source=str(tmp_path / "texts"), tokenizer="bytes", sequence=16, cache=str(tmp_path / "cache"),
+            clean={"evaluation_sets": [str(evaluation)]},  # type: ignore[arg-type]
+        )
+    )  # fmt: skip
+    assert len(made) == 1
 
 
 def test_the_same_bytes_read_in_another_way_are_another_set(tmp_path: Path):

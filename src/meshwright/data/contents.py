@@ -33,7 +33,7 @@ class Contents:
         said = False
         for file, name, state in zip(files, names, self._states, strict=True):
             if isinstance(file.path, StoredFile):
-                self.sha256.append(_digest_of_stored(file.path))
+                self.sha256.append(digest_of(file))
                 continue
             entry = known.get(name)
             if entry is not None and entry[0] == state:
@@ -43,7 +43,7 @@ class Contents:
                     log(f"checking whether {self.bytes / 1e9:,.1f} GB of sources are those of an earlier time")
                     said = True
                 settled = time.time() - max(state[1], state[2]) / 1e9 > _SETTLED
-                digest = _digest(file)
+                digest = digest_of(file)
                 if not settled:
                     state = [-1]
             self.sha256.append(digest)
@@ -76,8 +76,10 @@ def _state(file: SourceFile) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _digest(file: SourceFile) -> str:
-    assert isinstance(file.path, Path)
+def digest_of(file: SourceFile) -> str:
+    """The SHA-256 of a file's content, or of what its store says of it. `UserError`: it cannot be read."""
+    if isinstance(file.path, StoredFile):
+        return _digest_of_stored(file.path)
     try:
         return sha256_of_file(file.path)
     except OSError as error:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshwright.data.files import sha256_of_file
+from meshwright.data.contents import digest_of
+from meshwright.data.reading import Reader, opened
+from meshwright.data.record_files import file_records
+from meshwright.data.sources import KEYED_FORMATS, SourceFile, find_files
 from meshwright.data.words import Hashes, Words
 from meshwright.errors import UserError
 
 SHORTEST = 8  # words; a shorter example of an evaluation set says nothing (arXiv:2005.14165, appendix C)
+_KEY = "data.clean.evaluation_sets"
+_UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
     """The runs of `n` folded words of evaluation sets (13 in arXiv:2005.14165, appendix C).
 
-    An example of 8 to n - 1 words counts as one run. A text file is one example, a line of JSON Lines is one: all the
-    strings in it, in their order, and each of them alone.
+    A set is whatever a source may be. An example of 8 to n - 1 words counts as one run. A text file is one example, so
+    is a page; so is a record of JSON or a row of Parquet: all the strings in it, in their order, and each of them
+    alone.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
@@ -30,7 +38,7 @@ class EvaluationSets:
         runs: dict[int, list[Hashes]] = defaultdict(list)
         for path in paths:
             before = sum(map(len, runs.values()))
-            for text in _examples(Path(path).expanduser()):
+            for text in itertools.chain.from_iterable(map(_examples, _files(path))):
                 words = Words(text)
                 if len(words) >= min(n, SHORTEST):
                     runs[min(n, len(words))].append(words.runs(min(n, len(words))))
@@ -55,46 +63,35 @@ class EvaluationSets:
         return float((np.cumsum(change)[:-1] > 0).mean()) if found else 0.0
 
 
-def digests(paths: Sequence[str]) -> list[str]:
-    """The SHA-256 of each evaluation set, and how it is read. `UserError`: one cannot be read."""
-    found = []
-    for path in paths:
-        try:
-            kind = "lines" if _has_lines(Path(path)) else "text"
-            found.append(f"{kind}:{sha256_of_file(Path(path).expanduser())}")
-        except OSError as error:
-            raise _unreadable(path, error.strerror or str(error)) from None
-    return found
+def digests(
+    paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """The SHA-256 of the files of each evaluation set, and how they are read. `UserError`: one cannot be read.
+
+    `cache`, `log`: as of `find_files`.
+    """
+    return [f"{file.format}:{digest_of(file)}" for path in paths for file in _files(path, cache, log)]
 
 
-def _unreadable(path: str | Path, reason: str) -> UserError:
-    return UserError(f"data.clean.evaluation_sets: {path} cannot be read: {reason}")
+def _files(path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None) -> list[SourceFile]:
+    return find_files([path], "auto", cache, _KEY, log, records=True)
 
 
-def _has_lines(path: Path) -> bool:
-    """Whether each line is an example: JSON Lines."""
-    return path.suffix.lower() in (".jsonl", ".ndjson")
-
-
-def _examples(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise _unreadable(path, reason) from None
-    if not _has_lines(path):
-        yield text
+def _examples(file: SourceFile) -> Iterator[str]:
+    if file.format not in KEYED_FORMATS:
+        for document in Reader(longest=sys.maxsize).documents(file):
+            if document.text is None or _UNDECODABLE.search(document.text):
+                raise UserError(f"{_KEY}: {file.path} cannot be read: it is not UTF-8 text")
+            yield document.text
         return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            strings = list(_strings(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"data.clean.evaluation_sets: {path}:{number}: not JSON ({error})") from None
-        yield "\n".join(strings)
-        if len(strings) > 1:
-            yield from strings
+    with opened(file) as stream:
+        for record in file_records(file, stream, None, "utf-8"):
+            if record.problem is not None:
+                raise UserError(f"{_KEY}: {record.where} {record.problem}")
+            strings = list(_strings(record.value))
+            yield "\n".join(strings)
+            if len(strings) > 1:
+                yield from strings
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -96,7 +96,7 @@ class _Job:
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
-        cache = _cache_directory(recipe)
+        self.cache = cache = _cache_directory(recipe)
         self.files = find_files(
             recipe.all_sources, recipe.format, cache, recipe.source_key, log, records=recipe.records != "text"
         )
@@ -128,7 +128,7 @@ class _Job:
             "text_keys": [source.text_key for source in recipe.all_sources],
             "clean": {
                 **recipe.clean.model_dump(),
-                "evaluation_sets": digests(recipe.clean.evaluation_sets),
+                "evaluation_sets": digests(recipe.clean.evaluation_sets, self.cache, self.log),
                 "blocked_words": digest(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
             },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,24 +64,13 @@ class Reader:
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
-        try:
-            with open_stream(file) as stream:
-                if self.records is not None:
-                    yield from self._examples(file, stream, self.records)
-                elif file.format == "text":
-                    yield from self._text(file, stream)
-                else:
-                    yield from self._records(file, stream)
-        except EOFError:
-            raise UserError(
-                f"{file.path}: the {compression(file)} file is cut short, its end is missing; fetch or write it again"
-            ) from None
-        except decoding_errors() as error:
-            raise UserError(f"{file.path}: not a readable {compression(file)} file ({error})") from None
-        except FileNotFoundError:
-            raise UserError(f"{file.path} vanished while it was being read") from None
-        except OSError as error:
-            raise UserError(f"{file.path}: cannot be read: {error.strerror or ' '.join(str(error).split())}") from None
+        with opened(file) as stream:
+            if self.records is not None:
+                yield from self._examples(file, stream, self.records)
+            elif file.format == "text":
+                yield from self._text(file, stream)
+            else:
+                yield from self._records(file, stream)
 
     def _text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         head = stream.peek(_HEAD)[:_HEAD]
@@ -166,6 +156,24 @@ class Reader:
                 "if it is text, name its encoding in data.clean.encoding"
             )
         return None
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[Stream]:
+    """The decompressed bytes of `file`, to be read inside; what goes wrong there is a `UserError` that names it."""
+    try:
+        with open_stream(file) as stream:
+            yield stream
+    except EOFError:
+        raise UserError(
+            f"{file.path}: the {compression(file)} file is cut short, its end is missing; fetch or write it again"
+        ) from None
+    except decoding_errors() as error:
+        raise UserError(f"{file.path}: not a readable {compression(file)} file ({error})") from None
+    except FileNotFoundError:
+        raise UserError(f"{file.path} vanished while it was being read") from None
+    except OSError as error:
+        raise UserError(f"{file.path}: cannot be read: {error.strerror or ' '.join(str(error).split())}") from None
 
 
 def check_encoding(encoding: str) -> None:

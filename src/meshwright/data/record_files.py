@@ -29,8 +29,10 @@ class FileRecord(NamedTuple):
     problem: str | None = None
 
 
-def file_records(file: SourceFile, stream: Stream, columns: Sequence[str], encoding: str) -> Iterator[FileRecord]:
-    """The records of a file in order; of Parquet the `columns` of each row that there are.
+def file_records(
+    file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
+) -> Iterator[FileRecord]:
+    """The records of a file in order; of Parquet the `columns` of each row that there are (None: all).
 
     Bytes that do not decode become lone surrogates. `UserError`: a file that is cut short, damaged or not what its
     format says; Parquet without any of the columns. A line that is not JSON comes as a record with a problem.
@@ -149,7 +151,7 @@ class _ListBuffer:
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
-def _rows(file: SourceFile, stream: Stream, columns: Sequence[str]) -> Iterator[FileRecord]:
+def _rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
     try:
@@ -161,8 +163,8 @@ def _rows(file: SourceFile, stream: Stream, columns: Sequence[str]) -> Iterator[
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
         table = parquet.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
         held = table.schema_arrow.names
-        there = [name for name in dict.fromkeys(columns) if name in held]
-        if not there:
+        there = held if columns is None else [name for name in dict.fromkeys(columns) if name in held]
+        if columns is not None and not there:
             wanted, names = ", ".join(dict.fromkeys(columns)), ", ".join(held[:8]) or "none"
             raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
         for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
