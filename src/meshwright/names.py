@@ -85,7 +85,11 @@ PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
-DATA_FORMATS = ("auto", "text", "jsonl", "parquet", "wet")
+DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet")
+RECORDS = ("text", "instruction", "chat", "preference")  # what a record of a source is
+TEMPLATES = ("instruction", "chatml", "model")  # how its messages become one text
+TRAINED = ("responses", "all")  # the tokens that are targets
+TOO_LONG = ("truncate", "drop", "refuse")  # what becomes of an example that is longer than a row
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked

@@ -6,8 +6,26 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.names import DATA_FORMATS, HEURISTICS, PERSONAL_DATA, RECORD_TYPES
+from meshwright.names import (
+    DATA_FORMATS,
+    HEURISTICS,
+    PERSONAL_DATA,
+    RECORD_TYPES,
+    RECORDS,
+    TOO_LONG,
+    TRAINED,
+    unknown,
+)
 from meshwright.tables import Count, CountOrZero, Fraction, Name, Positive, Table, named
+
+# The keys that each kind of record has its parts under, unless data.record_keys says others.
+RECORD_KEYS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "instruction": ("instruction", "input", "output"),
+    "chat": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+}
+_OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # keys that text has no use for
 
 
 class CleanRecipe(Table):
@@ -24,6 +42,7 @@ class CleanRecipe(Table):
     minimum_language_probability: Fraction = 0.65
     heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
     heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
+    blocked_words: Name | None = None  # a file with one word or phrase a line: what holds one is dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
     evaluation_sets: list[Name] = []  # text or JSON Lines that training must not have seen
     contamination_words: Count = 13  # in a run that counts as shared
@@ -51,6 +70,12 @@ class DataRecipe(Table):
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
+    records: Annotated[str, named("kind", RECORDS)] = "text"
+    record_keys: dict[str, Name] = {}  # what the sources call the keys of RECORD_KEYS
+    template: Name | None = None  # a name of names.TEMPLATES or a .jinja file; by the kind of records unless said
+    train_on: Annotated[str, named("choice", TRAINED)] = "responses"
+    pack: bool = True  # several examples in a row
+    too_long: Annotated[str, named("choice", TOO_LONG)] = "truncate"  # an example that is longer than a row
     tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
     vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of a tokenizer that is trained on the data
     sequence: Count  # tokens in a sample
@@ -76,6 +101,47 @@ class DataRecipe(Table):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f'sources: two are called "{twice}": give each a name of its own')
         return self
+
+    @model_validator(mode="after")
+    def _records_agree(self) -> Self:
+        if self.records == "text":
+            if said := next((key for key in _OF_RECORDS if self._says(key)), None):
+                kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
+                raise ValueError(f'{said} is about records, and records is "text": set it to one of {kinds}')
+            return self
+        keys = RECORD_KEYS[self.records]
+        if wrong := next((key for key in self.record_keys if key not in keys), None):
+            raise ValueError(f"record_keys: {unknown(f'key of {self.records} records', wrong, keys)}")
+        if self._says("text_key") or any(source.text_key for source in self.sources or []):
+            raise ValueError(f"text_key is that of text; {self.records} records have record_keys ({', '.join(keys)})")
+        for format in (self.format, *(source.format for source in self.sources or [])):
+            if format in ("text", "wet"):
+                raise ValueError(
+                    f'format "{format}" holds text, and records is "{self.records}": those come as JSON Lines, '
+                    "a JSON list or Parquet"
+                )
+        if "c4" in self.clean.heuristics:
+            raise ValueError(
+                f'clean.heuristics "c4" leaves out lines of pages, and {self.records} records must stay whole: '
+                "leave it out"
+            )
+        if self.records == "preference" and (self.train_on != "responses" or not self.document_mask):
+            raise ValueError(
+                "preference records are trained on their responses, which do not see each other: "
+                'train_on = "responses" and document_mask = true'
+            )
+        return self
+
+    def _says(self, key: str) -> bool:
+        """Whether it has another value under `key` than it would have anyway."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+    @property
+    def template_name(self) -> str | None:
+        """The template of its records; None for text."""
+        if self.records == "text":
+            return None
+        return self.template or ("instruction" if self.records == "instruction" else "model")
 
     @property
     def source_key(self) -> str:

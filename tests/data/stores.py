@@ -21,6 +21,7 @@ class Server:
 
     url: str = ""
     failing: Callable[[str, int], str | None] = lambda path, number: None
+    refusing: str | None = None  # a status that everything is answered with
     reads: dict[str, int] = field(default_factory=dict)
     ranges: list[str] = field(default_factory=list)
 
@@ -29,8 +30,14 @@ class Server:
         bucket, _, key = path.partition("/")
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket, key, data)
 
+    def delete(self, path: str) -> None:
+        bucket, _, key = path.partition("/")
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].delete_object(bucket, key)
+
     def answer(self, application: Any, environment: dict[str, Any], start: Any) -> Iterable[bytes]:
         path = environment["PATH_INFO"].strip("/")
+        if self.refusing:
+            return _refused(self.refusing, start)
         if environment["REQUEST_METHOD"] != "GET" or "list-type" in environment["QUERY_STRING"]:
             return application(environment, start)
         self.reads[path] = self.reads.get(path, 0) + 1
@@ -40,9 +47,13 @@ class Server:
             body = b"".join(application(environment, start))
             return _cut(body)
         if how:
-            start(f"{how} Refused", [("Content-Type", "text/plain")])
-            return [b"<Error><Code>Refused</Code><Message>not now</Message></Error>"]
+            return _refused(how, start)
         return application(environment, start)
+
+
+def _refused(status: str, start: Any) -> Iterable[bytes]:
+    start(f"{status} Refused", [("Content-Type", "text/plain")])
+    return [b"<Error><Code>Refused</Code><Message>not now</Message></Error>"]
 
 
 def _cut(body: bytes) -> Iterator[bytes]:

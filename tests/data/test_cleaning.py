@@ -74,6 +74,7 @@ def test_only_rules_that_a_recipe_asks_for_are_asked():
         required_keys={"url": "text"},
         languages=["en"],
         heuristics=["fineweb", "c4", "gopher-repetition", "gopher-quality"],
+        blocked_words="words.txt",
         evaluation_sets=["set.jsonl"],
         near_duplicates=True,
     )

@@ -25,7 +25,7 @@ from meshwright.data.reading import Reader
 from meshwright.data.rule_notes import RULE_NOTES
 from meshwright.data.segments import KEPT
 from meshwright.data.sources import find_files
-from meshwright.recipe import CleanRecipe
+from meshwright.recipe import CleanRecipe, SourceRecipe
 
 WORDS = [f"word{number}" for number in range(3000)]
 
@@ -148,7 +148,7 @@ from meshwright.data import cleaning_pass, duplicates
 from meshwright.data.cleaning import Cleaner
 from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
-from meshwright.recipe import CleanRecipe
+from meshwright.recipe import CleanRecipe, SourceRecipe
 cleaning_pass.SEGMENT_CHARACTERS, duplicates.PART = 20_000, 200
 print("ready", flush=True)
 recipe = CleanRecipe(near_duplicates=True, mask=["email"])
@@ -237,6 +237,16 @@ def test_the_report_adds_up(tmp_path: Path, small_segments: None):
     }
     for sample in report["samples"]["exact_duplicates"]:
         assert sample["text"] == sample["earlier"] and sample["why"].startswith("repeats ")
+
+
+def test_documents_of_several_sources_are_counted_under_their_names(tmp_path: Path):
+    for name in ("web", "books"):
+        write(tmp_path / name, texts(4, seed=len(name)), files=2)
+    sources = [SourceRecipe(path=str(tmp_path / "web"), name="the web"), SourceRecipe(path=str(tmp_path / "books"))]
+    files = find_files(sources, key="data.sources")
+    result = clean(files, Reader(), Cleaner(CleanRecipe()), tmp_path / "work", lambda line: None)
+    counted = {source["source"]: source["after"]["documents"] for source in result.report["sources"]}
+    assert counted == {"the web": 4, str(tmp_path / "books"): 4}
 
 
 def in_order(documents: list[str]) -> list[str]:

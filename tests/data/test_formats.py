@@ -17,12 +17,13 @@ import pytest
 from warcio.archiveiterator import ArchiveIterator
 from warcio.warcwriter import WARCWriter
 
-from meshwright.data import prepare
+from meshwright.data import json_lines, prepare
 from meshwright.data import reading as reading_module
 from meshwright.data.reading import Reader
 from meshwright.data.sources import find_files
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
+from tests.data.documents import read, refusal
 
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 zstd = importlib.import_module(ZSTD)
@@ -31,34 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled"
 TEXTS = [f"document {number}, καὶ {'words and words ' * (number % 7)}" for number in range(300)]
 
 
-def read(path: Path, **settings: object) -> list[tuple[str, str | None]]:
-    [file] = find_files([str(path)])
-    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
-
-
 def texts(path: Path, **settings: object) -> list[str | None]:
     return [text for _, text in read(path, **settings)]
-
-
-def refusal(path: Path, **settings: object) -> str:
-    with pytest.raises(UserError) as caught:
-        read(path, **settings)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert str(path) in line
-    return line
-
-
-@pytest.fixture
-def file(tmp_path: Path):
-    """Writes bytes to a file of that name."""
-
-    def write(name: str, data: bytes) -> Path:
-        path = tmp_path / name
-        path.write_bytes(data)
-        return path
-
-    return write
 
 
 @pytest.fixture
@@ -277,7 +252,7 @@ def test_a_record_of_100_megabytes_becomes_documents_that_joined_are_it(file):
 
 
 def test_a_line_that_never_ends_is_refused_before_it_is_whole(file, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reading_module, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(json_lines, "LONGEST_LINE", 1000)
     path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
     tracemalloc.start()
     assert ":2: a line of 1,000 bytes or more; JSON Lines has one record a line" in refusal(path)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedTokens
-from meshwright.data.packing import Packer
+from meshwright.data.packing import Packer, TextEncoder
+from meshwright.data.reading import Document
 from meshwright.data.tokenizer import find_tokenizer, load_tokenizer, write_tokenizer
 
 END = 256
@@ -28,10 +29,10 @@ class Packed:
     """Documents packed with the bytes tokenizer, and the stream that they should have become."""
 
     def __init__(self, directory: Path, tokenizer, documents: list[str], shard_tokens: int) -> None:
-        def texts(first: int):
-            return ((number, text) for number, text in enumerate(documents) if number >= first)
+        def kept(first: int):
+            return ((number, Document("", text)) for number, text in enumerate(documents) if number >= first)
 
-        packer = Packer(directory, texts, [len(documents)], tokenizer, "", shard_tokens, keep_text=True)
+        packer = Packer(directory, kept, [len(documents)], TextEncoder(tokenizer), "", shard_tokens, keep_text=True)
         self.directory, [self.shards] = directory, packer.pack(lambda done: None)
         self.stream: list[int] = []
         self.document_of: list[int] = []

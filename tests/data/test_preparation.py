@@ -55,6 +55,15 @@ def test_whatever_decides_the_result_decides_the_directory(corpus: Path, tmp_pat
     assert prepare(recipe(corpus, tmp_path, vocabulary=300, **change)).directory != before.directory
 
 
+def test_another_list_of_blocked_words_is_another_directory(corpus: Path, tmp_path: Path):
+    words = tmp_path / "words.txt"
+    directories = set()
+    for listed in ("unheard", "unheard of"):
+        words.write_text(listed)
+        directories.add(prepare(recipe(corpus, tmp_path, clean=CleanRecipe(blocked_words=str(words)))).directory)
+    assert len(directories) == 2
+
+
 def test_the_directory_follows_the_contents_and_not_the_place(corpus: Path, tmp_path: Path):
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -85,7 +94,7 @@ def test_a_large_corpus_trains_its_tokenizer_on_a_share_spread_over_all_of_it(
 ):
     seen: list[str] = []
 
-    def remember(directory, name, vocabulary, found, texts):
+    def remember(directory, name, vocabulary, found, texts, template):
         seen.extend(texts)
         return write(directory, "bytes", vocabulary, found, iter([]))
 
@@ -138,15 +147,16 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(
     assert files(tmp_path) == undisturbed("bytes")
 
 
-def test_a_source_that_changes_meanwhile_is_said_and_not_kept(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize("when", ["reading", "kept", "packed train"])
+def test_a_source_that_changes_meanwhile_is_said_and_not_kept(corpus: Path, tmp_path: Path, when: str):
     texts = tmp_path / "texts"
     texts.mkdir()
     for path in corpus.iterdir():
         (texts / path.name).write_bytes(path.read_bytes())
 
     def log(line: str) -> None:
-        if line.startswith("packed train"):
-            (texts / "000.txt").write_text("changed")
+        if line.startswith(when):
+            (texts / "000.txt").write_bytes(b"changed" if when != "kept" else b"")
 
     with pytest.raises(UserError, match=r"000\.txt changed while it was being prepared"):
         prepare(recipe(texts, tmp_path / "cache"), log=log)

@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.reading import Reader, _pieces, check_encoding
-from meshwright.data.sources import find_files
+from meshwright.data.reading import _pieces, check_encoding
 from meshwright.errors import UserError
-
-
-def read(path: Path, *, named: bool = True, **settings: object) -> list[tuple[str, str | None]]:
-    """(name, text) of the documents of a file, named by the recipe or found by a glob."""
-    pattern = str(path) if named else f"{path.parent}/[{path.name[0]}]{path.name[1:]}"
-    (file,) = find_files([pattern])
-    assert file.named == named
-    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
-
-
-def refusal(path: Path, **settings: object) -> str:
-    with pytest.raises(UserError) as caught:
-        read(path, **settings)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert str(path) in line
-    return line
-
-
-@pytest.fixture
-def file(tmp_path: Path):
-    """Writes bytes to a file of that name."""
-
-    def write(name: str, data: bytes) -> Path:
-        path = tmp_path / name
-        path.write_bytes(data)
-        return path
-
-    return write
+from tests.data.documents import read, refusal
 
 
 def test_a_text_file_is_one_document_with_plain_newlines_and_no_byte_order_mark(file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.data import prepare
+from meshwright.data.reading import Reader
 from meshwright.data.schema import record_problem
 from meshwright.data.sources import find_files
 from meshwright.data.survey import document_reader, survey
@@ -58,11 +60,39 @@ def test_a_problem_names_the_key_and_what_it_holds(record: Any, problem: str | N
     assert record_problem(record, REQUIRED, "text") == problem
 
 
-def test_rows_of_parquet_are_held_to_no_schema_and_the_recipe_is_told_so(tmp_path: Path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+def test_rows_of_parquet_are_held_to_the_same_schema(tmp_path: Path):
+    rows = {
+        "text": ["one", "two", None, "four", "five"],
+        "meta": [{"score": 1.5}, {"score": None}, {"score": 1.0}, None, {"score": 2.0}],
+        "when": [datetime(2020, 1, day, tzinfo=UTC) for day in range(1, 6)],
+        "url": ["a", "b", "c", "d", None],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet", row_group_size=2)
+    [file] = find_files([str(tmp_path / "a.parquet")])
+
+    def found(required: dict[str, str]) -> list[str | None]:
+        reader = Reader(required_keys=required)
+        return [document.problem or document.text for document in reader.documents(file)]
+
+    assert found({"url": "text", "meta.score": "number"}) == [
+        "one", '"meta.score" is null, not number', '"text" is null, not text', 'no key "meta.score"',
+        '"url" is null, not text',
+    ]  # fmt: skip
+    assert found({"when": "text"})[0] == '"when" is a datetime, not text'
+    assert found({"other": "text"})[:2] == ['no key "other"'] * 2
+    assert found({}) == ["one", "two", "", "four", "five"]
     recipe = DataRecipe(
-        source=str(tmp_path / "a.parquet"), sequence=8, tokenizer="bytes", cache=str(tmp_path / "cache"),
+        source=str(file.path), sequence=2, tokenizer="bytes", validation_fraction=0, cache=str(tmp_path / "cache"),
+        clean={"required_keys": {"url": "text"}},  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert prepare(recipe).summary()["dropped"]["schema"] == 2
+
+
+def test_pages_have_no_keys_and_the_recipe_is_told_so(tmp_path: Path):
+    (tmp_path / "a.wet").write_bytes(b"WARC/1.0\r\n")
+    recipe = DataRecipe(
+        source=str(tmp_path / "a.wet"), sequence=8, tokenizer="bytes", cache=str(tmp_path / "cache"),
         clean={"required_keys": REQUIRED},  # type: ignore[arg-type]
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"required_keys: .*a.parquet has no records of JSON Lines"):
+    with pytest.raises(UserError, match=r"required_keys: .*a.wet holds pages, which have no keys"):
         prepare(recipe, 0)

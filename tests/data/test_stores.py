@@ -52,6 +52,7 @@ def s3(running_s3: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(stores, "FIRST_WAIT", 0.001)
+    running_s3.refusing = None
     for path, method in (("moto-api/reset", "POST"), ("bucket", "PUT")):
         urllib.request.urlopen(urllib.request.Request(f"{running_s3.url}/{path}", method=method)).read()
     running_s3.reads.clear()
@@ -210,6 +211,33 @@ def test_a_store_that_stays_broken_half_way_ends_in_one_line_and_the_next_run_en
         for name in ("cache", "undisturbed")
     )
     assert there == here
+
+
+@pytest.mark.parametrize("how", ["503", "403"])
+def test_prepared_data_are_used_where_their_store_does_not_answer_and_that_is_said(
+    s3: Server, tmp_path: Path, how: str
+):
+    s3.put("bucket/a.jsonl", LINES)
+    s3.put("bucket/b.jsonl", LINES.replace(b"alpha", b"omega"))
+    recipe = data_recipe("s3://bucket/*.jsonl", tmp_path)
+    before = prepare(recipe)
+    s3.refusing = how
+    log: list[str] = []
+    assert prepare(recipe, log=log.append, check=True).sha256 == before.sha256
+    assert len(log) == 1 and "taken as it was on 20" in log[0] and "cannot be read" in log[0]
+    # What must be read cannot be; and a store that was never reached is none.
+    with pytest.raises(UserError, match=r"^s3://bucket/\*.jsonl cannot be read: "):
+        prepare(recipe.model_copy(update={"shard_tokens": 12_345}))
+    with pytest.raises(UserError, match=r"^s3://bucket/a.jsonl cannot be read: "):
+        prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
+
+
+def test_what_a_store_no_longer_has_is_not_remembered(s3: Server, tmp_path: Path):
+    s3.put("bucket/a.jsonl", LINES)
+    prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
+    s3.delete("bucket/a.jsonl")
+    with pytest.raises(UserError, match="there is no such file"):
+        prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
 
 
 def test_an_object_that_is_shorter_than_its_store_said_is_not_read_as_if_it_ended(

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from meshwright.cli.main import meshwright
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
@@ -135,7 +137,22 @@ def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
     result = evaluate(checkpoint, str(place / "texts.jsonl"))
     packed = lzma.compress("".join(TEXTS).encode(), preset=9)
     size = sum(len(text.encode()) for text in TEXTS)
-    assert result["xz_bits_per_byte"] == pytest.approx(8 * len(packed) / size, rel=0.1)
+    assert result["xz_bits_per_byte"] == pytest.approx(8 * len(packed) / size)
+
+
+def test_documents_that_a_tokenizer_loses_something_of_are_counted_and_the_command_warns(place, checkpoint, tmp_path):
+    assert evaluate(checkpoint, str(place / "texts.jsonl"), with_xz=False)["lossy_documents"] == 0
+    lossy = tmp_path / "lossy"
+    shutil.copytree(checkpoint, lossy)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Line": 2}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("Line", "isolated")
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(lossy / "tokenizer.json"))
+    (lossy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
+    assert evaluate(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
+    said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
+    assert "warning        2 of these documents are not what their tokens decode to" in said
 
 
 def test_a_row_is_no_longer_than_the_model(place, checkpoint):

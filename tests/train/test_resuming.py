@@ -32,6 +32,7 @@ def different(recipe: Path, key: str) -> Recipe:
         '["c4"]',
         '["email"]',
         "ring",
+        "chat",
     ]
     for value in numbers + words:
         try:
@@ -62,6 +63,7 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
     assert MAY_CHANGE.issubset(SCHEMA.keys)
     # These contradict the tiny recipe unless something else changes too.
     needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay", "data.sources"}
+    needs_more |= {f"data.{key}" for key in ("record_keys", "template", "train_on", "pack", "too_long")}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
@@ -72,6 +74,22 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
             resume_differences(old, new)
         assert f"{key} was " in str(caught.value)
         assert "may not change" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("data.record_keys", '{output="answer"}'),
+        ("data.template", "chatml"),
+        ("data.train_on", "all"),
+        ("data.pack", "false"),
+        ("data.too_long", "drop"),
+    ],
+)
+def test_how_records_become_samples_may_not_change(tiny_recipe: Path, key: str, value: str):
+    records = ["data.records=instruction"]
+    with pytest.raises(UserError, match=f"{key} was .* may not change"):
+        resume_differences(load_recipe(tiny_recipe, records), load_recipe(tiny_recipe, [*records, f"{key}={value}"]))
 
 
 def test_several_sources_in_place_of_one_are_refused_by_the_name_of_the_one(tiny_recipe: Path):

@@ -54,6 +54,11 @@ def _text(result: dict[str, Any]) -> str:
         f"bits per byte  {result['bits_per_byte']:.3f} "
         f"({result['bytes']:,} bytes of {result['documents']:,} documents)",
     ]
+    if result["lossy_documents"]:
+        lines.append(
+            f"warning        {result['lossy_documents']:,} of these documents are not what their tokens decode to: the "
+            "tokenizer loses some of their text, and bits per byte do not pay for it"
+        )
     if "xz_bits_per_byte" in result:
         lines.append(f"xz -9          {result['xz_bits_per_byte']:.3f} bits per byte on the same bytes")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from meshwright.data import heuristics
+from meshwright.data.blocked_words import BlockedWords
 from meshwright.data.decontamination import EvaluationSets
 from meshwright.data.language import check_languages, identify
 from meshwright.data.minhash import MinHash
@@ -17,7 +18,7 @@ from meshwright.recipe import CleanRecipe
 RULES = (
     *("encoding", "schema", "control_characters", "length", "repetition", "language"),
     *(rule for family in heuristics.RULES.values() for rule in family),
-    *("contamination", "exact_duplicates", "near_duplicates"),
+    *("blocked_words", "contamination", "exact_duplicates", "near_duplicates"),
 )
 """In the order in which they are asked; a document is counted under the first that drops it."""
 
@@ -37,6 +38,7 @@ def asked(recipe: CleanRecipe) -> tuple[str, ...]:
     switches = {
         "schema": recipe.required_keys,
         "language": recipe.languages,
+        "blocked_words": recipe.blocked_words,
         "contamination": recipe.evaluation_sets,
         "exact_duplicates": recipe.exact_duplicates,
         "near_duplicates": recipe.near_duplicates,
@@ -70,17 +72,36 @@ class Verdict:
     changes: dict[str, int] = field(default_factory=dict)
 
 
-class Cleaner:
+class Rewriter:
+    """Masks and leaves out of a text what `[data.clean]` says."""
+
+    def __init__(self, recipe: CleanRecipe) -> None:
+        self.recipe = recipe
+        self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
+
+    def rewritten(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
+        """The text as it is kept, and how much of what was masked (`key` ...) or left out (`c4_lines`)."""
+        changes: dict[str, int] = {}
+        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
+            text, changes["c4_lines"] = heuristics.c4_lines(text)
+        if self.recipe.mask:
+            text, masked = mask(text, self.recipe.mask)
+            changes |= masked
+        return text, changes
+
+
+class Cleaner(Rewriter):
     """Asks the rules of `[data.clean]` that look at one document at a time.
 
     `UserError`: a language that is not known, an evaluation set that cannot be read, a library that is missing.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
-        self.recipe, self.rules = recipe, asked(recipe)
-        self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
+        super().__init__(recipe)
+        self.rules = asked(recipe)
         if recipe.languages:
             check_languages(recipe.languages)
+        self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
         self.evaluation = (
             EvaluationSets(recipe.evaluation_sets, recipe.contamination_words) if recipe.evaluation_sets else None
         )
@@ -111,16 +132,6 @@ class Cleaner:
         rule, why = found or (None, "")
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
 
-    def rewritten(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
-        """The text as it is kept, and how much of what was masked (`key` ...) or left out (`c4_lines`)."""
-        changes: dict[str, int] = {}
-        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
-            text, changes["c4_lines"] = heuristics.c4_lines(text)
-        if self.recipe.mask:
-            text, masked = mask(text, self.recipe.mask)
-            changes |= masked
-        return text, changes
-
     def _text_rules(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:
@@ -147,4 +158,6 @@ class Cleaner:
         for family, ask in heuristics.ASK.items():
             if family in self.recipe.heuristics and (found := ask(text)):
                 return found
+        if self.blocked is not None and (word := self.blocked.first(text)):
+            return "blocked_words", f'holds "{word}"'
         return None

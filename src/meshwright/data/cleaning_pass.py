@@ -29,8 +29,7 @@ from meshwright.data.segments import (
     merged_samples,
     priority,
 )
-from meshwright.data.sources import SourceFile
-from meshwright.errors import UserError
+from meshwright.data.sources import SourceChanged, SourceFile
 
 SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: what a kill costs
 SEGMENT_DOCUMENTS = 1 << 16
@@ -184,8 +183,8 @@ class _Report:
     ) -> None:
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates = segments, duplicates
-        self.labels = sorted({source_label(file) for file in files})
-        self._label_of = [self.labels.index(source_label(file)) for file in files]
+        self.labels = sorted({file.counted_as for file in files})
+        self._label_of = [self.labels.index(file.counted_as) for file in files]
 
     def report(self) -> dict[str, Any]:
         sides = ("before", "after")
@@ -293,14 +292,6 @@ class _Report:
                             text, _ = self.cleaner.rewritten(text, document.name)
                         found[place] = document.name, text[:EXCERPT].encode(errors="replace").decode()
                 if any(number not in found for number in here):
-                    raise UserError(
-                        f"{file.path} changed while it was being prepared; run the command again when it is finished"
-                    )
+                    raise SourceChanged(file)
             begin += count
         return found
-
-
-def source_label(file: SourceFile) -> str:
-    """Where a file is counted in the report: the first directory of its name, else the file itself."""
-    first, separator, _ = file.name.partition("/")
-    return first + separator

@@ -5,6 +5,7 @@ Shapes: B rows, S tokens in a row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +42,8 @@ class TokenBatch:
         return [np.flatnonzero(row) for row in begins]
 
 
-class PackedTokens:
-    """One split as a stream of tokens, read as rows: row r has tokens r*S ... r*S+S-1, its targets are the tokens after
-    them.
-
-    So every token but the stream's first is a target once. `sequences` rows are full; `rows` counts the last, partial
-    one too. With `sources`, the number of shards of each, every source is a stream of its own: its rows follow those of
-    the source before it, and none has tokens of two.
-    """
+class TokenRows(ABC):
+    """One split as rows of `sequence` tokens, cut from shards: the common part of a stream of text and of examples."""
 
     def __init__(
         self,
@@ -60,19 +55,18 @@ class PackedTokens:
         padding: int,
         sources: Sequence[int] | None = None,
     ) -> None:
+        """`sources`: the number of shards of each source, where no row may have tokens of two."""
         self.directory, self.shards, self.dtype = directory, tuple(shards), dtype
         self.sequence, self.document_mask, self.padding = sequence, document_mask, padding
         self._bounds = np.cumsum([0, *(shard.tokens for shard in shards)])
-        shards_before = np.cumsum([0, *(sources or [len(shards)])])
-        assert shards_before[-1] == len(shards), (sources, len(shards))
-        self._source_bounds = self._bounds[shards_before]  # where each source's tokens begin, and the end of the last
-        self._streams = len(shards_before) - 1
-        self._mapped: dict[int, NDArray[Any]] = {}
-        self._starts: NDArray[np.int64] | None = None
+        self._shards_before = np.cumsum([0, *(sources or [len(shards)])])
+        assert self._shards_before[-1] == len(shards), (sources, len(shards))
+        self._streams = len(self._shards_before) - 1
+        self._mapped: dict[tuple[int, str], NDArray[Any]] = {}
 
     @property
     def tokens(self) -> int:
-        """Tokens of the stream, the two that frame each document included."""
+        """Tokens of all documents, those that frame them included."""
         return int(self._bounds[-1])
 
     @property
@@ -90,9 +84,80 @@ class PackedTokens:
         return sum(self.sequences_by_source)
 
     @property
+    @abstractmethod
+    def sequences_by_source(self) -> list[int]:
+        """Full rows of each source; one number where sources are not kept apart."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows that hold every target once: what exact evaluation reads."""
+
+    @abstractmethod
+    def batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+        """Rows `numbers` [B], each below `sequences`.
+
+        With `padded` also those up to `rows`, and rows from there on, which hold nothing (so that every rank can have
+        as many): padding has no targets.
+        """
+
+    def batches(self, size: int) -> Iterator[TokenBatch]:
+        """All rows in order, `size` at a time: each target comes once."""
+        for first in range(0, self.rows, size):
+            yield self.batch(np.arange(first, min(first + size, self.rows)), padded=True)
+
+    def token_batches(self, size: int = 1 << 20) -> Iterator[NDArray[Any]]:
+        """The bare tokens, `size` at a time."""
+        for number, shard in enumerate(self.shards):
+            for begin in range(0, shard.tokens, size):
+                yield np.array(self._shard(number)[begin : begin + size])
+
+    def texts(self) -> Iterator[str]:
+        """The text of each document, in order; only of a split whose text is kept (see `prepare`)."""
+        for shard in self.shards:
+            assert shard_file(shard.number, TEXT) in shard.files, f"the text of {self.directory} was not kept"
+            sizes = self._index(shard)[:, 1].tolist()
+            with (self.directory / shard_file(shard.number, TEXT)).open("rb") as file:
+                for size in sizes:
+                    yield file.read(size).decode()
+
+    def _shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
+        """The tokens of a shard, or what else it says of each (`kind`), mapped."""
+        if (number, kind) not in self._mapped:
+            shard = self.shards[number]
+            path = self.directory / shard_file(shard.number, kind)
+            dtype = self.dtype if kind == TOKENS else np.dtype(np.uint8)
+            self._mapped[number, kind] = np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,))
+        return self._mapped[number, kind]
+
+    def _index(self, shard: Shard) -> NDArray[np.uint64]:
+        index: NDArray[np.uint64] = np.load(
+            self.directory / shard_file(shard.number, DOCUMENTS), mmap_mode="r", allow_pickle=False
+        )
+        return index
+
+
+class PackedTokens(TokenRows):
+    """One split as a stream of tokens, read as rows: row r has tokens r*S ... r*S+S-1, its targets are the tokens after
+    them.
+
+    So every token but the stream's first is a target once. `sequences` rows are full; `rows` counts the last, partial
+    one too. With `sources`, the number of shards of each, every source is a stream of its own: its rows follow those of
+    the source before it, and none has tokens of two.
+    """
+
+    _starts: NDArray[np.int64] | None = None
+
+    @property
     def sequences_by_source(self) -> list[int]:
         """Full rows of each source; one number where the split is one stream."""
         return [max(0, tokens - 1) // self.sequence for tokens in np.diff(self._source_bounds).tolist()]
+
+    @property
+    def _source_bounds(self) -> NDArray[np.int64]:
+        """Where each source's tokens begin, and the end of the last."""
+        bounds: NDArray[np.int64] = self._bounds[self._shards_before]
+        return bounds
 
     @property
     def rows(self) -> int:
@@ -124,27 +189,6 @@ class PackedTokens:
             np.cumsum(marks[:, :-1], axis=1, out=document_ids)
             targets[marks[:, 1:]] = NO_TARGET
         return TokenBatch(np.ascontiguousarray(tokens), targets, document_ids)
-
-    def batches(self, size: int) -> Iterator[TokenBatch]:
-        """All rows in order, `size` at a time, the last ones padded: every token but the first is a target once, unless
-        it begins a document under `document_mask`."""
-        for first in range(0, self.rows, size):
-            yield self.batch(np.arange(first, min(first + size, self.rows)), padded=True)
-
-    def token_batches(self, size: int = 1 << 20) -> Iterator[NDArray[Any]]:
-        """The bare stream, `size` tokens at a time."""
-        for number, shard in enumerate(self.shards):
-            for begin in range(0, shard.tokens, size):
-                yield np.array(self._shard(number)[begin : begin + size])
-
-    def texts(self) -> Iterator[str]:
-        """The text of each document, in order; only of a split whose text is kept (see `prepare`)."""
-        for shard in self.shards:
-            assert shard_file(shard.number, TEXT) in shard.files, f"the text of {self.directory} was not kept"
-            sizes = self._index(shard)[:, 1].tolist()
-            with (self.directory / shard_file(shard.number, TEXT)).open("rb") as file:
-                for size in sizes:
-                    yield file.read(size).decode()
 
     def _begins(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the stream each row begins."""
@@ -181,16 +225,3 @@ class PackedTokens:
         marks = np.zeros((len(begins), self.sequence + 1), dtype=bool)
         marks[row_of, self._starts[first[row_of] + within] - begins[row_of]] = True
         return marks
-
-    def _shard(self, number: int) -> NDArray[Any]:
-        if number not in self._mapped:
-            shard = self.shards[number]
-            path = self.directory / shard_file(shard.number, TOKENS)
-            self._mapped[number] = np.memmap(path, dtype=self.dtype, mode="r", shape=(shard.tokens,))
-        return self._mapped[number]
-
-    def _index(self, shard: Shard) -> NDArray[np.uint64]:
-        index: NDArray[np.uint64] = np.load(
-            self.directory / shard_file(shard.number, DOCUMENTS), mmap_mode="r", allow_pickle=False
-        )
-        return index

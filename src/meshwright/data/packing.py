@@ -11,15 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.files import WholeFile, canonical_json, damage, read_json, sync_directory, write_whole
+from meshwright.data.reading import Document
 from meshwright.data.tokenizer import TextTokenizer
 
-TOKENS, DOCUMENTS, TEXT = "tokens.bin", "documents.npy", "text.txt"
+TOKENS, DOCUMENTS, TEXT, TRAINED = "tokens.bin", "documents.npy", "text.txt", "trained.bin"
 _BATCH = 4_000_000  # characters given to the tokenizer at a time
 _LOG_SECONDS = 2.0
 
@@ -35,6 +36,10 @@ class Shard:
       uint32
     - NNNNN.documents.npy: uint64 [documents, 2], where each begins (in tokens) and the UTF-8 bytes of its text
     - NNNNN.text.txt: the texts one after another (where kept: what a model is compared on byte by byte)
+
+    Of records, which may have several documents each (`documents` counts records), the index is uint64 [documents, 3],
+    the last being how many tokens are responses, and there is
+    - NNNNN.trained.bin: of each token uint8, 1 for those of responses
     """
 
     number: int
@@ -58,26 +63,54 @@ def shard_file(number: int, kind: str) -> str:
     return f"{number:05d}.{kind}"
 
 
+class Piece(NamedTuple):
+    """A document as it is written: framed tokens, UTF-8 of its text; of a record's, 1 for each token of a response."""
+
+    tokens: NDArray[Any]
+    text: bytes
+    trained: NDArray[np.uint8] | None = None
+
+
+class Encoder(Protocol):
+    """Makes pieces of documents: one of a text, of a record perhaps several."""
+
+    def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
+        """Of each document in turn. `UserError` names one that cannot be encoded."""
+
+
+class TextEncoder:
+    """A text is its start token, itself, its end token."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
+
+    def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
+        texts = [document.text or "" for document in documents]
+        for text, inner in zip(texts, self.tokenizer.encode(texts), strict=True):
+            yield [Piece(np.concatenate([self._start, inner, self._end]), text.encode())]
+
+
 class Packer:
     """Packs the documents of one split into shards of at least `shard_tokens` tokens, cut between documents and at the
     end of each source.
 
-    `texts(first)` gives (number, text) of the split's documents from number `first` on; `ends` is, for each source, one
-    past its last number.
+    `documents(first)` gives (number, document) of the split's documents from number `first` on; `ends` is, for each
+    source, one past its last number.
     """
 
     def __init__(
         self,
         directory: Path,
-        texts: Callable[[int], Iterator[tuple[int, str]]],
+        documents: Callable[[int], Iterator[tuple[int, Document]]],
         ends: Sequence[int],
-        tokenizer: TextTokenizer,
+        encoder: Encoder,
         tokenizer_sha256: str,
         shard_tokens: int,
         keep_text: bool,
     ) -> None:
-        self.directory, self.texts, self.ends = directory, texts, tuple(ends)
-        self.tokenizer, self.tokenizer_sha256 = tokenizer, tokenizer_sha256
+        self.directory, self.documents, self.ends = directory, documents, tuple(ends)
+        self.encoder, self.tokenizer_sha256 = encoder, tokenizer_sha256
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
@@ -86,7 +119,7 @@ class Packer:
         shards: list[list[Shard]] = []
         done = following = number = 0
         for end in self.ends:
-            encoded: Iterator[tuple[int, NDArray[Any], bytes]] | None = None
+            encoded: Iterator[tuple[int, list[Piece]]] | None = None
             shards.append([])
             while following < end:
                 shard = self._whole(number, following)
@@ -109,27 +142,24 @@ class Packer:
         fits = shard.first == first and shard.tokenizer == self.tokenizer_sha256
         return shard if fits and shard.problem(self.directory, contents=True) is None else None
 
-    def _encoded(self, first: int, end: int) -> Iterator[tuple[int, NDArray[Any], bytes]]:
-        """(number, framed tokens, UTF-8 text) of each document from number `first` to before `end`."""
-        begin_token, end_token = (
-            np.array([token], self.tokenizer.dtype) for token in (self.tokenizer.start, self.tokenizer.end)
-        )
-        for batch in _batches(itertools.takewhile(lambda item: item[0] < end, self.texts(first))):
-            tokens = self.tokenizer.encode([text for _, text in batch])
-            for (number, text), inner in zip(batch, tokens, strict=True):
-                yield number, np.concatenate([begin_token, inner, end_token]), text.encode()
+    def _encoded(self, first: int, end: int) -> Iterator[tuple[int, list[Piece]]]:
+        """(number, its pieces) of each document from number `first` to before `end`."""
+        for batch in _batches(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
+            pieces = self.encoder.pieces([document for _, document in batch])
+            for (number, _), of_it in zip(batch, pieces, strict=True):
+                yield number, of_it
 
     def _write(
         self,
         number: int,
         first: int,
         end: int,
-        encoded: Iterator[tuple[int, NDArray[Any], bytes]],
+        encoded: Iterator[tuple[int, list[Piece]]],
         progress: Callable[[int], None],
     ) -> Shard:
-        names = {kind: shard_file(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT)}
-        documents: list[tuple[int, int]] = []
-        count = size = 0
+        names = {kind: shard_file(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
+        index_rows: list[tuple[int, ...]] = []
+        count = size = documents = 0
         following = end
         record = self.directory / shard_file(number, "json")
         record.unlink(missing_ok=True)
@@ -137,36 +167,44 @@ class Packer:
         with ExitStack() as stack:
             tokens = stack.enter_context(WholeFile(self.directory / names[TOKENS]))
             texts = stack.enter_context(WholeFile(self.directory / names[TEXT])) if self.keep_text else None
-            for document, values, text in encoded:
-                documents.append((count, len(text)))
-                tokens.write(values.tobytes())
-                if texts:
-                    texts.write(text)
-                count, size = count + len(values), size + len(text)
+            trained: WholeFile | None = None
+            for document, pieces in encoded:
+                documents += 1
+                for piece in pieces:
+                    row: tuple[int, ...] = (count, len(piece.text))
+                    tokens.write(piece.tokens.tobytes())
+                    if texts:
+                        texts.write(piece.text)
+                    if piece.trained is not None:
+                        trained = trained or stack.enter_context(WholeFile(self.directory / names[TRAINED]))
+                        trained.write(piece.trained.tobytes())
+                        row = (*row, int(piece.trained.sum()))
+                    index_rows.append(row)
+                    count, size = count + len(piece.tokens), size + len(piece.text)
                 progress(size)
                 if count >= self.shard_tokens:
                     following = document + 1
                     break
-            files[names[TOKENS]] = tokens.finish()
-            if texts:
-                files[names[TEXT]] = texts.finish()
+            for kind, file in ((TOKENS, tokens), (TEXT, texts), (TRAINED, trained)):
+                if file:
+                    files[names[kind]] = file.finish()
         index = io.BytesIO()
-        np.save(index, np.array(documents, dtype="<u8"))
+        np.save(index, np.array(index_rows, dtype="<u8"))
         files[names[DOCUMENTS]] = write_whole(self.directory / names[DOCUMENTS], index.getvalue())
-        shard = Shard(number, first, following, count, len(documents), size, self.tokenizer_sha256, files)
+        shard = Shard(number, first, following, count, documents, size, self.tokenizer_sha256, files)
         sync_directory(self.directory)
         write_whole(record, canonical_json(dataclasses.asdict(shard)))
         sync_directory(self.directory)
         return shard
 
 
-def _batches(texts: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
     """Documents in batches: enough for the tokenizer's threads to share, little enough for memory."""
-    batch: list[tuple[int, str]] = []
+    batch: list[tuple[int, Document]] = []
     size = 0
-    for number, text in texts:
-        batch.append((number, text))
-        size += len(text)
+    for number, document in documents:
+        batch.append((number, document))
+        size += len(document.text or "")
         if size >= _BATCH:
             yield batch
             batch, size = [], 0

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.cleaning import Cleaner
+from meshwright.data.blocked_words import digest
+from meshwright.data.chat_template import find_template
+from meshwright.data.cleaning import Rewriter
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
+from meshwright.data.examples import ExampleEncoder
 from meshwright.data.files import (
     PARTIAL,
     WholeFile,
@@ -27,16 +30,15 @@ from meshwright.data.files import (
     write_array,
     write_whole,
 )
-from meshwright.data.packing import Packer, Shard, every_few_seconds
+from meshwright.data.packing import Packer, Shard, TextEncoder, every_few_seconds
 from meshwright.data.prepared import PreparedData
 from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
-from meshwright.data.sources import KEYED_FORMATS, find_files
+from meshwright.data.sources import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.survey import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
     SPLITS,
     Survey,
-    changed,
     document_reader,
     last_of,
     survey,
@@ -46,7 +48,7 @@ from meshwright.data.tokenizer_kinds import KINDS
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
-FORMAT = 2
+FORMAT = 3
 TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a tokenizer is trained on, at most: more changes nothing that matters
 
 Log = Callable[[str], None]
@@ -83,6 +85,8 @@ def prepare(
         ) from None
     data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
+    for line in data.packing_lines():
+        log(line)
     return data
 
 
@@ -93,15 +97,21 @@ class _Job:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         cache = _cache_directory(recipe)
-        self.files = find_files(recipe.all_sources, recipe.format, cache, recipe.source_key)
+        self.files = find_files(
+            recipe.all_sources, recipe.format, cache, recipe.source_key, log, records=recipe.records != "text"
+        )
         if recipe.clean.required_keys:
-            other = next((file for file in self.files if file.format in ("parquet", "wet")), None)
+            other = next((file for file in self.files if file.format == "wet"), None)
             if other is not None:
                 raise UserError(
-                    f"data.clean.required_keys: {other.path} has no records of JSON Lines, and only these are held to "
-                    "a schema; leave the keys out, or write the records as JSON Lines"
+                    f"data.clean.required_keys: {other.path} holds pages, which have no keys; only records of JSON "
+                    "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
+        self.template: tuple[str, str] | None = None  # its source, and what errors call it
+        if recipe.template_name is not None:
+            own = self.tokenizer_files.chat_template if self.tokenizer_files else None
+            self.template = find_template(recipe.template_name, own, recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
         self.directory = cache / self.key[:32]
@@ -116,7 +126,11 @@ class _Job:
             "sources": self._by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
-            "clean": {**recipe.clean.model_dump(), "evaluation_sets": digests(recipe.clean.evaluation_sets)},
+            "clean": {
+                **recipe.clean.model_dump(),
+                "evaluation_sets": digests(recipe.clean.evaluation_sets),
+                "blocked_words": digest(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
+            },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
             "training_text": TRAINING_TEXT,
@@ -124,6 +138,7 @@ class _Job:
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
             "keep_text": self.keep_text,
+            **({"records": [recipe.records, recipe.record_keys, self.template[0]]} if self.template else {}),
         }
 
     def finished(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
@@ -149,12 +164,17 @@ class _Job:
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (self.directory / "manifest.json").unlink(missing_ok=True)
+        try:
+            return self._make()
+        except SourceChanged:
+            self._forget()  # this directory is named by what the files held before
+            raise
+
+    def _make(self) -> dict[str, Any]:
         result = self._survey()
         tokenizer, tokenizer_record = self._tokenizer(result)
         splits = {name: self._pack(name, result, tokenizer, tokenizer_record) for name in SPLITS}
-        if file := self.contents.changed():
-            self._forget()
-            raise changed(file)
+        self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
             for name, by_source in splits.items()
@@ -185,6 +205,10 @@ class _Job:
         sync_directory(self.directory)
         return manifest
 
+    def _check_unchanged(self) -> None:
+        if file := self.contents.changed():
+            raise SourceChanged(file)
+
     def _forget(self) -> None:
         """Remove all that was made, but not the lock that others wait for."""
         for path in self.directory.iterdir():
@@ -204,6 +228,7 @@ class _Job:
             kept = sum(result.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
             self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+            self._check_unchanged()
             with WholeFile(codes_path) as file:
                 write_array(file, result.codes)
                 written = file.finish()
@@ -212,7 +237,7 @@ class _Job:
             sync_directory(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # what a killed pass goes on from
         codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
-        return Survey.from_description(codes, record, Cleaner(self.recipe.clean))
+        return Survey.from_description(codes, record, Rewriter(self.recipe.clean))
 
     def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
@@ -226,7 +251,12 @@ class _Job:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
             write_tokenizer(
-                directory, recipe.tokenizer, recipe.vocabulary, self.tokenizer_files, self._training_texts(result)
+                directory,
+                recipe.tokenizer,
+                recipe.vocabulary,
+                self.tokenizer_files,
+                self._training_texts(result),
+                self.template[0] if self.template else None,
             )
             sync_directory(directory)
             record = {
@@ -251,12 +281,14 @@ class _Job:
         reader, total = self._reader(result), result.bytes[split]
         packer = Packer(
             self.directory / split,
-            lambda first: result.texts(self.files, reader, split, first),
+            lambda first: result.kept(self.files, reader, split, first),
             self._ends(result, split),
-            tokenizer,
+            TextEncoder(tokenizer)
+            if self.template is None
+            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
-            keep_text=self.keep_text or split == "validation",
+            keep_text=self.template is None and (self.keep_text or split == "validation"),
         )
         shards = packer.pack(
             every_few_seconds(

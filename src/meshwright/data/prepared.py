@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.compression import token_byte_counts
+from meshwright.data.examples import ExampleEncoder
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packed import PackedTokens
+from meshwright.data.packed import PackedTokens, TokenRows
+from meshwright.data.packed_examples import PackedExamples
 from meshwright.data.packing import Shard
 from meshwright.data.survey import SPLITS
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
@@ -27,6 +29,8 @@ class PreparedData:
         self.directory, self.manifest, self.seed = directory, manifest, seed
         self.sequence, self.document_mask = recipe.sequence, recipe.document_mask
         self.sources, self.weights = recipe.all_sources, recipe.weights
+        self.recipe = recipe
+        self._examples: dict[str, PackedExamples] = {}
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -55,7 +59,14 @@ class PreparedData:
     def tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer_directory)
 
-    def split(self, name: str) -> PackedTokens:
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The token that ends a response, of records whose template has one."""
+        return (
+            None if self.recipe.records == "text" else ExampleEncoder.of_directory(self.tokenizer_directory).turn_end()
+        )
+
+    def split(self, name: str) -> TokenRows:
         """The packed tokens of "train" or "validation" (which is empty when data.validation_fraction is 0).
 
         Where sources have weights, each is a stream of its own in "train".
@@ -65,7 +76,7 @@ class PreparedData:
         dtype = np.dtype(self.manifest["dtype"])
         padding = self.manifest["end_token"]
         apart = [source["shards"][name] for source in self.manifest["sources"]] if self.weights else None
-        return PackedTokens(
+        shape = (
             self.directory / name,
             shards,
             dtype,
@@ -74,6 +85,25 @@ class PreparedData:
             padding,
             apart if name == "train" else None,
         )
+        if self.recipe.records == "text":
+            return PackedTokens(*shape)
+        if name not in self._examples:  # to plan its rows takes time
+            self._examples[name] = PackedExamples(
+                *shape,
+                pieces=2 if self.recipe.records == "preference" else 1,
+                train_on=self.recipe.train_on,
+                pack=self.recipe.pack,
+                too_long=self.recipe.too_long,
+                decode=lambda tokens: self.tokenizer.decode(tokens),
+            )
+        return self._examples[name]
+
+    def packing_lines(self) -> Iterator[str]:
+        """Of each split of records a line: examples, rows, and what was cut or left out."""
+        for name in SPLITS:
+            split = self.split(name)
+            if isinstance(split, PackedExamples) and split.documents:
+                yield f"{name}: {packing_line(split.report, split.sequences, split.sequence)}"
 
     def documents(self, split: str = "validation") -> Iterator[str]:
         """The text of each document of a split, as it was tokenized; that of "train" only if it was to be kept."""
@@ -107,6 +137,7 @@ class PreparedData:
             "vocabulary": self.vocabulary,
             "sequence": self.sequence,
             "document_mask": self.document_mask,
+            "records": self.recipe.records,
             "splits": {
                 name: {
                     "documents": split.documents,
@@ -115,6 +146,7 @@ class PreparedData:
                     "bytes_per_token": split.bytes / split.tokens if split.tokens else None,
                     "sequences": split.sequences,
                     "shards": len(split.shards),
+                    **({"packing": split.report} if isinstance(split, PackedExamples) else {}),
                 }
                 for name, split in splits.items()
             },
@@ -161,6 +193,12 @@ class PreparedData:
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
             if not split.sequences:
+                if isinstance(split, PackedExamples):
+                    raise UserError(
+                        f"data: no example of the {name} split is left to train on: "
+                        f"{packing_line(split.report, 0, self.sequence)}; raise data.sequence, or look at the records "
+                        "(is data.record_keys right?)"
+                    )
                 raise UserError(
                     f"data.sequence = {self.sequence}: the {name} split holds only {split.tokens:,} tokens, and one "
                     f"sample needs {self.sequence + 1:,}; add text"
@@ -176,3 +214,22 @@ class PreparedData:
                         f'data.sources: "{name}" has a weight, and what is left of it after cleaning cannot fill one '
                         f"training sample of data.sequence = {self.sequence} tokens; add text to it or leave it out"
                     )
+
+
+def packing_line(report: dict[str, int], rows: int, sequence: int) -> str:
+    """What became of examples, in words."""
+
+    def examples(count: int) -> str:
+        return f"{count:,} example{'' if count == 1 else 's'}"
+
+    parts = [f"{examples(report['trained'])} in {rows:,} row{'' if rows == 1 else 's'} of {sequence + 1:,} tokens"]
+    if report["truncated"]:
+        parts.append(f"{examples(report['truncated'])} longer than a row cut at the end")
+    if report["too_long"]:
+        parts.append(f"{examples(report['too_long'])} longer than a row left out")
+    if report["lost_targets"]:
+        whole = report["targets"] + report["lost_targets"]
+        parts.append(f"{report['lost_targets']:,} of {whole:,} target tokens lost")
+    if report["without_response"]:
+        parts.append(f"{examples(report['without_response'])} left out that have no response (in a row)")
+    return "; ".join(parts)

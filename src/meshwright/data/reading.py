@@ -10,13 +10,14 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
+from meshwright.data.json_lines import json_lines, quick_json
 from meshwright.data.parquet import parquet_texts
+from meshwright.data.record_files import file_records
+from meshwright.data.records import Example, Malformed, Records
 from meshwright.data.schema import Unfit, record_problem
 from meshwright.data.sources import SourceFile
 from meshwright.data.streams import Stream, compression, decoding_errors, open_stream
@@ -25,7 +26,6 @@ from meshwright.errors import UserError
 from meshwright.names import nearest
 
 LONGEST_DOCUMENT = 1_000_000  # characters; longer texts are cut at blank lines: memory stays bounded, threads stay busy
-LONGEST_LINE = 1 << 30  # bytes of a JSON line, which is read whole; longer ones are refused
 _HEAD = 1 << 16  # bytes looked at to tell text from anything else
 _CHUNK = 1 << 18  # characters read at a time
 _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that does not decode
@@ -34,12 +34,14 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of 
 class Document(NamedTuple):
     """One document as read: newlines are "\\n", no byte order mark. A byte that did not decode is a lone surrogate.
 
-    `text` None: the file is not text at all, or its record has a `problem`: it does not fit the schema.
+    `text` None: the file is not text at all, or its record has a `problem`: it does not fit the schema. `example`: of
+    an instruction, chat or preference record what it says; `text` then is all its texts together.
     """
 
     name: str
     text: str | None
     problem: str | None = None
+    example: Example | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,23 @@ class Reader:
 
     A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
     anywhere; the pieces joined are the text again. With `required_keys` (and the types of their values) a JSON line
-    that lacks them or its text is a document with a problem; without, it is an error.
+    or a row that lacks them or its text is a document with a problem; without, it is an error. With `records` every
+    file holds such records, and a document is one of them, never cut.
     """
 
     encoding: str = "utf-8"
     text_key: str = "text"
     longest: int = LONGEST_DOCUMENT
     required_keys: Mapping[str, str] = field(default_factory=dict)
+    records: Records | None = None
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
         try:
             with open_stream(file) as stream:
-                if file.format == "text":
+                if self.records is not None:
+                    yield from self._examples(file, stream, self.records)
+                elif file.format == "text":
                     yield from self._text(file, stream)
                 else:
                     yield from self._records(file, stream)
@@ -92,6 +98,27 @@ class Reader:
         except UnicodeError:  # an encoding whose broken bytes have no place as surrogates, as UTF-16
             yield Document(file.name, None)
 
+    def _examples(self, file: SourceFile, stream: Stream, records: Records) -> Iterator[Document]:
+        """A document for each record. A malformed one is an error, with `required_keys` a document with a problem."""
+        if file.named and not stream.peek(1):
+            raise UserError(f"{file.path} is empty")
+        required = self.required_keys
+        for record in file_records(file, stream, [*records.columns, *required], self.encoding):
+            problem = record.problem
+            if problem is None and required:
+                problem = record_problem(record.value, required, next(iter(required)))
+            if problem is None:
+                try:
+                    example = records.example(record.value)
+                except Malformed as error:
+                    problem = str(error)
+                else:
+                    yield Document(file.name + record.place, example.text(), None, example)
+                    continue
+            if not required:
+                raise UserError(f"{record.where}: the record {problem}; right is {records.shown()}")
+            yield Document(file.name + record.place, None, problem)
+
     def _records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Documents of a format whose files hold many: named by file and place."""
         if file.named and not stream.peek(1):
@@ -101,10 +128,12 @@ class Reader:
         match file.format:
             case "jsonl":
                 texts = json_texts(file, stream, key, self.encoding, self.required_keys)
+            case "json":
+                texts = json_list_texts(file, stream, key, self.encoding, self.required_keys)
             case "parquet":
                 if not isinstance(stream, io.BufferedReader):
                     raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
-                texts = parquet_texts(file, stream, key, self.encoding)
+                texts = parquet_texts(file, stream, key, self.encoding, self.required_keys)
             case _:
                 texts = wet_texts(file, stream, self.encoding)
         for place, text in texts:
@@ -157,16 +186,8 @@ def json_texts(
     A null is an empty text. required: keys that a line must have, and the types of their values; a line that has not
     comes as what is wrong with it.
     """
-    quick = _quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line or line.isspace():
-            continue
-        if len(line) == LONGEST_LINE:
-            raise UserError(
-                f"{file.path}:{number}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
-            )
+    quick = quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in json_lines(file, stream):
         if required and (problem := _schema_problem(line, key, encoding, required)):
             yield f":{number}", Unfit(problem)
             continue
@@ -177,17 +198,19 @@ def json_texts(
             except (ValueError, KeyError, TypeError):  # as what is wrong with it, if anything is, the slower way says
                 pass
         if type(text) is not str:
-            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}")
+            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}", file.key_setting)
         yield f":{number}", text
 
 
-def _quick_json() -> Callable[[bytes], Any] | None:
-    """orjson's parser, where it is installed: it refuses all that is not strictly JSON in UTF-8, and is right else."""
-    try:
-        loads: Callable[[bytes], Any] = import_module("orjson").loads
-    except ImportError:
-        return None
-    return loads
+def json_list_texts(
+    file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str | Unfit]]:
+    """(":record 17", text) of each element of one JSON list; see `json_texts`."""
+    for record in file_records(file, stream, [key], encoding):
+        if required and (problem := record_problem(record.value, required, key)):
+            yield record.place, Unfit(problem)
+        else:
+            yield record.place, _text_under(record.value, key, record.where, file.key_setting)
 
 
 def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
@@ -198,13 +221,18 @@ def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str,
     return record_problem(record, required, key)
 
 
-def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:
+def _json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
     try:
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (UnicodeError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
+    return _text_under(value, key, where, setting)
+
+
+def _text_under(value: Any, key: str, where: str, setting: str) -> str:
+    """The text that a record has under `key`; "a.b": the key b inside a."""
     if not isinstance(value, dict):
         raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
     for name in [key] if key in value else key.split("."):
@@ -212,7 +240,7 @@ def _json_text(line: bytes, key: str, encoding: str, where: str) -> str:
             keys = ", ".join(f'"{key}"' for key in list(value)[:8]) if isinstance(value, dict) else "no keys"
             close = nearest(name, value) if isinstance(value, dict) else None
             right = f"{key[: len(key) - len(name)]}{close}" if key.endswith(name) else close
-            hint = f'; set data.text_key = "{right}"' if close else "; set data.text_key to the one that holds the text"
+            hint = f'; set {setting} = "{right}"' if close else f"; set {setting} to the one that holds the text"
             raise UserError(f'{where}: no key "{key}" (the line has {keys or "no keys"}){hint}')
         value = value[name]
     if value is None:

@@ -42,4 +42,4 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     kinds = ("boolean", "text", "integer", "number", "list", "table")
-    return next(kind for kind in kinds if isinstance(value, _TYPES[kind]))
+    return next((kind for kind in kinds if isinstance(value, _TYPES[kind])), f"a {type(value).__name__}")

@@ -6,18 +6,20 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.stores import StoredFile, find_stored, is_url, local_path
+from meshwright.data.listings import listed
+from meshwright.data.stores import StoredFile, is_url, local_path
 from meshwright.errors import UserError
 from meshwright.names import CORPORA, nearest
 from meshwright.recipe import SourceRecipe
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}  # by suffix, after that of the format
+RECORD_SUFFIXES = {".json": "json"}  # where records are no text: else a .json file is text as any other is
 FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
-KEYED_FORMATS = ("jsonl", "parquet")  # whose records have their text under a key
+KEYED_FORMATS = ("jsonl", "json", "parquet")  # whose records have their text under a key
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
 
@@ -25,9 +27,10 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 class SourceFile:
     """One file to read.
 
-    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl",
+    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl", "json",
     "parquet" or "wet". `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable
     without that being an error. `source`: the number of the source that it is of. `text_key`: that source's own.
+    `counted_as`: what reports count it under.
     """
 
     name: str
@@ -36,18 +39,39 @@ class SourceFile:
     named: bool
     source: int = 0
     text_key: str | None = None
+    counted_as: str = ""
+
+    @property
+    def key_setting(self) -> str:
+        """The recipe's key that says where the text of a record is."""
+        return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
+
+
+class SourceChanged(UserError):
+    """A file is no longer what it was when its preparation began."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
 
 def find_files(
-    sources: Sequence[str | SourceRecipe], format: str = "auto", cache: Path | None = None, key: str = "data.source"
+    sources: Sequence[str | SourceRecipe],
+    format: str = "auto",
+    cache: Path | None = None,
+    key: str = "data.source",
+    log: Callable[[str], None] = lambda line: None,
+    *,
+    records: bool = False,
 ) -> list[SourceFile]:
     """All files of `sources`, source after source, inside one sorted by name.
 
     A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path or
     URL of a file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format`
     "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
-    suffix of `COMPRESSIONS` may follow. What was prepared into `cache` is no source. `UserError`, which begins with
-    `key`, when a source names nothing.
+    suffix of `COMPRESSIONS` may follow. With `records` `.json` is a JSON list. What was prepared into `cache` is no
+    source; what a store that does not answer held when it last did is remembered there, and `log` hears of it. Files
+    are counted under their source where there are several or it has a table of its own, else under the first directory
+    of their names. `UserError`, which begins with `key`, when a source names nothing.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -55,8 +79,16 @@ def find_files(
             source = SourceRecipe(path=source)
         wanted = format if source.format == "auto" else source.format
         found = [
-            SourceFile(name, path, _format_of(path.name, wanted), named, number, source.text_key)
-            for name, path, named in sorted(_expand(source.path, key), key=lambda one: one[0])
+            SourceFile(
+                name,
+                path,
+                _format_of(path.name, wanted, records),
+                named,
+                number,
+                source.text_key,
+                source.name or source.path if len(sources) > 1 or key == "data.sources" else _first_directory(name),
+            )
+            for name, path, named in sorted(_expand(source.path, key, cache, log), key=lambda one: one[0])
             if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)
         ]
         if not found:
@@ -65,13 +97,19 @@ def find_files(
     return files
 
 
-def _format_of(name: str, format: str) -> str:
+def _first_directory(name: str) -> str:
+    first, separator, _ = name.partition("/")
+    return first + separator
+
+
+def _format_of(name: str, format: str, records: bool) -> str:
     if format != "auto":
         return format
     name = name.lower()
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
-    return next((known for suffix, known in FORMAT_SUFFIXES.items() if name.endswith(suffix)), "text")
+    suffixes = FORMAT_SUFFIXES | RECORD_SUFFIXES if records else FORMAT_SUFFIXES
+    return next((known for suffix, known in suffixes.items() if name.endswith(suffix)), "text")
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
@@ -80,16 +118,18 @@ def _is_cached(path: Path, cache: Path) -> bool:
         parts = path.absolute().relative_to(cache.absolute()).parts
     except ValueError:
         return False
-    return len(parts) > 1 and re.fullmatch(r"[0-9a-f]{32}|contents", parts[0]) is not None
+    return len(parts) > 1 and re.fullmatch(r"[0-9a-f]{32}|contents|listings", parts[0]) is not None
 
 
-def _expand(source: str, key: str) -> Iterator[tuple[str, Path | StoredFile, bool]]:
+def _expand(
+    source: str, key: str, cache: Path | None, log: Callable[[str], None]
+) -> Iterator[tuple[str, Path | StoredFile, bool]]:
     """(name, path, named) of each file that `source` means."""
     if source == "stdlib":
         yield from ((name, path, False) for name, path in _standard_library(key))
         return
     if is_url(source) and local_path(source) is None:
-        yield from find_stored(source, key)
+        yield from listed(source, key, cache, log)
         return
     path = local_path(source) or Path(source).expanduser()
     if path.is_dir():

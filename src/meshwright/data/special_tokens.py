@@ -58,13 +58,34 @@ def text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
     write: random ones. Ids and everything else stay, so text that spells a special token is cut as any other text is.
     """
     tokenizer.encode_special_tokens = True
-    unknown = unknown_token(tokenizer)
-    hidden = {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
+    hidden = _hidden(tokenizer, special)
     state = _state_if_spelled(tokenizer, hidden)
     if state is None:
         return tokenizer
+    encoder, _ = _renamed(state, hidden)
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
+    """A tokenizer that makes tokens of `special` only of the names given here for them, which nobody can write; all
+    else, what spells one of them too, it encodes as text. Ids are those of `tokenizer`."""
+    encoder, names = _renamed(json.loads(tokenizer.to_str()), _hidden(tokenizer, special))
+    encoder.no_padding()
+    encoder.no_truncation()
+    encoder.encode_special_tokens = False
+    return encoder, {token: names[token] for token in special}
+
+
+def _hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
+    unknown = unknown_token(tokenizer)
+    return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
+
+
+def _renamed(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of this JSON in which these tokens have other names, and which."""
     nonce = secrets.token_hex(16)
-    names = {token: f"{nonce}-{number}" for number, token in enumerate(sorted(hidden))}
+    names = {token: f"{nonce}-{number}-" for number, token in enumerate(sorted(hidden))}
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = state["model"]
@@ -77,9 +98,7 @@ def text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_parts(merge))]
     state["post_processor"] = None  # adds special tokens, which text does not get, and knows them by their names
-    encoder = Tokenizer.from_str(json.dumps(state))
-    encoder.encode_special_tokens = True
-    return encoder
+    return Tokenizer.from_str(json.dumps(state)), names
 
 
 def _state_if_spelled(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:

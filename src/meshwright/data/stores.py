@@ -81,6 +81,10 @@ _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 """Of the disk here, not of the store."""
 
 
+class StoreUnreached(UserError):
+    """A store that does not answer, or not to this process: that says nothing of what it holds."""
+
+
 class _NotSupported(UserError):
     """The store does not do what was asked, such as giving a part of a file."""
 
@@ -141,6 +145,8 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     for number in range(TRIES):
         try:
             return ask()
+        except StoreUnreached:
+            raise
         except Exception as error:  # every store has its own
             kind = type(error).__name__
             if isinstance(error, OSError) and error.errno in _LOCAL:
@@ -158,9 +164,11 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
             )
             status = getattr(error, "status", None)  # of an HTTP client
             if final or (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)):
-                raise UserError(f"{url} cannot be read{where}: {_reason(error)}{_hint(url, error)}") from None
+                raise (StoreUnreached if _is_closed(error) else UserError)(
+                    f"{url} cannot be read{where}: {_reason(error)}{_hint(url, error)}"
+                ) from None
             if number == TRIES - 1:
-                raise UserError(
+                raise StoreUnreached(
                     f"{url} cannot be read{where}: {TRIES} tries failed, the last one so: {_reason(error)}; run the "
                     "command again when the store answers"
                 ) from None
@@ -304,16 +312,26 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _hint(url: str, error: Exception) -> str:
-    kind, status = type(error).__name__, re.search(r"status code: (\d+)", str(error))
-    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or (status and status[1] == "404"):
-        return "; there is no such file or directory"
-    closed = (
-        _NO_CREDENTIALS in str(error)
-        or kind in ("PermissionDeniedError", "UnauthenticatedError")
-        or isinstance(error, PermissionError)
+def _is_closed(error: Exception) -> bool:
+    """Whether the store does not let this process in, whatever it holds."""
+    named = isinstance(error, PermissionError) or type(error).__name__ in (
+        "PermissionDeniedError",
+        "UnauthenticatedError",
     )
-    if url.startswith("s3") and (closed or (status and status[1] in ("400", "401", "403"))):
+    return named or _NO_CREDENTIALS in str(error) or _status(error) in ("401", "403")
+
+
+def _status(error: Exception) -> str | None:
+    """The HTTP status that an error tells of."""
+    said = re.search(r"status code: (\d+)", str(error))
+    return said[1] if said else None
+
+
+def _hint(url: str, error: Exception) -> str:
+    kind, status = type(error).__name__, _status(error)
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == "404":
+        return "; there is no such file or directory"
+    if url.startswith("s3") and (_is_closed(error) or status == "400"):
         return (
             "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
             "(AWS_SKIP_SIGNATURE=true for a public bucket)"

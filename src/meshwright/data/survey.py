@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning import Cleaner
+from meshwright.data.cleaning import Cleaner, Rewriter
 from meshwright.data.cleaning_pass import Cleaned, clean
-from meshwright.data.reading import LONGEST_DOCUMENT, Reader
+from meshwright.data.reading import LONGEST_DOCUMENT, Document, Reader
+from meshwright.data.records import Records
 from meshwright.data.segments import KEPT
-from meshwright.data.sources import SourceFile
+from meshwright.data.sources import SourceChanged, SourceFile
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
@@ -32,7 +33,7 @@ class Survey:
 
     `codes` [documents]: the index in `SPLITS`, or len(SPLITS) + the index in `RULES` of what dropped it. `pieces`:
     documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split.
-    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `cleaner`: by which texts were masked.
+    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `rewriter`: by which texts were masked.
     """
 
     codes: NDArray[np.uint8]
@@ -40,7 +41,7 @@ class Survey:
     longest: int
     bytes: dict[str, int]
     report: dict[str, Any]
-    cleaner: Cleaner
+    rewriter: Rewriter
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -53,18 +54,24 @@ class Survey:
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
     def description(self) -> dict[str, Any]:
-        """All but `codes` and `cleaner`, as JSON."""
+        """All but `codes` and `rewriter`, as JSON."""
         return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
 
     @classmethod
-    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], cleaner: Cleaner) -> Survey:
+    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
-        return cls(codes, tuple(description["pieces"]), longest, sizes, report, cleaner)
+        return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
     def texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """(number, text as it is kept) of the split's documents from number `first` on; files without any are not
+        """(number, text as it is kept) of the split's documents from number `first` on."""
+        return ((number, document.text or "") for number, document in self.kept(files, reader, split, first))
+
+    def kept(
+        self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
+    ) -> Iterator[tuple[int, Document]]:
+        """(number, document as it is kept) of the split's documents from number `first` on; files without any are not
         opened."""
         wanted = SPLITS.index(split)
         end = 0
@@ -78,13 +85,19 @@ class Survey:
                     break
                 if number >= first and self.codes[number] == wanted:
                     if document.text is None:
-                        raise changed(file)
-                    text = document.text
-                    if self.cleaner.rewrites:
-                        text, _ = self.cleaner.rewritten(text, document.name)
-                    yield number, text
+                        raise SourceChanged(file)
+                    yield number, self._rewritten(document) if self.rewriter.rewrites else document
             if number + 1 != end:
-                raise changed(file)
+                raise SourceChanged(file)
+
+    def _rewritten(self, document: Document) -> Document:
+        def rewrite(text: str) -> str:
+            return self.rewriter.rewritten(text, document.name)[0]
+
+        if document.example is None:
+            return document._replace(text=rewrite(document.text or ""))
+        example = document.example.rewritten(rewrite)
+        return document._replace(text=example.text(), example=example)
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
@@ -99,10 +112,6 @@ def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
         if len(found):
             return max(begin, at - _BLOCK) + int(found[-1])
     return -1
-
-
-def changed(file: SourceFile) -> UserError:
-    return UserError(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
 
 def survey(
@@ -125,7 +134,8 @@ def survey(
 
         longest = LONGEST_DOCUMENT
         result = cleaned(longest)
-        if recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
+        cut = recipe.records == "text"  # records stay whole
+        if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
             longest = SHORT_DOCUMENT
             log(
                 f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
@@ -140,7 +150,8 @@ def survey(
 
 def document_reader(recipe: DataRecipe, longest: int) -> Reader:
     """How the survey reads documents, and everything after it."""
-    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys)
+    records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
+    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
 def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:

@@ -81,6 +81,27 @@ class TokenizerFiles:
     def sha256(self) -> list[str]:
         return [hashlib.sha256(data).hexdigest() for data in (self.tokenizer, self.config)]
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template that comes with it; of several the one called default."""
+        template = json.loads(self.config).get("chat_template")
+        if isinstance(template, list):
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def with_chat_template(self, template: str) -> TokenizerFiles:
+        return TokenizerFiles(self.tokenizer, _pretty({**json.loads(self.config), "chat_template": template}))
+
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens that its files name by their use (`bos_token` ...), as templates know them."""
+        config = json.loads(self.config)
+        return {key: _content(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
+
+    def load(self) -> TextTokenizer:
+        """`UserError`: the file is no tokenizer."""
+        return _text_tokenizer(_parse(self.tokenizer, Path(FILES[0])), json.loads(self.config))
+
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
     """The files of data.tokenizer = `name`; None for a kind made here. `UserError`: no such files, or no end named."""
@@ -123,6 +144,8 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             **config,
             "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unsaid)],
         }
+    if (template := directory / "chat_template.jinja").is_file():  # newer than what the configuration says
+        config = {**config, "chat_template": template.read_text("utf-8")}
     return TokenizerFiles(data, _pretty(config))
 
 
@@ -134,14 +157,21 @@ def least_vocabulary(name: str) -> int:
 
 
 def write_tokenizer(
-    directory: Path, name: str, vocabulary: int, found: TokenizerFiles | None, texts: Iterator[str]
+    directory: Path,
+    name: str,
+    vocabulary: int,
+    found: TokenizerFiles | None,
+    texts: Iterator[str],
+    chat_template: str | None = None,
 ) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: those `found`, else a tokenizer of the kind
     `name`, trained on `texts` where it is a kind that is trained (see `tokenizer_kinds`). It has `vocabulary` tokens,
-    fewer where the text does not offer so many."""
+    fewer where the text does not offer so many. `chat_template`: what its configuration is to hold as such."""
     if found is None:
         kind = KINDS[name]
         found = TokenizerFiles(kind.make(vocabulary, texts).to_str(pretty=True).encode(), _pretty(kind.config()))
+    if chat_template is not None:
+        found = found.with_chat_template(chat_template)
     for file, data in zip(FILES, (found.tokenizer, found.config), strict=True):
         write_whole(directory / file, data)
 
@@ -149,10 +179,13 @@ def write_tokenizer(
 def load_tokenizer(directory: Path) -> TextTokenizer:
     """The tokenizer that `write_tokenizer` left in `directory`."""
     tokenizer = _parse((directory / FILES[0]).read_bytes(), directory / FILES[0])
-    config = _json_object(directory / FILES[1])
+    return _text_tokenizer(tokenizer, _json_object(directory / FILES[1]))
+
+
+def _text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
     eos, bos = config["eos_token"], config.get("bos_token")
     start, end = (tokenizer.token_to_id(_content(token)) for token in (bos or eos, eos))
-    assert start is not None and end is not None, (directory, eos, bos)
+    assert start is not None and end is not None, (eos, bos)
     return TextTokenizer(tokenizer, start, end, named_special(config))
 
 
@@ -206,6 +239,10 @@ def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]
 def _content(token: Any) -> str:
     """The text of a token as Hugging Face writes it: a string, or an object with its `content`."""
     return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
 def _pretty(value: dict[str, Any]) -> bytes:

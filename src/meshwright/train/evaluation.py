@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData, TokenBatch, prepare, xz_bits_per_byte
+from meshwright.data import PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -47,8 +48,9 @@ def evaluate(
     (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the recipe's or
     the model's unless given. device: one of `names.DEVICES`. layout: cut the model over local ranks ("tp2 pp2"), which
     compute on the CPU. `progress(done, total)` hears of rows, if there is one device. The result has
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `sequence`, and, with
-    `with_xz`, `xz_bits_per_byte`.
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `lossy_documents`,
+    `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
+    the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
 
     Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
     """
@@ -71,17 +73,18 @@ def evaluate(
         "tokens": count,
         "bytes": tokens.bytes,
         "documents": tokens.documents,
+        "lossy_documents": _lossy(prepared, tokens),
         "sequence": tokens.sequence,
         "data": data,
         "checkpoint": str(directory),
     }
     if with_xz:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(_texts(prepared, tokens))
+        result["xz_bits_per_byte"] = xz_bits_per_byte(tokens.texts())
     return result
 
 
 def _on_one_device(
-    directory: Path, tokens: PackedTokens, device: str, progress: Callable[[int, int], None]
+    directory: Path, tokens: TokenRows, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
     """The sum of the token losses (nats), and of how many tokens."""
     model, _ = load_huggingface(directory, torch.float32, device)
@@ -113,7 +116,7 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int) -> tuple[flo
     return nats, count
 
 
-def _rows(tokens: PackedTokens) -> int:
+def _rows(tokens: TokenRows) -> int:
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
@@ -124,7 +127,7 @@ def _micro_batch(batch: TokenBatch) -> MicroBatch:
 
 def held_out(
     checkpoint: Path, config: ModelConfig, data: str, sequence: int | None, log: Callable[[str], None]
-) -> tuple[PreparedData, PackedTokens]:
+) -> tuple[PreparedData, TokenRows]:
     """The tokens to evaluate on, made with the checkpoint's own tokenizer."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
@@ -140,10 +143,10 @@ def held_out(
         split, seed = "train", 0
     default = part.sequence if from_recipe else LONGEST_ROW
     length = min(sequence or default, config.max_positions)
-    prepared = prepare(part, seed, log=log)
+    prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if (prepared.tokenizer_directory / "tokenizer.json").read_bytes() != (checkpoint / "tokenizer.json").read_bytes():
         part = part.model_copy(update={"tokenizer": str(checkpoint)})
-        prepared = prepare(part, seed, log=log)
+        prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if prepared.vocabulary > config.vocabulary:
         raise UserError(
             f"{checkpoint}: its tokenizer has {prepared.vocabulary} tokens, its model only {config.vocabulary}"
@@ -153,10 +156,15 @@ def held_out(
     return prepared, tokens
 
 
-def _texts(prepared: PreparedData, tokens: PackedTokens) -> Any:
-    """The very text that was evaluated: kept for a validation split, decoded from the tokens otherwise."""
-    if tokens.directory.name == "validation":
-        return tokens.texts()
-    return (
-        prepared.tokenizer.tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in tokens.token_batches()
-    )
+def _lossy(prepared: PreparedData, tokens: TokenRows) -> int:
+    """How many documents are not what their tokens decode to."""
+    tokenizer, lossy = prepared.tokenizer, 0
+    for texts in _in_batches(tokens.texts(), 256):
+        encoded = tokenizer.encode(texts)
+        lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
+    return lossy
+
+
+def _in_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(itertools.islice(texts, size)):
+        yield batch

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedTokens, PreparedData, TokenBatch
+from meshwright.data import PreparedData, TokenBatch, TokenRows
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -114,8 +114,8 @@ class Trainer:
         self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if dtype == torch.float16 else LossScale()
         if recipe.train.compile:
             self.model.compile_blocks()
-        self.tokens: PackedTokens = data.split("train")
-        self.validation_tokens: PackedTokens = data.split("validation")
+        self.tokens: TokenRows = data.split("train")
+        self.validation_tokens: TokenRows = data.split("validation")
         self.order = data.order()
         self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)

@@ -1,0 +1,28 @@
+"""A file's documents, or the line that says why there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.reading import Reader
+from meshwright.data.sources import find_files
+from meshwright.errors import UserError
+
+
+def read(path: Path, *, named: bool = True, **settings: object) -> list[tuple[str, str | None]]:
+    """(name, text) of the documents of a file, named by the recipe or found by a glob."""
+    pattern = str(path) if named else f"{path.parent}/[{path.name[0]}]{path.name[1:]}"
+    (file,) = find_files([pattern])
+    assert file.named == named
+    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
+
+
+def refusal(path: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, **settings)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert str(path) in line
+    return line
