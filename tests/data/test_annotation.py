@@ -294,4 +294,4 @@ def test_unknown_names_and_damaged_annotations_are_refused():
             list(export_rows(placed([{**PLAIN, "annotation": damaged}]), "doccano", "classify"))
         assert said in str(caught.value)
     with pytest.raises(UserError, match="the prompt is empty"):
-        list(export_rows(placed([{"prompt": "", "chosen": "x"}]), "doccano", "rewrite"))
+        list(export_rows(placed([{"instruction": "", "output": "x"}]), "doccano", "rewrite"))

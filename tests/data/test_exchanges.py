@@ -40,7 +40,8 @@ FORMS = {
     "sharegpt": (SHAREGPT, "Hi", "Hello", "Hi"),
     "preference": (PREFERENCE, "Hi", "Hello", "Hi"),
     "preference chat": (PREFERENCE_CHAT, "Hi", "Hello", "Hi"),
-    "prompt alone": ({"prompt": "Hi"}, "Hi", "", "Hi"),
+    "no rejected": ({"prompt": "Hi", "chosen": "Hello"}, "Hi", "Hello", "Hi"),
+    "no output": ({"instruction": "Sing."}, "Sing.", "", "Sing."),
     "unanswered chat": ({"messages": [{"role": "user", "content": "Hi"}]}, "Hi", "", "Hi"),
     "no input": ({"instruction": "Sing.", "input": None, "output": "La"}, "Sing.", "La", "Sing."),
 }
@@ -70,11 +71,12 @@ def test_another_response_stands_where_the_old_one_stood_and_nothing_else_change
     [
         ({"text": "x"}, 'neither "instruction"'),
         ({"instructions": "x"}, 'did you mean "instruction"?'),
-        ({"instruction": 3}, '"instruction" is 3, not a string'),
+        ({"instruction": 3}, '"instruction" is the number 3, not a string'),
         ({"messages": "Hi"}, "not a list of messages"),
-        ({"messages": ["Hi"]}, 'message 1 has no "role"'),
-        ({"messages": [{"role": "user", "content": [1]}]}, 'message 1: "content" is [1], not a string'),
-        ({"conversations": [{"from": "human"}]}, '"value" is null, not a string'),
+        ({"messages": ["Hi"]}, "messages[0] is the string 'Hi', not a message"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content is a list of 1, not a string"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, 'did you mean "user"?'),
+        ({"conversations": [{"from": "human", "value": None}]}, "conversations[0].value is null, not a string"),
     ],
 )
 def test_what_is_no_record_is_one_line_with_its_place(record: dict, said: str):
