@@ -93,8 +93,16 @@ def test_what_does_not_pass_is_one_line(kind: str):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_what_the_server_refuses_is_not_tried_again_and_its_reason_is_said(status: int):
-    said = b'{"error": {"message": "no such\\nmodel", "type": "invalid_request_error"}}'
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"error": {"message": "no such\\nmodel", "type": "invalid_request_error"}}',
+        b'{"error": "no such model"}',
+        b'{"detail": "no such model"}',
+        b"no such model",
+    ],
+)
+def test_what_the_server_refuses_is_not_tried_again_and_its_reason_is_said(status: int, said: bytes):
     with served(lambda body, number: (status, {}, said)) as server:
         with pytest.raises(RequestRefused, match=rf"status {status}: no such model") as caught:
             endpoint(server.url).complete(HELLO)

@@ -308,10 +308,10 @@ def _balance(name: str, group: Mapping[str, Any]) -> Any:
     table.add_row("effective number", f"{prompt['effective']:.2f}", "", "", f"{response['effective']:.2f}", "", "")
     said = group["refusals"]
     lines = [
-        f"{said['should_refuse']:,} prompts should be refused: {said['refused']:,} are, {said['answered']:,} are "
-        "answered",
-        f"{said['harmless']:,} should be answered: {said['answered_harmless']:,} are, {said['refused_harmless']:,} are "
-        "refused",
+        f"prompts to refuse: {said['should_refuse']:,}, of which {said['refused']:,} refused, "
+        f"{said['answered']:,} answered",
+        f"prompts to answer: {said['harmless']:,}, of which {said['refused_harmless']:,} refused, "
+        f"{said['answered_harmless']:,} answered",
     ]
     if said["not_judged"]:
         lines.append(f"{said['not_judged']:,} records are not judged as to refusals")

@@ -223,7 +223,7 @@ def _message(error: urllib.error.HTTPError, until: float) -> str:
     try:
         said = json.loads(body)
         said = said.get("error", said)
-        said = said.get("message", said) if isinstance(said, dict) else said
+        said = said.get("message", said.get("detail", said)) if isinstance(said, dict) else said
     except (ValueError, AttributeError, RecursionError):
         said = body.decode(errors="replace")
     return " ".join(str(said).split())[:400] or error.reason or "no reason given"
