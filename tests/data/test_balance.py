@@ -60,10 +60,10 @@ def test_six_equal_acts_are_six_effective_ones_and_one_is_one():
 
 
 def test_refusals_are_told_apart_by_whether_they_should_be():
-    assert report(RECORDS)["groups"]["all"]["refusals"] == {
-        "should_refuse": 2,
+    assert report([*RECORDS, RECORDS[3], RECORDS[3]])["groups"]["all"]["refusals"] == {
+        "should_refuse": 4,
         "refused": 1,
-        "answered": 1,
+        "answered": 3,
         "harmless": 2,
         "refused_harmless": 1,
         "answered_harmless": 1,

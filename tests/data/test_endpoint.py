@@ -82,6 +82,7 @@ def test_what_may_pass_is_tried_again(kind: str):
     with served(lambda body, number: broken(kind) if number < 2 else "Hi") as server:
         assert endpoint(server.url).complete(HELLO, retried=reasons.append).text == "Hi"
     assert len(server.requests) == 3 and len(reasons) == 2
+    assert (reasons[0] == "the connection ended in the middle of an answer") == (kind == "cut in the middle")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,6 +103,25 @@ def test_new_tasks_are_unlike_the_seeds_and_one_another(tmp_path: Path):
         pool.append(task)
 
 
+def test_a_task_is_too_much_like_another_from_seven_tenths_on(tmp_path: Path):
+    seed = "one two three four five six seven eight nine ten"
+    seven, six = "one two three four five six seven a b c", "one two three four five six d e f g"
+
+    def model(body: dict, number: int) -> str:
+        return f"2. {seven}\n3. {six}" if body["messages"][0]["content"].startswith("Here are") else "Output: x"
+
+    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
+        outcome = self_instruct([("s", {"instruction": seed})], ask, 1)
+        rounds = [body for body in server.requests if body["messages"][0]["content"].startswith("Here are")]
+    assert outcome.dropped["like another task"] >= 1 and outcome.dropped["task without an example"] == 1
+    asked = [
+        body["messages"][0]["content"] for body in server.requests if "yes or no" in body["messages"][0]["content"]
+    ]
+    assert len(asked) == 1 and asked[0].endswith(six)
+    # One seed gives one prompt; each request for it has a seed of its own.
+    assert len(rounds) == 8 and len({body["seed"] for body in rounds}) == 8
+
+
 def test_examples_are_input_first_or_for_a_classification_label_first(tmp_path: Path):
     outcome, _ = made(tmp_path, count=40)
     kinds = {True: set(), False: set()}
