@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from meshwright.cli import data_records
 from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.cli.terminal import printable, rendered
@@ -30,6 +31,7 @@ _LINES = 10  # of one document, in the picture of a batch
 )
 def command() -> None:
     """Prepare a recipe's data, show what a batch looks like and what its tokenizer does, report what cleaning did.
+    Label, balance, annotate and extend records of instruction and chat data.
 
     Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
     """
@@ -121,7 +123,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
         answer(document, rendered(parts))
 
 
-for one in (prepare, show, tokenizer, report):
+for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
     command.add_command(one)
 
 

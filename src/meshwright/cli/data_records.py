@@ -1,0 +1,318 @@
+"""`meshwright data label, balance, export, import, vary`: helpers for records of instruction and chat data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.terminal import printable, rendered
+from meshwright.errors import UserError
+from meshwright.names import unknown
+
+if TYPE_CHECKING:
+    from meshwright.data.asking import Asker
+
+_METHODS = ("self-instruct", "evol-instruct")
+_FILE = click.Path(path_type=Path)
+
+
+def _output(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--output", required=True, type=_FILE, metavar="F", help="The JSON Lines file to write.")(
+        function
+    )
+
+
+def _served(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say where a model is served and how it is asked."""
+    options = (
+        click.option(
+            "--url",
+            required=True,
+            metavar="URL",
+            help="Where the model is served, with its version: http://127.0.0.1:8000/v1.",
+        ),
+        click.option("--model", required=True, metavar="NAME", help="The model's name there."),
+        click.option("--key-variable", metavar="NAME", help="The environment variable that holds the server's key."),
+        click.option(
+            "--journal",
+            type=_FILE,
+            metavar="F",
+            help="Where answers are kept as they come; OUTPUT.journal unless given.",
+        ),
+        click.option(
+            "--concurrency", default=8, show_default=True, type=click.IntRange(1, 1024), help="Requests at a time."
+        ),
+        click.option(
+            "--timeout",
+            default=120.0,
+            show_default=True,
+            type=click.FloatRange(0.001),
+            metavar="SECONDS",
+            help="For one answer.",
+        ),
+        click.option("--tries", default=6, show_default=True, type=click.IntRange(1), help="Attempts of a request."),
+        click.option("--seed", default=0, show_default=True, help="Of what is asked, and sent along."),
+        click.option("--price-in", type=click.FloatRange(0), metavar="P", help="Price of a million tokens of prompts."),
+        click.option(
+            "--price-out", type=click.FloatRange(0), metavar="P", help="Price of a million tokens of answers."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@a_command(
+    "label",
+    "meshwright data label chats.jsonl --url http://127.0.0.1:8000/v1 --model qwen3-8b --output labelled.jsonl",
+    "meshwright data label chats.jsonl --url https://example.org/v1 --model m --key-variable API_KEY --output l.jsonl",
+)
+@click.argument("records", type=_FILE)
+@_output
+@_served
+@click.option("--again", is_flag=True, help="Replace what a model guessed before.")
+@json_option
+def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
+    """Have a served model guess the speech acts and refusals of RECORDS that nobody has judged yet.
+
+    The guesses are marked as such. Killed and started again, no answered request is asked again.
+    """
+    from meshwright.data.exchanges import read_rows, write_rows
+    from meshwright.data.labelling import label as label_records
+
+    with answering(as_json) as answer:
+        rows = read_rows(records)
+        with _asker(served, output) as asker:
+            labelled, summary = label_records(rows, asker, served["seed"], again)
+            summary |= {"usage": _usage(asker, served), "output": output}
+            write_rows(output, labelled)
+        answer(summary, rendered([_facts(summary)]))
+
+
+@a_command(
+    "balance",
+    "meshwright data balance labelled.jsonl",
+    "meshwright data balance train.jsonl test.jsonl --by source --target assertive=2,directive=1 --html balance.html",
+)
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@click.option("--by", metavar="KEY", help="A key of the records whose values are groups of their own.")
+@click.option(
+    "--target", metavar="ACT=WEIGHT,...", help="The shares aimed at, in proportion; all six alike unless given."
+)
+@click.option("--html", type=_FILE, metavar="F", help="Write a page.")
+@json_option
+def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
+    """Report how labelled records are balanced over the six speech acts, what is missing, and what they refuse.
+
+    Each FILE is a group of its own.
+    """
+    from meshwright.data.balance import balance as report_balance
+    from meshwright.data.balance import parse_target
+    from meshwright.data.balance_page import balance_page
+    from meshwright.data.exchanges import read_rows
+
+    with answering(as_json) as answer:
+        wanted = parse_target(target)
+        records = ((str(file), where, record) for file in files for where, record in read_rows(file))
+        report = report_balance(records, wanted, by)
+        parts = [_balance(name, group) for name, group in report["groups"].items()]
+        if html is not None:
+            write_file(html, balance_page(", ".join(file.name for file in files), report))
+            report = {**report, "files": {"page": str(html)}}
+            parts.append(f"page: {html}")
+        answer(report, rendered(parts))
+
+
+@a_command(
+    "export",
+    "meshwright data export chats.jsonl --to doccano --output chats.doccano.jsonl",
+    "meshwright data export chats.jsonl --to prodigy --task spans --output chats.prodigy.jsonl",
+)
+@click.argument("records", type=_FILE)
+@click.option("--to", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
+@click.option(
+    "--task", default="classify", show_default=True, metavar="classify|spans|rewrite", help="What annotators do."
+)
+@_output
+@json_option
+def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
+    """Write RECORDS as an annotation tool reads them, with the labels that they carry as a suggestion.
+
+    classify: labels of a record; spans: stretches that perform an act; rewrite: a better response.
+    """
+    from meshwright.data.annotation import check_names, export_rows
+    from meshwright.data.exchanges import read_rows, write_rows
+
+    with answering(as_json) as answer:
+        check_names(tool, task)
+        rows = list(export_rows(read_rows(records), tool, task))
+        write_rows(output, rows)
+        answer({"rows": len(rows), "tool": tool, "task": task, "output": output}, f"{len(rows):,} rows: {output}")
+
+
+@a_command(
+    "import",
+    "meshwright data import all.jsonl --from doccano --records chats.jsonl --output labelled.jsonl",
+    "meshwright data import ann.jsonl ben.jsonl --from prodigy --records chats.jsonl --output labelled.jsonl",
+)
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@click.option("--from", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
+@click.option("--records", required=True, type=_FILE, metavar="F", help="The records that were exported.")
+@click.option("--leave-out-rejected", is_flag=True, help="Write no record that annotators rejected.")
+@_output
+@json_option
+def import_(
+    files: tuple[Path, ...], tool: str, records: Path, leave_out_rejected: bool, output: Path, as_json: bool
+) -> None:
+    """Write the records with what annotators made of them: labels, spans, rewritten responses.
+
+    Of several annotators (several FILEs, or several rows of a record) the majority holds.
+    """
+    from meshwright.data.annotation import TASKS, check_names, import_rows
+    from meshwright.data.exchanges import read_rows, write_rows
+
+    with answering(as_json) as answer:
+        check_names(tool, TASKS[0])
+        rows = [row for file in files for row in read_rows(file)]
+        labelled, summary = import_rows(read_rows(records), rows, tool, leave_out_rejected)
+        write_rows(output, labelled)
+        answer({**summary, "output": output}, rendered([_facts({**summary, "output": output})]))
+
+
+@a_command(
+    "vary",
+    "meshwright data vary seeds.jsonl --method self-instruct --count 500 --url http://127.0.0.1:8000/v1 --model m "
+    "--output new.jsonl",
+    "meshwright data vary seeds.jsonl --method evol-instruct --rounds 2 --url http://127.0.0.1:8000/v1 --model m "
+    "--output harder.jsonl",
+)
+@click.argument("seeds", type=_FILE)
+@click.option("--method", required=True, metavar="|".join(_METHODS), help="New tasks, or harder ones.")
+@click.option("--count", default=100, show_default=True, type=click.IntRange(1), help="Self-Instruct: new tasks.")
+@click.option(
+    "--instances", default=1, show_default=True, type=click.IntRange(1, 5), help="Self-Instruct: examples of a task."
+)
+@click.option(
+    "--rounds", default=4, show_default=True, type=click.IntRange(1), help="Evol-Instruct: evolutions of each."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0, 2), help="Of the sampling; 0.7 for Self-Instruct, 1 for Evol-Instruct."
+)
+@click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@_output
+@_served
+@json_option
+def vary(
+    seeds: Path,
+    method: str,
+    count: int,
+    instances: int,
+    rounds: int,
+    temperature: float | None,
+    max_tokens: int,
+    output: Path,
+    as_json: bool,
+    **served: Any,
+) -> None:
+    """Have a served model write further instructions, with responses, from those of SEEDS.
+
+    Killed and started again, no answered request is asked again.
+    """
+    from meshwright.data.evol_instruct import evol_instruct
+    from meshwright.data.exchanges import read_rows, write_rows
+    from meshwright.data.self_instruct import self_instruct
+
+    with answering(as_json) as answer:
+        if method not in _METHODS:
+            raise UserError(f"--method: {unknown('method', method, _METHODS)}")
+        rows = read_rows(seeds)
+        with _asker(served, output) as asker:
+            if method == _METHODS[0]:
+                warmth = 0.7 if temperature is None else temperature
+                outcome = self_instruct(rows, asker, count, served["seed"], warmth, max_tokens, instances, _log)
+                records, summary = outcome.records, outcome.summary()
+            else:
+                warmth = 1.0 if temperature is None else temperature
+                records, summary = evol_instruct(rows, asker, rounds, served["seed"], warmth, max_tokens, log=_log)
+            summary |= {"usage": _usage(asker, served), "output": output}
+            write_rows(output, records)
+        answer(summary, rendered([_facts(summary)]))
+
+
+COMMANDS = (label, balance, export, import_, vary)
+
+
+def _log(line: str) -> None:
+    click.echo(printable(line), err=True)
+
+
+def _asker(served: Mapping[str, Any], output: Path) -> Asker:
+    from meshwright.data.asking import Asker
+    from meshwright.data.endpoint import Endpoint, key_from
+
+    key = key_from(served["key_variable"])
+    endpoint = Endpoint(served["url"], served["model"], key, served["timeout"], served["tries"])
+    journal = served["journal"] or output.with_name(f"{output.name}.journal")
+    return Asker(endpoint, journal, served["concurrency"], _log)
+
+
+def _usage(asker: Asker, served: Mapping[str, Any]) -> dict[str, Any]:
+    return asker.usage(served["price_in"], served["price_out"])
+
+
+def _facts(summary: Mapping[str, Any], prefix: str = "") -> Any:
+    """A summary as lines; what is empty or none is left out."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{name} {count:,}" for name, count in value.items() if count)
+        elif isinstance(value, list):
+            value = f"{len(value):,}" + (f": {', '.join(value[:5])}" if value else "")
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        table.add_row(key.replace("_", " "), printable(str(value)) or "-")
+    return table
+
+
+def _balance(name: str, group: Mapping[str, Any]) -> Any:
+    """One group of a balance report."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    guessed = f", {group['guessed']:,} by a model's guess" if group["guessed"] else ""
+    title = Text.assemble(
+        (printable(name), "bold"), f": {group['labelled']:,} of {group['records']:,} records labelled{guessed}"
+    )
+    if not group["labelled"]:
+        return Group(title, "")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("act")
+    for column in ("prompt", "share", "to add", "response", "share", "to add"):
+        table.add_column(column, justify="right")
+    prompt, response = group["prompt"], group["response"]
+    for act, row in prompt["acts"].items():
+        cells = [
+            (f"{one['count']:,}", f"{one['share']:.1%}", f"{one['add']:,}") for one in (row, response["acts"][act])
+        ]
+        table.add_row(act, *cells[0], *cells[1])
+    table.add_row("effective number", f"{prompt['effective']:.2f}", "", "", f"{response['effective']:.2f}", "", "")
+    said = group["refusals"]
+    lines = [
+        f"prompts to refuse: {said['should_refuse']:,}, of which {said['refused']:,} refused, "
+        f"{said['answered']:,} answered",
+        f"prompts to answer: {said['harmless']:,}, of which {said['refused_harmless']:,} refused, "
+        f"{said['answered_harmless']:,} answered",
+    ]
+    if said["not_judged"]:
+        lines.append(f"{said['not_judged']:,} records are not judged as to refusals")
+    return Group(title, table, *lines, "")

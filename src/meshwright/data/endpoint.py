@@ -1,0 +1,240 @@
+"""A served model behind an OpenAI-compatible /v1/chat/completions: a request, its answer, tries where they help."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import random
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any, NamedTuple
+
+from meshwright.data.files import canonical_json
+from meshwright.errors import UserError
+
+_LONGEST_ANSWER = 64 << 20  # bytes
+_LONGEST_WAIT = 300.0  # seconds; what a server asks for beyond that is cut to it
+_AGAIN = {408, 409, 425, 429}  # and all from 500 on
+
+
+class Completion(NamedTuple):
+    """An answer. finish_reason: "stop", "length" where it was cut; tokens None where the server does not count them."""
+
+    text: str
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What is asked: the body of the request without its model."""
+
+    messages: Sequence[Mapping[str, str]]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    seed: int = 0
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "messages": [dict(message) for message in self.messages],
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+        }
+
+
+class RequestRefused(UserError):
+    """The server will not answer this request, however often it is asked."""
+
+
+class NoAnswer(UserError):
+    """The server did not answer after all tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a model is served, and how patiently it is asked.
+
+    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". key: sent as a bearer token, to this
+    address alone (redirects are not followed), never shown. timeout: seconds for a whole answer. tries: attempts of a
+    request; the pause doubles from `backoff` seconds on, unless the server says Retry-After.
+    """
+
+    url: str
+    model: str
+    key: str | None = field(default=None, repr=False)
+    timeout: float = 120.0
+    tries: int = 6
+    backoff: float = 1.0
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f'"{self.url}" is not the address of a server, as in http://127.0.0.1:8000/v1')
+        if parts.username or parts.password:
+            raise UserError("the address of the server has a password in it; give a key by its environment variable")
+
+    @property
+    def address(self) -> str:
+        """The URL that is asked."""
+        url = self.url.rstrip("/")
+        if url.endswith("/chat/completions"):
+            return url
+        return f"{url}/chat/completions" if urllib.parse.urlsplit(url).path else f"{url}/v1/chat/completions"
+
+    def complete(
+        self,
+        request: ChatRequest,
+        wait: Callable[[float], None] = time.sleep,
+        retried: Callable[[str], None] = lambda reason: None,
+    ) -> Completion:
+        """The model's answer.
+
+        wait: pauses between tries. retried: is told why a request is sent again. Raises RequestRefused for what
+        the server will not do (400, 401, 404 ...), NoAnswer where 408, 409, 425, 429, 5xx, time-outs, broken
+        connections and answers that are none outlast all tries.
+        """
+        body = canonical_json(request.body(self.model))
+        reason = ""
+        for attempt in range(self.tries):
+            try:
+                return self._once(body)
+            except _TryAgainError as error:
+                reason = str(error)
+                if attempt + 1 < self.tries:
+                    retried(reason)
+                    pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # so that clients do not come in step
+                    wait(min(pause if error.after is None else error.after, _LONGEST_WAIT))
+        raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._said(reason)}")
+
+    def _once(self, body: bytes) -> Completion:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.address, body, headers, method="POST")
+        until = time.monotonic() + self.timeout
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as answer:
+                return _completion(_read(answer, until))
+        except urllib.error.HTTPError as error:
+            with error:
+                said = _message(error, until)
+            if error.code in _AGAIN or error.code >= 500:
+                raise _TryAgainError(f"status {error.code}: {said}", _retry_after(error.headers)) from None
+            hint = {401: "; is the key right?", 403: "; is the key right?", 404: "; are address and model right?"}
+            raise RequestRefused(
+                f"{self.address}: status {error.code}: {self._said(said)}{hint.get(error.code, '')}"
+            ) from None
+        except urllib.error.URLError as error:
+            raise _TryAgainError(str(getattr(error.reason, "strerror", None) or error.reason)) from None
+        except TimeoutError:
+            raise _TryAgainError(f"no whole answer in {self.timeout:g} seconds") from None
+        except (OSError, HTTPException) as error:
+            raise _TryAgainError(str(error) or type(error).__name__) from None
+
+    def _said(self, text: str) -> str:
+        """What a server says in one short line, without the key that a careless one may repeat."""
+        return (text.replace(self.key, "<key>") if self.key else text)[:300]
+
+
+def key_from(variable: str | None) -> str | None:
+    """The key that an environment variable holds; None without a variable. `UserError` where it holds none."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"the environment variable {variable} is not set; it should hold the server's key")
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise UserError(
+            f"the environment variable {variable} does not hold a key: keys are plain characters, no spaces"
+        )
+    return key
+
+
+class _TryAgainError(Exception):
+    """An attempt that failed for now. after: seconds that the server asks to wait."""
+
+    def __init__(self, reason: str, after: float | None = None) -> None:
+        super().__init__(" ".join(reason.split()))
+        self.after = after
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect the error that it is: following it would hand the key to another address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def _read(answer: Any, until: float) -> bytes:
+    """The whole body, in bounded time and memory: a server that sends a byte now and then is not waited for."""
+    parts: list[bytes] = []
+    size = 0
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > _LONGEST_ANSWER:
+            raise _TryAgainError(f"an answer of more than {_LONGEST_ANSWER >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError
+    if answer.length:  # of a body whose end never came
+        raise _TryAgainError("the connection ended in the middle of an answer")
+    return b"".join(parts)
+
+
+def _completion(body: bytes) -> Completion:
+    try:
+        value = json.loads(body)
+        choice = value["choices"][0]
+        message = choice["message"]
+        text = message["content"] if message.get("content") is not None else message.get("refusal") or ""
+        reason = choice.get("finish_reason")
+        usage = value.get("usage") or {}
+        counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        shown = body[:80].decode(errors="replace")
+        raise _TryAgainError(f'the answer is no chat completion: "{shown}"') from None
+    if not isinstance(text, str):
+        raise _TryAgainError("the answer's content is not text")
+    prompt, completion = (count if type(count) is int and count >= 0 else None for count in counts)
+    return Completion(text, reason if isinstance(reason, str) else None, prompt, completion)
+
+
+def _message(error: urllib.error.HTTPError, until: float) -> str:
+    """What the server says of an error: the message of its JSON, else the beginning of its text."""
+    try:
+        body = _read(error, until)
+    except (OSError, HTTPException, _TryAgainError):
+        return error.reason or "no reason given"
+    try:
+        said = json.loads(body)
+        said = said.get("error", said)
+        said = said.get("message", said.get("detail", said)) if isinstance(said, dict) else said
+    except (ValueError, AttributeError, RecursionError):
+        said = body.decode(errors="replace")
+    return " ".join(str(said).split())[:400] or error.reason or "no reason given"
+
+
+def _retry_after(headers: Any) -> float | None:
+    """Seconds of a Retry-After header, which is a number or a date (RFC 9110, section 10.2.3)."""
+    said = (headers.get("Retry-After") or "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", said):
+        return float(said)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,164 @@
+"""`meshwright data label, balance, export, import, vary`: files in, files out, one document, mistakes in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.served import served
+from tests.data.test_labelling import GOOD
+from tests.data.test_variants import evolving, self_instruct_model
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six records, the first two of them labelled."""
+    monkeypatch.chdir(tmp_path)
+    records = [{"instruction": f"Do thing {n}", "input": "", "output": f"Done {n} 😀"} for n in range(6)]
+    records[0]["annotation"] = {
+        "prompt": ["directive"],
+        "response": ["assertive"],
+        "should_refuse": False,
+        "refuses": False,
+    }
+    records[1]["annotation"] = {
+        "prompt": ["directive"],
+        "response": ["verdictive"],
+        "should_refuse": True,
+        "refuses": False,
+    }
+    path = Path("chats.jsonl")
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def lines(path: Path | str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_records_are_labelled_exported_imported_and_reported(command_line, chats: Path):
+    with served(lambda body, number: json.dumps(GOOD)) as server:
+        told = command_line(
+            "data", "label", chats, "--url", server.url, "--model", "m", "--output", "l.jsonl", "--json"
+        )
+    answer = json.loads(told.output)
+    assert (answer["labelled"], answer["kept"], answer["usage"]["requests"]) == (4, 2, 4)
+    assert len(lines("l.jsonl")) == 6 and lines("l.jsonl")[2]["annotation"]["by"] == "model m"
+
+    told = command_line("data", "export", "l.jsonl", "--to", "prodigy", "--output", "p.jsonl")
+    assert (told.code, told.output) == (0, "6 rows: p.jsonl\n")
+    rows = lines("p.jsonl")
+    for row, answer_ in zip(rows, ["accept", "accept", "accept", "reject", "ignore", None], strict=True):
+        if answer_:
+            row["answer"] = answer_
+    rows[2]["accept"] = ["prompt:directive", "refuses"]
+    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("data", "import", "p.jsonl", "--from", "prodigy", "--records", "l.jsonl", "--output", "done.jsonl")
+    told = command_line(*arguments)
+    assert told.code == 0 and "labelled 3, unanswered 1, rejected 1, ignored 1" in told.output
+    assert lines("done.jsonl")[2]["annotation"]["by"] == "prodigy" and lines("done.jsonl")[2]["annotation"]["refuses"]
+    told = command_line(*arguments, "--leave-out-rejected", "--json")
+    assert json.loads(told.output)["left_out"] == 1 and len(lines("done.jsonl")) == 5
+
+    told = command_line("data", "balance", "done.jsonl", "l.jsonl", "--html", "b.html")
+    assert told.code == 0 and "done.jsonl: 5 of 5 records labelled, 2 by a model's guess" in told.output
+    assert "Speech acts of done.jsonl, l.jsonl" in Path("b.html").read_text()
+    told = command_line("data", "balance", chats, "--target", "assertive=1,verdictive=1,directive=2", "--json")
+    answer = json.loads(told.output)
+    assert answer["groups"]["all"]["response"]["acts"]["directive"] == {"count": 0, "share": 0, "add": 2}
+    assert answer["groups"]["all"]["refusals"]["answered"] == 1 and answer["target"]["directive"] == 0.5
+
+
+def test_new_instructions_are_made_and_a_second_run_asks_nothing(command_line, chats: Path):
+    for method, model, made in (("self-instruct", self_instruct_model, 5), ("evol-instruct", evolving, 12)):
+        with served(model) as server:
+            arguments = [
+                "data",
+                "vary",
+                chats,
+                "--method",
+                method,
+                "--count",
+                5,
+                "--rounds",
+                2,
+                "--output",
+                "new.jsonl",
+            ]
+            arguments += [
+                "--url",
+                server.url,
+                "--model",
+                "m",
+                "--price-in",
+                1,
+                "--journal",
+                f"{method}.journal",
+                "--json",
+            ]
+            first = json.loads(command_line(*arguments).output)
+            assert first["records"] == made <= len(lines("new.jsonl")) and first["usage"]["cost"] > 0
+            data, asked = Path("new.jsonl").read_bytes(), len(server.requests)
+            again = json.loads(command_line(*arguments).output)
+            assert Path("new.jsonl").read_bytes() == data and len(server.requests) == asked
+            assert again["usage"]["sent"] == 0 and again["records"] == first["records"]
+
+
+def test_the_key_is_sent_and_stands_in_no_file_and_no_output(
+    command_line, chats: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MY_KEY", "sk-sesame")
+    with served(lambda body, number: json.dumps(GOOD)) as server:
+        told = command_line(
+            *(
+                "data",
+                "label",
+                chats,
+                "--url",
+                server.url,
+                "--model",
+                "m",
+                "--key-variable",
+                "MY_KEY",
+                "--output",
+                "l.jsonl",
+            )
+        )
+    assert told.code == 0 and {head["Authorization"] for head in server.headers} == {"Bearer sk-sesame"}
+    assert "sesame" not in told.output + told.errors
+    assert not [path for path in Path().iterdir() if b"sesame" in path.read_bytes()]
+
+
+SERVER = ("--url", "http://127.0.0.1:1/v1", "--model", "m", "--tries", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("balance", "chat.jsonl"), 'did you mean "chats.jsonl"'),
+        (("balance", "chats.jsonl", "--target", "asertive=1"), 'did you mean "assertive"'),
+        (("balance", "chats.jsonl", "--html", "no/page.html"), "cannot write no/page.html"),
+        (("export", "chats.jsonl", "--to", "docano", "--output", "x"), 'did you mean "doccano"'),
+        (("export", "chats.jsonl", "--to", "doccano", "--task", "span", "--output", "x"), 'did you mean "spans"'),
+        (("export", "chats.jsonl", "--to", "doccano", "--output", "no/x"), "cannot write no/x"),
+        (("import", "chats.jsonl", "--from", "doccano", "--records", "chats.jsonl", "--output", "x"), 'no "record"'),
+        (("vary", "chats.jsonl", "--method", "self-instruct", *SERVER, "--output", "x"), "Connection refused"),
+        (("vary", "chats.jsonl", "--method", "evolinstruct", *SERVER, "--output", "x"), 'did you mean "evol-instruct"'),
+        (("label", "chats.jsonl", *SERVER, "--key-variable", "NO_SUCH", "--output", "x"), "NO_SUCH is not set"),
+        (("label", "chats.jsonl", *SERVER, "--output", "x", "--journal", "chats.jsonl"), "not a journal of requests"),
+        (
+            ("label", "chats.jsonl", "--url", "localhost", "--model", "m", "--output", "x"),
+            "not the address of a server",
+        ),
+        (("label", "chats.jsonl", "--model", "m", "--output", "x"), "--url is missing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2_and_nothing_is_written(command_line, chats: Path, arguments, said: str):
+    before = chats.read_bytes()
+    told = command_line("data", *arguments)
+    assert (told.code, told.output) == (2, "")
+    line = told.errors.strip().splitlines()[-1]
+    assert line.startswith("meshwright: error: ") and said in line
+    assert chats.read_bytes() == before and not Path("x").exists()
