@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Run:
         """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
         if (finished := self._finished()) is not None:
             return finished
-        with self.stop, closing(self.journal):
+        with self.stop, self.journal:
             self._begin()
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
@@ -106,6 +106,7 @@ class Run:
             self._save(validation_loss)
         if verdict.stop and not last:
             self._finish_saving()
+            self.journal.stopped(self.trainer, self.checkpointer)
             self._end_early()
 
     # --- before the first step
