@@ -1,4 +1,4 @@
-"""The recipe's tables about runs, models and training: [run], [model], [train], [collectives], [checkpoint], [track]."""
+"""The recipe's tables [run], [model], [train], [collectives], [checkpoint] and [track]."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -30,8 +29,10 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """The trackers of a recipe. `step`: steps done in the checkpoint that the run goes on from (0: a fresh run). Made by
-    rank 0 when `metrics.jsonl` is open. `UserError` for trackers that cannot be made."""
+    """The trackers of a recipe. `step`: steps done in the checkpoint that the run goes on from (0: a fresh run).
+
+    Made by rank 0 when `metrics.jsonl` is open. `UserError` for trackers that cannot be made.
+    """
 
     def __init__(
         self, recipe: Recipe, layout: str, directory: RunDirectory, step: int, say: Callable[[str], None]
