@@ -11,7 +11,7 @@ import torch
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.data import DataParallel
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline import Compute, Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, StageCompute
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
@@ -32,7 +32,9 @@ class ForwardBackward:
         mark: Callable[[str], None] = lambda part: None,
         add_at_once_from: int = WORTH_ADDING_AT_ONCE,
     ) -> None:
-        self.model, self.parallel, self.mark = model, parallel, mark
+        self.model, self.parallel, self.program, self.mark = model, parallel, program, mark
+        self.watched: Callable[[Compute], Compute] | None = None
+        """While a profile is taken: what stands around the compute steps of a training step."""
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
         self._queue = WeightGradients(parallel.gradients)
@@ -50,7 +52,7 @@ class ForwardBackward:
         """
         self.parallel.begin_step(self._passes)
         compute = StageCompute(self.model, self.parallel, micro_batches, targets, self._at_once, self._queue, self.mark)
-        self._pipeline.run(compute)
+        self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.parallel.finish()
         self.mark("reduce")
         return compute.loss

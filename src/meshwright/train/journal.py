@@ -115,12 +115,19 @@ class Journal:
 
     # --- while it runs
 
-    def step(self, trainer: Trainer, verdict: Verdict, seconds: float, validation_loss: float | None) -> None:
-        """A step is done, skipped or not; `seconds` is what it took, without validation."""
+    def step(
+        self,
+        trainer: Trainer,
+        verdict: Verdict,
+        seconds: float,
+        validation_loss: float | None,
+        profiled: bool = False,
+    ) -> None:
+        """A step is done, skipped or not; `seconds` is what it took, without validation. profiled: it took longer."""
         if not self.leader:
             return
         scale, parts = trainer.loss_scale, trainer.clock.seconds()
-        if verdict.finite:
+        if verdict.finite and not profiled:
             self.times.add(seconds, parts, trainer.clock.waiting_seconds())
         done, rate = trainer.steps_done, self._tokens_per_step() / seconds
         line: dict[str, Any] = {
@@ -134,6 +141,8 @@ class Journal:
             "seconds": seconds,
             "seconds_by_part": parts,
         }
+        if profiled:
+            line["profiled"] = True
         if scale.dynamic:
             line["loss_scale"] = verdict.loss_scale
         if not verdict.finite:
@@ -146,12 +155,13 @@ class Journal:
             self.say(f"step {done}: validation loss {validation_loss:.4f}")
         if verdict.finite:
             self._figures["loss"].append(verdict.loss)
-        self._figures["tokens_per_second"].append(rate)
+        self._figures["tokens_per_second"] += [] if profiled else [rate]
         self._figures["validation_loss"] += [] if validation_loss is None else [validation_loss]
         notable = validation_loss is not None or not verdict.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
             self._write(line)
-        self._watch_ranks(done, verdict)
+        if not profiled:
+            self._watch_ranks(done, verdict)
         self.progress.step(done, f"loss {verdict.loss:.3f}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
 
     def saving(self, step: int, stall_seconds: float) -> None:

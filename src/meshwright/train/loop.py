@@ -25,6 +25,7 @@ from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
+from meshwright.train.profile import Profile
 from meshwright.train.resuming import check_resume
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.stopping import StopRequest
@@ -64,6 +65,7 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
+        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
         self._new_curve: str | None = None
         self.resumed_from = self._resume(layout, config, data)
 
@@ -83,6 +85,8 @@ class Run:
     def _step(self) -> None:
         """One training step and what is due after it."""
         train, trainer = self.recipe.train, self.trainer
+        if self.profile.before_step(trainer):
+            self.journal.memory.stop()
         record = self.mesh.record
         sites, axes, begun = record.sent_by_site(), record.sent_by_axis(), time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
@@ -91,6 +95,7 @@ class Run:
         if verdict.finite:
             self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
             self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
+        profiled = self.profile.after_step(trainer, ending=verdict.stop)
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
@@ -98,7 +103,8 @@ class Run:
         if train.validate_every and (due or done % train.validate_every == 0):  # saved: so that the best is known
             self.journal.memory.stop()
             validation_loss = trainer.validate()
-        self.journal.step(trainer, verdict, seconds, validation_loss)  # before the save: no step may be without a line
+        # Before the save: no step may be without a line.
+        self.journal.step(trainer, verdict, seconds, validation_loss, profiled)
         if verdict.save_failed:
             self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)

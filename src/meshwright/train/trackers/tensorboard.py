@@ -26,7 +26,7 @@ class TensorBoardTracker:
 
         directory = self._directory or str(run.directory / "tensorboard")
         # Readers drop whatever earlier files have from `purge_step` on.
-        writer = self._make(directory, purge_step=0 if run.fresh else run.step + 1)
+        writer: Any = self._make(directory, purge_step=0 if run.fresh else run.step + 1)
         rows = [f"| {key} | `{value}` |" for key, value in recipe.items()]
         writer.add_text("recipe", "\n".join(["| key | value |", "|---|---|", *rows]), run.step + 1)
         plain = {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in recipe.items()}
