@@ -24,7 +24,6 @@ from meshwright.train.profile_trace import THREADS, RankSteps, Span, clock_offse
 from meshwright.train.refusals import check_recipe
 from tests.train import training_cases as cases
 
-
 ROUNDING = 0.01  # microseconds
 
 
@@ -159,7 +158,9 @@ def test_calls_bear_the_names_of_their_sites_and_parts_of_the_step_theirs(two, h
 
 def test_a_profile_changes_nothing_that_is_computed_and_its_steps_are_not_measured(two, home):
     cases.run_without_error(two, home / "without", "dp2 zero1 fp32")
-    outcomes = cases.run_without_error(two, home / "with", "dp2 zero1 fp32", train_profile="3:5")
+    fault = "count_calls_when_a_profile_ends"
+    outcomes = cases.run_without_error(two, home / "with", "dp2 zero1 fp32", fault=fault, train_profile="3:5")
+    assert all("under way at its end: 0" in outcome["said"] for outcome in outcomes)  # parameters were being gathered
     assert cases.trace(home / "with") == cases.trace(home / "without")
     assert [line["step"] for line in cases.metrics(home / "with") if line.get("profiled")] == [3, 4, 5]
     seconds = next(line["seconds"] for line in cases.metrics(home / "with") if line.get("step") == 6)

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Mesh, calls_under_way
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
@@ -322,3 +322,23 @@ def trackers_hang_after_step_3(run: loop.Run) -> None:
             run.journal.tracking.line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
 
     run.journal.begin = begun  # type: ignore[method-assign]
+
+
+def count_calls_when_a_profile_ends(run: loop.Run) -> None:
+    """Note how many calls are under way when torch's profiler stops; of these, each would spoil the memory."""
+    before = run.profile.before_step
+
+    def before_step(trainer: Trainer) -> bool:
+        watched = before(trainer)
+        if run.profile._taking is not None:
+            operators = run.profile._taking.operators
+            stop = type(operators).stop
+
+            def stopped() -> None:
+                run.journal.say(f"under way at its end: {len(calls_under_way)}")
+                stop(operators)
+
+            operators.stop = stopped
+        return watched
+
+    run.profile.before_step = before_step  # type: ignore[method-assign]

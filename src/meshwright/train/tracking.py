@@ -23,6 +23,7 @@ PAUSE = 1.0
 START_SECONDS = 10.0  # that the first step waits for trackers at most
 PATIENCE_SECONDS = 20.0  # for what waits when the run ends
 PATIENCE_AFTER_FAILURE = 2.0  # others wait for the reason
+LONGEST_REASON = 160  # characters
 KEEP_SECONDS = 1.0  # between notes of how far a tracker is
 
 Line = tuple[int, dict[str, float | str]]
@@ -230,5 +231,5 @@ def _lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 
 def _words(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:300]
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return said if len(said) <= LONGEST_REASON else f"{said[: LONGEST_REASON - 3]}..."
