@@ -342,3 +342,30 @@ def count_calls_when_a_profile_ends(run: loop.Run) -> None:
         return watched
 
     run.profile.before_step = before_step  # type: ignore[method-assign]
+
+
+def many_more_tokens_in_a_step(run: loop.Run) -> None:
+    """As if the step had a million times as many tokens, of which these are a sample: each counts so much less."""
+    passes = run.trainer.passes
+    train = passes.train
+    passes.train = lambda batches, targets: train(batches, 2**20 * targets)  # type: ignore[method-assign]
+
+
+def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
+    """One gradient of rank 1 alone overflows in step 3. Each rank notes what it makes of every step."""
+    keep_states(run)
+    step = run.trainer.step
+
+    def spoil(parallel: DataParallel, number: int) -> None:
+        if number == 3 and on_rank(run, 1):
+            parallel.shards[0].gradient[1] = torch.inf
+
+    def watched(**options: Any) -> Any:
+        verdict = step(**options)
+        sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
+        run.journal.say(f"scale {run.trainer.loss_scale.value:g}")
+        run.journal.say(f"masters {sums}")
+        return verdict
+
+    _at_finish(run, spoil)
+    run.trainer.step = watched  # type: ignore[method-assign]
