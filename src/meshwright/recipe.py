@@ -12,7 +12,14 @@ from pydantic import AfterValidator, PrivateAttr, model_validator
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.recipe_data import CleanRecipe, DataRecipe, SourceRecipe
-from meshwright.recipe_tables import CheckpointRecipe, CollectivesRecipe, ModelRecipe, RunRecipe, TrainRecipe
+from meshwright.recipe_tables import (
+    CheckpointRecipe,
+    CollectivesRecipe,
+    ModelRecipe,
+    RunRecipe,
+    TrackRecipe,
+    TrainRecipe,
+)
 from meshwright.tables import Schema, Table
 from meshwright.toml import parse_toml, read_toml, write_toml
 
@@ -26,6 +33,7 @@ __all__ = [
     "Recipe",
     "RunRecipe",
     "SourceRecipe",
+    "TrackRecipe",
     "TrainRecipe",
     "load_recipe",
     "load_recipe_text",
@@ -58,6 +66,7 @@ class Recipe(Table):
     train: TrainRecipe
     collectives: CollectivesRecipe = CollectivesRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    track: TrackRecipe = TrackRecipe()
 
     _source_path: Path | None = PrivateAttr(default=None)
     _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it

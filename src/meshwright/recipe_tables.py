@@ -1,4 +1,4 @@
-"""The recipe's tables about runs, models and training: [run], [model], [train], [collectives] and [checkpoint]."""
+"""The recipe's tables [run], [model], [train], [collectives], [checkpoint] and [track]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshwright.names import (
     ALGORITHM_ALIASES,
@@ -20,12 +20,22 @@ from meshwright.names import (
     unknown,
 )
 from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Table, matching, named
+from meshwright.toml import toml_value
 
 
 def _power_of_two(value: float) -> float:
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
+
+
+def _steps(text: str) -> str:
+    found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
+    if found is None:
+        raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {toml_value(text)}')
+    if found[2] and int(found[2]) < int(found[1]):
+        raise ValueError(f'"{text}" ends before it begins; write "{found[2]}:{found[1]}"')
+    return text
 
 
 def _program_for(operation: str) -> AfterValidator:
@@ -42,6 +52,7 @@ def _program_for(operation: str) -> AfterValidator:
 
 RunName = Annotated[str, matching(r"[^/\\.][^/\\]*", "a plain directory name")]
 Rendezvous = Annotated[str, matching(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
+TrackerName = Annotated[str, matching(r"[\w.-]+(:[\w.]+)?", "a tracker's name or module:Class")]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would never forget
 
 
@@ -131,6 +142,8 @@ class TrainRecipe(Table):
     loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
+    profile: Annotated[str, AfterValidator(_steps)] | None = None  # steps, "10" or "10:12", both ends included
+    profile_ranks: list[CountOrZero] = []  # whose operators are written; all unless said
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:
@@ -147,6 +160,8 @@ class TrainRecipe(Table):
             raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
         if self.preference_smoothing and self.objective == "ipo":
             raise ValueError('preference_smoothing belongs to objective "dpo"; "ipo" has none')
+        if self.profile and int(self.profile.rpartition(":")[2]) > self.steps:
+            raise ValueError(f'profile = "{self.profile}" ends after the last step: steps = {self.steps}')
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f'momentum belongs to optimizer "sgd"; "{self.optimizer}" has betas')
         return self
@@ -161,6 +176,21 @@ class CollectivesRecipe(Table):
     all_reduce: Annotated[str, _program_for("all-reduce")] = "native"
     reduce_scatter: Annotated[str, _program_for("reduce-scatter")] = "native"
     all_gather: Annotated[str, _program_for("all-gather")] = "native"
+
+
+class TrackRecipe(Table):
+    """[track]: who else is told the figures of `metrics.jsonl`."""
+
+    to: list[TrackerName] = []  # tensorboard, mlflow, an entry point's name, or module:Class
+    options: dict[str, dict[str, bool | int | float | str]] = {}  # what a tracker takes, by its name
+
+    @field_validator("to")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'names "{name}" twice')
+        return names
 
 
 class CheckpointRecipe(Table):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
@@ -46,7 +48,9 @@ def single(home):
     return steps(home / "single"), cases.whole_state([outcome])
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero1 mb2", "dp2 zero3 ac:full", "tp2", "cp2 zero2", "cp2:ulysses", "pp2 mb2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "dp2 zero1 mb2", "dp2 zero2", "dp2 zero3 ac:full", "tp2", "cp2 zero2", "cp2:ulysses", "pp2 mb2"]
+)
 def test_the_steps_are_those_of_float32_but_for_rounding(two, home, single, layout):
     """Losses, norms before clipping and masters: nothing of the scale is left in them."""
     place = home / layout
@@ -111,6 +115,83 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     assert lost["none"] > 1e-4 and lost["scaled"] < lost["none"] / 10, lost
     error = {name: float((found[name] - found["float32"]).norm() / found["float32"].norm()) for name in lost}
     assert error["scaled"] < 0.01 and error["scaled"] < error["none"], error
+
+
+def test_a_run_whose_gradients_are_too_small_for_float16_learns_what_it_learns_in_float32_if_the_loss_is_scaled(home):
+    """AdamW makes nothing of how small they are, but for those that have become zero."""
+    losses = {}
+    for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
+        changes = {"train_loss_scale": scale, "train_loss_scale_every": 1000, "train_schedule": "constant"}
+        changes |= {"train_steps": 20, "train_warmup": 0, "train_clip": 0.0, "train_epsilon": 1e-20}
+        place = home / f"learns {name}"
+        (outcome,) = run(None, place, f"dp1 {precision}", fault="many_more_tokens_in_a_step", **changes)
+        assert outcome["error"] == "" and outcome["result"]["skipped_steps"] == 0
+        losses[name] = [line["loss"] * 2**20 for line in steps(place)]
+    assert losses["float32"][-1] < 0.75 * losses["float32"][0]
+    assert losses["scaled"] == pytest.approx(losses["float32"], rel=5e-3)
+    learnt = {name: those[0] - those[-1] for name, those in losses.items()}
+    assert learnt["none"] < 0.5 * learnt["float32"], learnt
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2:nosp", "cp2", "cp2:ulysses zero3", "pp2 mb2"],
+)
+def test_an_overflow_of_one_rank_is_a_skip_of_all_and_all_halve_the_scale(two, home, layout):
+    place = home / f"one rank {layout}"
+    outcomes = run(two, place, f"{layout} fp16", fault="infinity_on_rank_1_in_step_3", train_loss_scale=1024.0)
+    for outcome in outcomes:
+        assert outcome["error"] == ""
+        told = {word: [line for line in outcome["said"] if line.startswith(word)] for word in ("moved", "scale")}
+        assert told["moved"] == [f"moved {step}: {step != 3}" for step in range(1, 5)]
+        assert told["scale"] == ["scale 1024", "scale 1024", "scale 512", "scale 512"]
+    assert [line["loss_scale"] for line in steps(place)] == [1024.0, 1024.0, 1024.0, 512.0]
+    assert [line["step"] for line in steps(place) if line.get("skipped")] == [3]
+    if layout in ("dp2", "cp2"):  # every rank has all masters
+        said = [[line for line in outcome["said"] if line.startswith("masters")] for outcome in outcomes]
+        assert said[0] == said[1] and len(said[0]) == 4
+
+
+def test_the_scale_goes_as_that_of_torchs_own_scaler_goes():
+    """`torch.amp.GradScaler` with the published factors, over the same overflows."""
+    for every, seed in ((1, 0), (3, 1), (7, 2)):
+        generator = random.Random(seed)
+        theirs = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=every)
+        ours = LossScale(2.0**60, every)
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.25)
+        for number in range(200):
+            overflows = generator.random() < 0.2 if number % 50 > 10 else number % 50 < 4
+            before = parameter.detach().clone()
+            theirs.scale(parameter.sum()).backward()
+            assert float(parameter.grad[0]) == ours.value
+            if overflows:
+                parameter.grad[generator.randrange(3)] = torch.inf if number % 2 else torch.nan
+            theirs.step(optimizer)
+            theirs.update()
+            optimizer.zero_grad()
+            moved = not torch.equal(parameter, before)
+            ours.note(1.0, not overflows)
+            assert moved is not overflows and ours.value == theirs.get_scale() >= 1.0
+            assert ours.finite_steps == theirs.state_dict()["_growth_tracker"]
+
+
+def test_masters_are_saved_in_float32_and_not_as_float16_has_them(home):
+    place = home / "masters"
+    (outcome,) = run(None, place, "dp1 fp16")
+    checkpoint = newest(place / "run/checkpoints")
+    saved = load_file(checkpoint.path / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    kept = {
+        key: value for path in checkpoint.path.glob("training/*.safetensors") for key, value in load_file(path).items()
+    }
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    finer = [name for name, value in saved.items() if not torch.equal(value, value.half().float())]
+    assert len(finer) > 0.8 * len(saved)
+    masters = {name: value for (kind, name), value in cases.whole_state([outcome]).items() if kind == "master"}
+    assert masters and all(
+        torch.equal(saved[name].flatten().sort().values, value.sort().values) for name, value in masters.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def different(recipe: Path, key: str) -> Recipe:
         '["de"]',
         '["c4"]',
         '["email"]',
+        '{mlflow={uri="http://tracking"}}',
         "ring",
         "chat",
         "next-token",
@@ -54,6 +55,7 @@ MAY_CHANGE = {
         for key in ("steps", "decay", "compile", "deterministic", "validate_every", "validation_sequences")
     ),
     *(f"train.{key}" for key in ("maximum_skipped", "loss_scale", "loss_scale_every", "log_every", "slow_rank_factor")),
+    *("train.profile", "train.profile_ranks", "track.to", "track.options"),
     *(f"collectives.{key}" for key in ("all_reduce", "reduce_scatter", "all_gather")),
     *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
 }

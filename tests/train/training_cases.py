@@ -15,7 +15,7 @@ import torch
 
 from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Mesh, calls_under_way
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
@@ -309,3 +309,63 @@ def train_and_show(text: str) -> list[Piece]:
     run.run()
     mesh.close()
     return [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.parallel.master_pieces(owned=False)]
+
+
+def trackers_hang_after_step_3(run: loop.Run) -> None:
+    """No tracker is told anything after step 3, as if the process were killed before that."""
+    begin = run.journal.begin
+
+    def begun(*where: Any) -> None:
+        begin(*where)
+        if run.journal.tracking is not None:
+            line = run.journal.tracking.line
+            run.journal.tracking.line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
+
+    run.journal.begin = begun  # type: ignore[method-assign]
+
+
+def count_calls_when_a_profile_ends(run: loop.Run) -> None:
+    """Note how many calls are under way when torch's profiler stops; of these, each would spoil the memory."""
+    before = run.profile.before_step
+
+    def before_step(trainer: Trainer) -> bool:
+        watched = before(trainer)
+        if run.profile._taking is not None:
+            operators = run.profile._taking.operators
+            stop = type(operators).stop
+
+            def stopped() -> None:
+                run.journal.say(f"under way at its end: {len(calls_under_way)}")
+                stop(operators)
+
+            operators.stop = stopped
+        return watched
+
+    run.profile.before_step = before_step  # type: ignore[method-assign]
+
+
+def many_more_tokens_in_a_step(run: loop.Run) -> None:
+    """As if the step had a million times as many tokens, of which these are a sample: each counts so much less."""
+    passes = run.trainer.passes
+    train = passes.train
+    passes.train = lambda batches, targets: train(batches, 2**20 * targets)  # type: ignore[method-assign]
+
+
+def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
+    """One gradient of rank 1 alone overflows in step 3. Each rank notes what it makes of every step."""
+    keep_states(run)
+    step = run.trainer.step
+
+    def spoil(parallel: DataParallel, number: int) -> None:
+        if number == 3 and on_rank(run, 1):
+            parallel.shards[0].gradient[1] = torch.inf
+
+    def watched(**options: Any) -> Any:
+        verdict = step(**options)
+        sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
+        run.journal.say(f"scale {run.trainer.loss_scale.value:g}")
+        run.journal.say(f"masters {sums}")
+        return verdict
+
+    _at_finish(run, spoil)
+    run.trainer.step = watched  # type: ignore[method-assign]

@@ -158,7 +158,11 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         planted = m.arrives and communicator.faults.active is not None
         faults.append(communicator.faults.at(m.site, "transfer") if planted else None)
     try:
-        posted = transport.transfer(messages, axis)
+        if (around := communicator.around) is None or not messages:
+            posted = transport.transfer(messages, axis)
+        else:
+            with around(messages[0].site):
+                posted = transport.transfer(messages, axis)
     except (RuntimeError, RankLost) as error:
         raise lost(whats[0], error) from error
     handles = []
@@ -318,7 +322,11 @@ def _run(
     """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
     number = call.post(output, uneven)
     try:
-        works, finish = post()
+        if (around := axis.communicator.around) is None:
+            works, finish = post()
+        else:
+            with around(call.site):
+                works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise lost(call, error) from error
     handle = Handle(works, call, _timeout(axis, output), axis.communicator, number).then(finish).then(then)

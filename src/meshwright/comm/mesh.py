@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -28,6 +28,8 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 
 class UnderWay(Protocol):
     """A call that was posted and that nobody has waited for yet."""
+
+    def wait(self) -> None: ...
 
     def settle(self, seconds: float) -> None: ...
 
@@ -57,6 +59,8 @@ class Communicator:
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0  # of this process's host, in calls, since it started
+        self.around: Callable[[str], AbstractContextManager[Any]] | None = None
+        """While a profile is taken: what a call is posted in, by its site, so that a device's kernels bear its name."""
 
     @contextmanager
     def noted(

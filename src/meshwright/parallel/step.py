@@ -13,7 +13,7 @@ from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.data import DataParallel, count_pairs, count_targets
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline import Compute, Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
 from meshwright.plan.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
@@ -36,9 +36,12 @@ class ForwardBackward:
         add_at_once_from: int = WORTH_ADDING_AT_ONCE,
         preference: Preference | None = None,
     ) -> None:
-        self.model, self.parallel, self.mark, self.preference = model, parallel, mark, preference
+        self.model, self.parallel, self.program = model, parallel, program
+        self.mark, self.preference = mark, preference
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=parallel.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
+        self.watched: Callable[[Compute], Compute] | None = None
+        """While a profile is taken: what stands around the compute steps of a training step."""
         self._pipeline = Pipeline(program, parallel.mesh.pp)
         self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
         self._queue = WeightGradients(parallel.gradients)
@@ -59,7 +62,7 @@ class ForwardBackward:
         compute = StageCompute(
             self.model, self.parallel, micro_batches, targets, self._at_once, self._queue, self.mark, objective
         )
-        self._pipeline.run(compute)
+        self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.parallel.finish()
         self.mark("reduce")
         return compute.loss

@@ -94,26 +94,21 @@ def pipeline_timeline(
     for index, (kind, group) in enumerate(zip(columns[1], columns[6], strict=True)):
         if kind <= Kind.UPDATE:
             members.setdefault(group, []).append(index)
-    chunk_of = _chunk_numbers(program)
+    names = StepNames(program)
     spans = []
     for steps in members.values():
         for lane, index in enumerate(steps):
             rank, kind, stage, replica, micro_batch, part, _ = (column[index] for column in columns)
-            chunk = chunk_of[replica][stage]
-            letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
-            whose = f"micro-batch {micro_batch}, stage {stage}"
+            label, name = names.of(kind, stage, replica, micro_batch, part)
             spans.append(
                 Span(
                     rank,
                     start[index],
                     end[index],
-                    "all-to-all" if part in ALL_TO_ALL else word,
-                    (letter if chunk == 0 else letter.lower())
-                    + str(micro_batch)
-                    + (Component(part).name.lower()[0] if part else ""),
-                    (f"{Component(part).name.lower()} in the {word} of {whose}" if part else f"{word} of {whose}")
-                    + (f" of replica {replica}" if program.replicas > 1 else ""),
-                    shade=0.0 if part in ALL_TO_ALL else chunk / max(1, program.chunks - 1),
+                    "all-to-all" if part in ALL_TO_ALL else WORDS[Kind(kind)],
+                    label,
+                    name,
+                    shade=0.0 if part in ALL_TO_ALL else names.chunk(stage, replica) / max(1, program.chunks - 1),
                     mirrored=replica > 0,
                     lane=lane,
                     lanes=len(steps),
@@ -129,17 +124,34 @@ def pipeline_timeline(
     return Timeline(title, tracks, spans, arrows, levels or {}, "activations", tuple(notes))
 
 
-def _chunk_numbers(program: PipelineProgram) -> list[dict[int, int]]:
-    """For each replica, the number of a stage among those of its rank."""
-    numbers = []
-    for stages in program.placement:
-        seen: dict[int, int] = {}
-        number = {}
-        for stage, rank in enumerate(stages):
-            number[stage] = seen.get(rank, 0)
-            seen[rank] = number[stage] + 1
-        numbers.append(number)
-    return numbers
+class StepNames:
+    """What pictures call the compute steps of a program."""
+
+    def __init__(self, program: PipelineProgram) -> None:
+        self._replicas = program.replicas
+        self._chunks: list[dict[int, int]] = []  # by replica: the number of a stage among those of its rank
+        for stages in program.placement:
+            seen: dict[int, int] = {}
+            number = {}
+            for stage, rank in enumerate(stages):
+                number[stage] = seen.get(rank, 0)
+                seen[rank] = number[stage] + 1
+            self._chunks.append(number)
+
+    def chunk(self, stage: int, replica: int) -> int:
+        """The number of a stage among those that its rank holds of a replica."""
+        return self._chunks[replica][stage]
+
+    def of(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
+        """A label of a few letters, and what the step is, in full; `part`: the component of a layer."""
+        letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
+        if self.chunk(stage, replica):
+            letter = letter.lower()
+        label = letter + str(micro_batch) + (Component(part).name.lower()[0] if part else "")
+        name = f"{word} of micro-batch {micro_batch}, stage {stage}"
+        if part:
+            name = f"{Component(part).name.lower()} in the {name}"
+        return label, name + (f" of replica {replica}" if self._replicas > 1 else "")
 
 
 def collective_timeline(

@@ -7,15 +7,16 @@ from typing import Any
 from meshwright.program.timeline import Timeline
 
 
-def trace_events(timeline: Timeline, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+def trace_events(
+    timeline: Timeline, seconds_per_unit: float = 1.0, *, process: int = 0, first_thread: int = 0, start: float = 0.0
+) -> dict[str, Any]:
     """The trace as a JSON-able object: a thread a track, a slice a span, arrows as flows, levels as counters.
 
-    A time of 1 in the timeline is `seconds_per_unit` seconds of the trace, which counts microseconds.
+    A time of 1 in the timeline is `seconds_per_unit` seconds of the trace, which counts microseconds; time 0 is at
+    `start` microseconds. process, first_thread: the numbers that it has in a trace with others.
     """
     scale = 1e6 * seconds_per_unit
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}},
-    ]
+    events: list[dict[str, Any]] = [process_event(process, timeline.title)]
     lanes: dict[int, int] = {}
     for span in timeline.spans:
         lanes[span.track] = max(lanes.get(span.track, 1), span.lanes)
@@ -24,33 +25,43 @@ def trace_events(timeline: Timeline, seconds_per_unit: float = 1.0) -> dict[str,
     )  # slices of one thread must nest: spans that overlap get threads of their own
     for track, name in enumerate(timeline.tracks):
         for lane in range(lanes.get(track, 1)):
-            thread = track * widest + lane
             words = name if lane == 0 else f"{name}, overlapped"
-            events.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": words}})
-            events.append(
-                {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
-            )
+            events += thread_events(process, first_thread + track * widest + lane, words)
     for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": span.track * widest + span.lane,
-                "ts": span.start * scale,
-                "dur": (span.end - span.start) * scale,
-                "name": span.label,
-                "cat": span.kind,
-                "args": {"what": span.name},
-            }
-        )
+        thread = first_thread + span.track * widest + span.lane
+        begin, length = start + span.start * scale, (span.end - span.start) * scale
+        events.append(slice_event(process, thread, begin, length, span.label, span.kind, {"what": span.name}))
     for number, arrow in enumerate(timeline.arrows):
-        common = {"pid": 0, "id": number, "name": arrow.name, "cat": "transfer"}
-        events.append({"ph": "s", "tid": arrow.source * widest, "ts": arrow.start * scale, **common})
-        events.append({"ph": "f", "bp": "e", "tid": arrow.target * widest, "ts": arrow.end * scale, **common})
+        common = {"pid": process, "id": number, "name": arrow.name, "cat": "transfer"}
+        source, target = (first_thread + track * widest for track in (arrow.source, arrow.target))
+        events.append({"ph": "s", "tid": source, "ts": start + arrow.start * scale, **common})
+        events.append({"ph": "f", "bp": "e", "tid": target, "ts": start + arrow.end * scale, **common})
     for track, points in timeline.levels.items():
         counter = f"{timeline.level_name} of {timeline.tracks[track]}"
         for time, value in points:
-            events.append(
-                {"ph": "C", "pid": 0, "ts": time * scale, "name": counter, "args": {timeline.level_name: value}}
-            )
+            level = {timeline.level_name: value}
+            events.append({"ph": "C", "pid": process, "ts": start + time * scale, "name": counter, "args": level})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def process_event(process: int, name: str) -> dict[str, Any]:
+    """What a process is called."""
+    return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+
+
+def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    """What a thread is called; threads stand in the order of their numbers."""
+    common = {"ph": "M", "pid": process, "tid": thread}
+    return [
+        {**common, "name": "thread_name", "args": {"name": name}},
+        {**common, "name": "thread_sort_index", "args": {"sort_index": thread}},
+    ]
+
+
+def slice_event(
+    process: int, thread: int, start: float, length: float, label: str, kind: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    """Something that lasts, from `start`, for so long (microseconds). Slices of one thread must nest."""
+    return {
+        "ph": "X", "pid": process, "tid": thread, "ts": start, "dur": length, "name": label, "cat": kind, "args": args,
+    }  # fmt: skip

@@ -20,6 +20,8 @@ class StepClock:
         self.cuda = device.type == "cuda"
         self._waited = waited
         self._marks: list[tuple[str, float | torch.cuda.Event, float]] = []
+        self.listener: Callable[[str], None] | None = None
+        """While a profile is taken: told of each mark; of `start` as ""."""
 
     def start(self) -> None:
         """Begin a step."""
@@ -29,6 +31,8 @@ class StepClock:
     def mark(self, part: str) -> None:
         """The part that just ended; several marks of one name add up."""
         self._marks.append((part, self._now(), self._waited()))
+        if self.listener is not None:
+            self.listener(part)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by part since `start()`, in the order of their first marks."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError
+from meshwright.errors import Terminated, UserError
 from meshwright.model.preference import REWARDS, Rewards, preference_of
 from meshwright.plan.devices import peak_flops
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
@@ -22,6 +23,8 @@ from meshwright.train.prediction import Prediction, StepTimes, compared, measure
 from meshwright.train.progress import Progress
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.step_memory import StepMemory
+from meshwright.train.trackers import FAILED, FINISHED, STOPPED
+from meshwright.train.tracking import Tracking
 from meshwright.train.trainer import PARAMETER_DTYPES, Trainer, Validation, Verdict
 
 GIB = 2**30
@@ -36,6 +39,7 @@ class Journal:
         self.leader = mesh.rank == 0
         self.progress = Progress(recipe.train.steps, show=show_progress and self.leader)
         self.metrics: MetricsFile | None = None
+        self.tracking: Tracking | None = None
         self._metrics_trouble = ""
         self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
         self.sent_bytes_by_axis: dict[str, int] | None = None
@@ -80,10 +84,13 @@ class Journal:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
+            with self.memory.aside():
+                self.tracking = Tracking(recipe, str(layout), self.directory, done, self.say)
         if self.leader:
             self.prediction = predict(trainer)
             for line in self.prediction.lines() if done < steps else ():
                 self.say(line)
+            self._track(done + 1, {"predicted": self.prediction.document()})
         self.progress.begin(done)
         self.memory.begin()
 
@@ -93,8 +100,17 @@ class Journal:
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.say(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
 
-    def close(self) -> None:
-        """Leave the terminal as it was, close the file."""
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell trackers how the run ended, leave the terminal as it was, close the file."""
+        if self.tracking is not None:
+            stopped = kind is not None and issubclass(kind, (Terminated, KeyboardInterrupt))
+            self.tracking.finish(FINISHED if kind is None else STOPPED if stopped else FAILED)
+            self.tracking = None
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -102,12 +118,19 @@ class Journal:
 
     # --- while it runs
 
-    def step(self, trainer: Trainer, verdict: Verdict, seconds: float, validation: Validation | None) -> None:
-        """A step is done, skipped or not; `seconds` is what it took, without validation."""
+    def step(
+        self,
+        trainer: Trainer,
+        verdict: Verdict,
+        seconds: float,
+        validation: Validation | None,
+        profiled: bool = False,
+    ) -> None:
+        """A step is done, skipped or not; `seconds` is what it took, without validation. profiled: it took longer."""
         if not self.leader:
             return
         scale, parts = trainer.loss_scale, trainer.clock.seconds()
-        if verdict.finite:
+        if verdict.finite and not profiled:
             self.times.add(seconds, parts, trainer.clock.waiting_seconds())
         done, rate = trainer.steps_done, self._tokens_per_step() / seconds
         line: dict[str, Any] = {
@@ -121,6 +144,8 @@ class Journal:
             "seconds": seconds,
             "seconds_by_part": parts,
         }
+        if profiled:
+            line["profiled"] = True
         if scale.dynamic:
             line["loss_scale"] = verdict.loss_scale
         if not verdict.finite:
@@ -137,13 +162,15 @@ class Journal:
                 line |= validation.rewards.document("validation_")
                 said += _in_words(validation.rewards)
             self.say(said)
+        left_out = {*(() if verdict.finite else ("loss", *REWARDS)), *(("tokens_per_second",) if profiled else ())}
         for key, values in self._figures.items():
-            if key in line and (verdict.finite or key not in ("loss", *REWARDS)):
+            if key in line and key not in left_out:
                 values.append(line[key])
         notable = validation is not None or not verdict.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
             self._write(line)
-        self._watch_ranks(done, verdict)
+        if not profiled:
+            self._watch_ranks(done, verdict)
         rewards = "" if verdict.rewards is None else _in_words(verdict.rewards)
         self.progress.step(done, f"loss {verdict.loss:.3f}{rewards}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
 
@@ -179,12 +206,22 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is None:
             return
+        if self.tracking is not None:
+            self.tracking.line(line)
         trouble = self.metrics.write(line) or ""
         if trouble and not self._metrics_trouble:
             self.say(f"{self.directory.metrics} cannot be written ({trouble}): its lines wait until it can")
         self._metrics_trouble = trouble
 
+    def _track(self, step: int, values: dict[str, Any]) -> None:
+        if self.tracking is not None:
+            self.tracking.values(step, values)
+
     # --- after
+
+    def stopped(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
+        """The run was told to stop, and has saved."""
+        self._track(trainer.steps_done, _paths(checkpointer))
 
     def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
         """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`."""
@@ -225,6 +262,8 @@ class Journal:
 
     def keep_result(self, result: dict[str, Any]) -> None:
         """Leave the result document in the run directory; it is answered all the same where that takes nothing."""
+        told = ("predicted", "measured", "checkpoint", "best_checkpoint")
+        self._track(result["step"], {key: result[key] for key in told})
         if self.leader:
             try:
                 self.directory.write_result(result)

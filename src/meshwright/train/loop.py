@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
+from meshwright.train.profile import Profile
 from meshwright.train.reference import FILE as REFERENCE
 from meshwright.train.reference import Reference, found_or_made, read_reference, weights_checksum
 from meshwright.train.resuming import check_resume
@@ -67,6 +68,7 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
+        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
         self._new_curve: str | None = None
         self.resumed_from = self._resume(layout, config, data)
 
@@ -74,7 +76,7 @@ class Run:
         """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
         if (finished := self._finished()) is not None:
             return finished
-        with self.stop, closing(self.journal):
+        with self.stop, self.journal:
             self._begin()
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
@@ -86,6 +88,8 @@ class Run:
     def _step(self) -> None:
         """One training step and what is due after it."""
         train, trainer = self.recipe.train, self.trainer
+        if self.profile.before_step(trainer):
+            self.journal.memory.stop()
         record = self.mesh.record
         sites, axes, begun = record.sent_by_site(), record.sent_by_axis(), time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
@@ -94,6 +98,7 @@ class Run:
         if verdict.finite:
             self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
             self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
+        profiled = self.profile.after_step(trainer, ending=verdict.stop)
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
@@ -101,7 +106,8 @@ class Run:
         if train.validate_every and (due or done % train.validate_every == 0):  # saved: so that the best is known
             self.journal.memory.stop()
             validation = trainer.validate()
-        self.journal.step(trainer, verdict, seconds, validation)  # before the save: no step may be without a line
+        # Before the save: no step may be without a line.
+        self.journal.step(trainer, verdict, seconds, validation, profiled)
         if verdict.save_failed:
             self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)
@@ -109,6 +115,7 @@ class Run:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
+            self.journal.stopped(self.trainer, self.checkpointer)
             self._end_early()
 
     # --- before the first step

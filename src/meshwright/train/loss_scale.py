@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-LEAST = 1.0
+LEAST, GREATEST = 1.0, 2.0**127
+"""Beyond, float32 cannot hold the factor: `torch.amp.GradScaler` stops there too. Below 1 no gradient needs it."""
 
 
 class LossScale:
@@ -31,7 +32,7 @@ class LossScale:
         if finite:
             self.finite_steps += 1
             if self.finite_steps >= self.every:  # more, where a run that went on has a smaller `every`
-                self.value, self.finite_steps = self.value * 2, 0
+                self.value, self.finite_steps = min(GREATEST, self.value * 2), 0
             return False
         self.finite_steps = 0
         if self.value <= LEAST:

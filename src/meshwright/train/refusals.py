@@ -4,9 +4,11 @@ before a process is started. Free of torch."""
 from __future__ import annotations
 
 from meshwright.data.tokenizer import least_vocabulary
+from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
 from meshwright.recipe import Recipe
+from meshwright.train.trackers import check_trackers
 
 
 def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> None:
@@ -20,3 +22,7 @@ def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> Non
     vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+    if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
+        where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"
+        raise UserError(f"{where}: there is no rank {beyond[0]}: the layout has ranks 0 to {layout.world_size - 1}")
+    check_trackers(recipe)

@@ -33,8 +33,11 @@ RESUMABLE = (
     "train.loss_scale_every",
     "train.log_every",
     "train.slow_rank_factor",
+    "train.profile",
+    "train.profile_ranks",
     "collectives",
     "checkpoint",
+    "track",
 )
 _FIXED_BECAUSE = {
     "run": "every initial value and the order of the samples come from it",
@@ -68,7 +71,7 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 
 def resume_differences(old: Recipe, new: Recipe) -> None:
     """`UserError` naming the first key that differs and may not change when a run is resumed (see `RESUMABLE`)."""
-    before, after = _flat(old), _flat(new)
+    before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
             continue
@@ -80,7 +83,7 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
         )
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
+def values_by_key(recipe: Recipe) -> dict[str, Any]:
     """The values that are not tables, by dotted key."""
     flat: dict[str, Any] = {}
     tables = recipe.to_tables()

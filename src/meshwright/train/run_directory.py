@@ -19,6 +19,7 @@ RANKS = "ranks.json"
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.resolved.toml"
 RESULT = "result.json"
+TRACKERS = "trackers.json"
 LOST = "rank-lost.txt"
 CHECKPOINTS = "checkpoints"
 PATIENCE_SECONDS = 1.0
@@ -147,6 +148,18 @@ class RunDirectory:
         except (OSError, ValueError):
             return None
         return result if isinstance(result, dict) else None
+
+    def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
+        """Keep what trackers want to find again, by their names."""
+        self._replace(TRACKERS, json.dumps(kept, indent=1) + "\n")
+
+    def read_trackers(self) -> dict[str, dict[str, str]]:
+        """What `write_trackers` kept; empty where nothing is or the file holds something else."""
+        try:
+            found: dict[str, dict[str, str]] = json.loads((self.path / TRACKERS).read_bytes())
+            return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
 
     def last_step(self) -> int | None:
         """The last step in `metrics.jsonl`, None before the first."""

@@ -1,0 +1,119 @@
+"""Trackers: who else is told the figures of a run. A third one is a class like those here, named in `track.to` as
+`module:Class` or by an entry point of the group `meshwright.trackers`. Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import UserError
+from meshwright.names import nearest, unknown
+from meshwright.recipe import Recipe
+
+ENTRY_POINTS = "meshwright.trackers"
+BUILT_IN = {
+    "tensorboard": "meshwright.train.trackers.tensorboard:TensorBoardTracker",
+    "mlflow": "meshwright.train.trackers.mlflow:MLflowTracker",
+}
+
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+
+
+@dataclass(slots=True)
+class TrackedRun:
+    """What a tracker is told of the run that begins or goes on.
+
+    fresh: it begins; otherwise it goes on from a checkpoint. step: what a run that goes on has sent so far; what a
+    tracker has after that comes again, and should be there once. kept: what the tracker wants to find here when the run
+    goes on, such as the id of the run on a server; it is written to the run directory.
+    """
+
+    name: str
+    directory: Path
+    fresh: bool
+    step: int
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """All methods are called by one thread, which trains nothing: they may block, and may raise anything.
+
+    It is made with its `track.options` as keyword arguments, by rank 0 before the first step.
+    """
+
+    def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
+        """The run begins or goes on. recipe: values by dotted key. Called again if it raises."""
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Figures, and now and then a text, of a step. Called again with the same if it raises."""
+
+    def finish(self, status: str) -> None:
+        """Nothing more comes: the run has "finished", was "stopped" and may go on, or has "failed"."""
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """`UserError` for a tracker of `track.to` that is not there, cannot be loaded, or does not take its options."""
+    track = recipe.track
+    for name in track.to:
+        tracker_class(recipe, name)
+    known = {*BUILT_IN, *_entry_points(), *track.to}
+    for name in track.options:
+        if name not in known:
+            where = f"{recipe.where('track.options')}: track.options"
+            raise UserError(f"{where}: {unknown('tracker', name, sorted(known))}")
+
+
+def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
+    """What makes the tracker `name`. `UserError`: see `check_trackers`."""
+    where = f"{recipe.where('track.to')}: track.to"
+    known = BUILT_IN | _entry_points()
+    if name not in known and ":" not in name:
+        raise UserError(f"{where}: {unknown('tracker', name, (*known, 'module:Class'))}")
+    module, _, attribute = known.get(name, name).partition(":")
+    try:
+        made: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            made = getattr(made, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}') from None
+    if name in BUILT_IN:
+        for package in made.packages:
+            if find_spec(package) is None:
+                raise UserError(
+                    f"{where}: tracker {name} needs {package}: run `pip install 'meshwright[{name}]'` or leave it out"
+                )
+    _check_options(recipe, name, made)
+    return made  # type: ignore[no-any-return]
+
+
+def make_tracker(recipe: Recipe, name: str) -> Tracker:
+    """The tracker `name` with its options. `UserError`: see `check_trackers`."""
+    return tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
+
+
+def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> None:
+    options = recipe.track.options.get(name, {})
+    where = f"{recipe.where('track.options')}: track.options.{name}"
+    try:
+        signature = inspect.signature(made)
+        signature.bind(**options)
+    except TypeError as error:
+        takes = [key for key in signature.parameters if key != "self"]
+        wrong = next((key for key in options if key not in takes), None)
+        if wrong is None:
+            raise UserError(f"{where}: {error}") from None
+        meant = nearest(wrong, takes)
+        raise UserError(
+            f'{where}: unknown option "{wrong}"'
+            + (f"; did you mean {meant}?" if meant else f" (it takes {', '.join(takes) or 'none'})")
+        ) from None
+
+
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
