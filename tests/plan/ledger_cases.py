@@ -111,7 +111,7 @@ def measure(step: Step) -> Measured:
                     unit.need()
         layers = [at for part in partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)]
         came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
-        return *_highest(profile), came
+        return *highest(profile), came
 
     def said(came: dict[int, Routed]) -> Ledger:
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
@@ -139,7 +139,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def _highest(profile: Any) -> tuple[int, str]:
+def highest(profile: Any) -> tuple[int, str]:
     """The most bytes above the beginning, and the operators around that time."""
     events = profile.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")

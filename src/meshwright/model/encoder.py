@@ -141,7 +141,7 @@ class Encoder(nn.Module):
         if not self.config.pooled:
             raise UserError(f'an encoder of head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:
-            first = hidden_BSH[:, 0]
+            first = hidden_BSH[:, 0].contiguous()  # a copy: a view would keep all tokens for the way back
         else:
             starts_BS = documents.starts_BS
             first = hidden_BSH[starts_BS == torch.arange(starts_BS.shape[1], device=starts_BS.device)]
