@@ -126,7 +126,8 @@ class _Gradients:
             wide = at_least_float32(hidden_TH.dtype)
             self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
         if self.bias_V is not None:
-            self.bias_V += d_logits_CV.sum(dim=0, dtype=self.bias_V.dtype)
+            for part in chunk._slices():  # a sum in a wider type makes a copy on a CPU
+                self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
 
 
 def _again(context: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
