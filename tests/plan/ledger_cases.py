@@ -28,6 +28,8 @@ from meshwright.train.optimizer import Optimizer
 
 WATCHED = 2
 """Steps that are watched."""
+SMALL = 20_000
+"""Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
 
 
 class Step(NamedTuple):
@@ -127,6 +129,20 @@ def measure(step: Step) -> Measured:
     states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
     mesh.close()
     return Measured(before + peak, before, states, said(came), where)
+
+
+def check_states(found: Measured) -> None:
+    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
+    for item in found.predicted.items:
+        kind = item.name.rpartition(".")[2]
+        if item.name.startswith("gradient_buffer."):
+            said["gradient_buffers"] += item.bytes
+        elif item.first == "start" and item.category in ("parameters", "gradients"):
+            said[item.category] += item.bytes
+        elif item.category == "optimizer":
+            said["masters" if kind == "master" else "optimizer"] += item.bytes
+    assert said == found.states
+    assert abs(found.predicted.between_steps - found.before) < SMALL
 
 
 def live_bytes() -> int:

@@ -63,10 +63,10 @@ def _batch(layout: Layout, batch: int) -> str | None:
 def _encoder(layout: Layout, config: ModelConfig) -> str | None:
     if not config.encoder:
         return None
-    for axis in ("tp", "cp", "pp", "ep"):
-        if getattr(layout, axis) > 1:
-            return f"{config.family} is an encoder, which runs on dp with any zero; leave {axis}{getattr(layout, axis)} out"
-    return None
+    cut = next(
+        (f"{axis}{getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1), None
+    )
+    return cut and f"{config.family} is an encoder, which runs on dp with any zero; leave {cut} out"
 
 
 def _tensor(layout: Layout, config: ModelConfig) -> str | None:

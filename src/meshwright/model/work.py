@@ -17,8 +17,8 @@ arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. T
 
 
 MASKED_SHARE = 0.15
-"""Of the tokens of a masked language model (Devlin et al. 2019, arXiv:1810.04805, section 3.1): only these go through the
-head."""
+"""Of the tokens of a masked language model (Devlin et al. 2019, arXiv:1810.04805, section 3.1): only these go through
+the head."""
 
 
 def predictions(config: ModelConfig, rows: int, sequence: int) -> int:

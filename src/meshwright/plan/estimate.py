@@ -16,10 +16,10 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import parameter_table
 from meshwright.model.refuse import refuse
+from meshwright.model.work import MASKED_SHARE
 from meshwright.plan import engines
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
-from meshwright.model.work import MASKED_SHARE
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
 from meshwright.plan.models import model_of

@@ -295,7 +295,6 @@ class _Work:
         found += [Operation("loss", "loss", phase, 0.0, there) for phase in ("forward", "input")]
         return found
 
-
     def encoder_head(self) -> Iterator[Operation]:
         """The transform of masked tokens, its norm, the product with the vocabulary and the loss; or a pooler of rows
         and what classifies them."""
