@@ -330,6 +330,8 @@ def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig
         "activation": "silu" if gated else "gelu_tanh",
         "tied": not gated,
     }
+    if FAMILIES[model.family].encoder:
+        fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
     if FAMILIES[model.family].experts:
         fields |= _smallest_experts(model, intermediate)
     return ModelConfig(**{**fixed, **fields})

@@ -313,7 +313,7 @@ class _Work:
             yield from self.product(out, places, outputs, config.hidden, bias=True)
             there = places * outputs * self.engine.loss_bytes / 2
             for phase in ("forward", "input"):
-                yield Operation("loss", "loss", phase, 0.0, there)  # type: ignore[arg-type]
+                yield Operation("loss", "loss", phase, 0.0, there)
 
 
 def _sizes(one: Operation) -> tuple[float, float, tuple[float, float, float] | None, float]:
