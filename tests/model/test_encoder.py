@@ -210,6 +210,17 @@ def test_packed_documents_are_computed_as_if_alone(head: str):
         torch.testing.assert_close(together[name], separate, rtol=1e-10, atol=1e-12, msg=name)
 
 
+def test_packed_documents_may_end_in_padding():
+    model, documents = build(small()), Documents.from_ids(PACKED)
+    inputs = batch(sequence=20, types=2)
+    mask = torch.ones(3, 20, dtype=torch.int64)
+    mask[0, 17:] = mask[2, 19:] = 0
+    logits = model.logits(inputs["input_ids"], documents, attention_mask_BS=mask)
+    for row, start, stop in ((0, 0, 9), (0, 9, 17), (1, 0, 20), (2, 2, 19)):
+        alone = model.logits(inputs["input_ids"][row : row + 1, start:stop])
+        torch.testing.assert_close(logits[row, start:stop], alone[0], rtol=0, atol=1e-12)
+
+
 def test_every_token_has_an_influence_on_every_other_and_padding_has_none():
     model = build(small())
     inputs = batch(types=2)

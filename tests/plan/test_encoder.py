@@ -18,8 +18,11 @@ from meshwright.plan.communication import held
 from meshwright.plan.engines import ENGINES
 from meshwright.plan.estimate import evaluate, problem_of
 from meshwright.plan.flops import forward_flops_per_token, training_flops_per_token
+from meshwright.plan.memory import fullest
 from meshwright.plan.operations import FLASH_BACKWARD, operations, total_flops
+from meshwright.plan.screen import screen
 from meshwright.plan.search import search
+from meshwright.plan.space import layout_of
 from tests.plan.encoder_cases import EncoderCase, EncoderStep, count, measure, small, watch
 from tests.plan.ledger_cases import check_states
 from tests.plan.saved_cases import difference
@@ -125,3 +128,22 @@ def test_a_masked_model_predicts_a_part_of_its_tokens_and_a_classifier_a_row() -
     hidden = masked.hidden
     assert forward_flops_per_token(masked, 512)["head"] == pytest.approx(0.15 * 2 * hidden * (hidden + 97))
     assert forward_flops_per_token(classes, 512)["head"] == pytest.approx(2 * hidden * (hidden + 3) / 512)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_closed_forms_of_memory_are_near_the_ledgers(head: str) -> None:
+    """What a search screens by, against what it then decides by, where memory is the model's and not a context's."""
+    labels = ("no", "yes") if head == "classes" else ()
+    config = dataclasses.replace(preset("bert-large-uncased"), head=head, labels=labels)
+    problem = problem_of(config, "8xa100-40", sequence=512, batch=256)
+    every = screen(problem)
+    seen = 0
+    for at in range(0, len(every.way), 3):
+        layout = layout_of(
+            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
+        )
+        peak = fullest(problem, layout).peak_bytes
+        if peak > 4 * 2**30:
+            assert every.bytes[at] == pytest.approx(peak, rel=0.1), layout
+            seen += 1
+    assert seen > 5
