@@ -380,6 +380,10 @@ NAME = "bert.encoder.layer.1.attention.output.LayerNorm.weight"
 MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "missing": (lambda t: {k: v for k, v in t.items() if k != NAME}, {}, rf"{NAME} \[128\] is missing"),
     "left over": (lambda t: {**t, "bert.encoder.layer.3.x": torch.ones(1)}, {}, "bert.encoder.layer.3.x has no place"),
+    "a head that lacks a tensor": (
+        lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, {},
+        r"cls.predictions.bias \[499\] is missing",
+    ),
     "a body that lacks a tensor": (
         lambda t: {k: v for k, v in t.items() if k != NAME}, {"head": "none"}, rf"{NAME} \[128\] is missing"
     ),
