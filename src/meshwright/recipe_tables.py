@@ -13,6 +13,7 @@ from meshwright.names import (
     CHECKPOINT_DTYPES,
     COLLECTIVE_ALGORITHMS,
     DEVICES,
+    ENCODER_FAMILIES,
     FAMILIES,
     LEARNING_RATE_SCHEDULES,
     OBJECTIVES,
@@ -74,7 +75,7 @@ class ModelRecipe(Table):
     preset: Name | None = None
     from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
     load_weights: bool = False  # with `from`: start from its weights
-    family: Annotated[str, named("family", FAMILIES)] | None = None
+    family: Annotated[str, named("family", (*FAMILIES, *ENCODER_FAMILIES))] | None = None
     layers: Count | None = None
     hidden: Count | None = None
     heads: Count | None = None

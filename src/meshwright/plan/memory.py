@@ -15,6 +15,7 @@ from functools import lru_cache
 from meshwright.layout import Layout
 from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage, stages_of
+from meshwright.model.work import predictions
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.plan.bubbles import in_flight, places_of
 from meshwright.plan.cluster import Cluster
@@ -172,8 +173,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
     if again:
         yield _line("activations", "a layer computed again", again * x / 2)
-    tokens = rows * sequence / layout.cp
-    if any(stage.last for stage in place):  # in the type of the model, and in float32 for the loss and its gradient
+    tokens = predictions(config, rows, sequence) / layout.cp
+    if config.head in ("next", "masked") and any(stage.last for stage in place):
+        # In the type of the model, and in float32 for the loss and its gradient.
         yield _line("logits", "logits", tokens * -(-config.vocabulary // layout.tp) * (x + 8))
     if layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import Stage
+from meshwright.model.work import predictions
 from meshwright.plan.micro_batch import LayerKind, layer_examples
 from meshwright.plan.moments import SLICE_LOGITS, queued_bytes
 from meshwright.plan.published import PUBLISHED, LayerShape, StateBytes
@@ -99,7 +100,9 @@ class KeptBytes:
     def head(self, layout: Layout, rows: int = 1) -> float:
         """Bytes of the gradient of the head's weight, which is there once for all rows."""
         config = self.problem.config
-        tokens = rows * self.problem.sequence // layout.cp
+        if config.head not in ("next", "masked"):
+            return 0.0
+        tokens = predictions(config, rows, self.problem.sequence) // layout.cp
         width = -(-config.vocabulary // layout.tp)
         chunks = loss_chunks(tokens, min(width, config.vocabulary), self.device)
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
@@ -107,7 +110,9 @@ class KeptBytes:
     def logits(self, way: Way) -> float:
         """Bytes of the logits that are there at once, and of the head's gradient."""
         config, layout = self.problem.config, way.layout
-        tokens = way.rows * self.problem.sequence // layout.cp
+        tokens = predictions(config, way.rows, self.problem.sequence) // layout.cp
+        if config.head not in ("next", "masked"):
+            return 0.0
         width = -(-config.vocabulary // layout.tp)
         if not self.ours:
             return float(tokens * width * (self.x + 4 + 4))
