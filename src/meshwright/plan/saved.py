@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
+from meshwright.plan import compiled_blocks
 from meshwright.plan import saved_blocks as blocks
 from meshwright.plan.saved_blocks import Entry, Local
 
@@ -53,17 +54,20 @@ def saved_activations(
     device: str = "cpu",
     tp_rank: int = 0,
     routed: Mapping[int, Routed] | None = None,
+    compiled: bool = False,
 ) -> list[Saved]:
     """What one rank keeps of a micro-batch of `rows` rows of `sequence` tokens.
 
     stage: None, the whole model. at_once: whether its backward is what follows its forward. documents: whether any row
     packs several. device: "cpu" or "cuda", whose attention keeps other things. routed: by layer, what routers chose;
-    where nothing is said, each expert gets as many tokens as every other.
+    where nothing is said, each expert gets as many tokens as every other. compiled: whether blocks and the final norm
+    are, of which `compiled_blocks.known` says whether it is written down; else they are priced as if they were not.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
     at = local_sizes(config, layout, rows, sequence, documents, parameter_dtype, device)
-    return [_saved(entry, types) for entry in _entries(at, stage, at_once, tp_rank, routed or {})]
+    entries = _entries(at, stage, at_once, tp_rank, routed or {}, compiled)
+    return [_saved(entry, types) for entry in entries]
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
@@ -95,7 +99,9 @@ def local_sizes(
     return Local(config, layout, rows, sequence, tokens, tokens // sliced, narrow, device, documents)
 
 
-def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed]) -> Iterator[Entry]:
+def _entries(
+    at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed], compiled: bool
+) -> Iterator[Entry]:
     config, again = at.config, at.layout.recompute
     stream = at.rows, at.slice, config.hidden
     mixtures = any(config.has_experts(layer) for layer in stage.layers)
@@ -108,6 +114,11 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
     for layer in stage.layers:
         name, mixed = f"layers.{layer}", config.has_experts(layer)
         rows = routed.get(layer) or _balanced(at)
+        if compiled and compiled_blocks.known(at, layer):
+            if stage.first or layer != stage.layers[0]:
+                yield Entry(f"{name}.input", stream, "x")
+            yield from compiled_blocks.kept(at, name)
+            continue
         if again != "none" and (stage.first or layer != stage.layers[0]):
             yield Entry(f"{name}.input", stream, "x")
         if again == "selective":
@@ -116,7 +127,11 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
             first = layer == stage.layers[0]
             yield from blocks.layer(at, name, layer, rows.computed, input_kept and first)
     if stage.last:
-        yield from blocks.norm(at, "final_norm")
+        if compiled and at.config.norm == "rmsnorm":
+            yield Entry("final_norm.input", stream, "x")
+            yield Entry("final_norm.scale", (*stream[:-1], 1), "wide")
+        else:
+            yield from blocks.norm(at, "final_norm")
         yield from _loss(at, stage, at_once, tp_rank)
     elif mixtures:
         yield Entry("balance", (), "wide")
