@@ -15,10 +15,11 @@ import math
 from collections.abc import Iterator
 
 from meshwright.plan.kernels import Buffer, Kernel
-from meshwright.plan.saved_blocks import Entry, Local
+from meshwright.plan.saved_blocks import Entry, Local, masked
 from meshwright.plan.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
+REPEATED = "attention.keys_repeated, attention.values_repeated, attention.mask"
 
 
 def known(at: Local, layer: int) -> bool:
@@ -26,11 +27,11 @@ def known(at: Local, layer: int) -> bool:
     return not at.config.has_experts(layer) and not at.config.post_norms
 
 
-def kept(at: Local, name: str) -> Iterator[Entry]:
-    """What the forward of the layer `name` keeps beside its input; nothing where it is computed again whole."""
-    block = CompiledBlock(at)
+def kept(at: Local, layer: int) -> Iterator[Entry]:
+    """What the forward of a layer keeps beside its input; nothing where it is computed again whole."""
+    block = CompiledBlock(at, at.config.layer_window(layer))
     for title in [] if block.again == "full" else block.kept():
-        yield block.entry(title)._replace(name=f"{name}.{title}")
+        yield block.entry(title)._replace(name=f"layers.{layer}.{title}")
 
 
 class CompiledBlock:
@@ -44,6 +45,10 @@ class CompiledBlock:
         self.gathers = self.summed and layout.tensor_sequence_parallel
         self.traded = layout.cp > 1 and layout.cp_method == "ulysses"
         self.turned = config.positions == "rope" or config.query_key_norm
+        self.cuda = at.device == "cuda" and not at.ring
+        """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
+        self.repeated = self.cuda and masked(at, window)
+        """Whether keys and values are repeated for every query head, as their masked kernel needs."""
         self._shapes = dict(self._values())
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
@@ -84,8 +89,13 @@ class CompiledBlock:
             yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
-        yield "attention.log_sum", ((at.rows, at.heads, at.tokens), "wide")
-        for name, many in (("queries", heads), ("keys", kv_heads), ("values", kv_heads)):
+        lines = -(-length // 32) * 32 if self.repeated else length
+        yield "attention.log_sum", ((at.rows, heads, lines), "wide")
+        for name in ("attention.keys_repeated", "attention.values_repeated"):
+            yield name, ((at.rows, heads, length, size), "x")
+        yield "attention.mask", ((at.rows if at.masked else 1, 1, length, length), "x")
+        many_keys = heads if self.repeated else kv_heads
+        for name, many in (("queries", heads), ("keys", many_keys), ("values", many_keys)):
             yield f"gradient of {name}", ((at.rows, many, length, size), "x")
         both = (at.rows, at.tokens, width * (2 if config.gated else 1))
         yield "mlp.up.output", (both, "x")
@@ -115,7 +125,7 @@ class CompiledBlock:
             found += ["attention.traded", *(["attention.qkv.output"] if self.at.config.query_key_norm else [])]
         else:
             found.append("attention.qkv.output")
-        found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring else [])]
+        found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring or self.cuda else [])]
         found += [f"attention.output.{added}", *(["mlp.up.input"] if self.gathers else []), "mlp.up.output"]
         if self.again == "none":
             return found
@@ -179,10 +189,19 @@ class CompiledBlock:
         if self.traded:
             yield self._kernel(given, "attention.trading")
             yield self._operator("attention.trading", "attention.traded")
-            yield self._operator("attention.traded", "attention.core")
+            given = "attention.traded"
+        yield from self._attended(given)
+
+    def _attended(self, given: str) -> Iterator[Kernel]:
+        """What attention makes of queries, keys and values."""
+        if self.repeated:
+            yield self._kernel(given, REPEATED)
+            given += f", {REPEATED}"
+        more = ", attention.log_sum" if self.at.ring or self.cuda else ""
+        if self.traded:
+            yield self._operator(given, f"attention.core{more}")
             yield self._operator("attention.core", "attention.output.input")
         else:
-            more = ", attention.log_sum" if self.at.ring else ""
             yield self._operator(given, f"attention.output.input{more}")
 
     def _turned(self, twice: bool = False) -> Kernel:
@@ -244,7 +263,7 @@ class CompiledBlock:
         recomputed = "attention.output.input" not in kept
         turns = self.turned and "attention.query" not in kept and "attention.traded" not in kept
         if turns:
-            yield self._turned(twice=recomputed and not self.traded)
+            yield self._turned(twice=recomputed and not self.traded and not self.cuda)
         yield from self._core_backward(kept, recomputed)
         made = "attention.qkv.output.gradient"
         normed = yield from self._product_gradient(made, "attention.qkv.input", "attention_norm")
@@ -262,7 +281,7 @@ class CompiledBlock:
         yield self._kernel(f"{reads}, gradient between", f"attention_norm.scale{last}, {INPUT_GRADIENT}")
         if self.gathers and last:
             yield self._operator("attention_norm.output", "attention.qkv.input")
-        if recomputed:
+        if recomputed and not self.cuda:
             yield from self._core_again()
         yield self._kernel(f"{given}, attention.output.input", "weight gradient of output")
         if self.at.config.query_key_norm:
@@ -271,12 +290,8 @@ class CompiledBlock:
 
     def _core_again(self) -> Iterator[Kernel]:
         """What attention gave, for the weight gradient of the product after it."""
-        if self.traded:
-            yield self._operator("attention.traded", "attention.core")
-            yield self._operator("attention.core", "attention.output.input")
-        else:
-            turned = ", attention.query.again, attention.key.again" if self.turned else ""
-            yield self._operator(f"attention.qkv.output{turned}", "attention.output.input")
+        turned = ", attention.query.again, attention.key.again" if self.turned else ""
+        yield from self._attended("attention.traded" if self.traded else f"attention.qkv.output{turned}")
 
     def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:
         at = self.at
@@ -292,14 +307,20 @@ class CompiledBlock:
                 yield self._operator("attention.trading", "attention.traded")
             yield self._operator("attention.output.input.gradient", "attention.core.gradient")
             reads = "attention.core.gradient, attention.traded"
+        if self.cuda:
+            if recomputed:
+                yield from self._attended(reads.partition(", ")[2])
+            elif self.repeated:
+                yield self._kernel(reads.partition(", ")[2], REPEATED)
+            reads += f", attention.output.input, attention.log_sum{f', {REPEATED}' if self.repeated else ''}"
         parts = "gradient of queries, gradient of keys, gradient of values"
         if at.ring:
             inside = tuple(ring_backward(at, self.window, self.x, self.wide))
             yield Kernel("attention", tuple(reads.split(", ")), (), inside=inside)
             yield self._operator(f"{reads}, attention.output.input, attention.log_sum", parts)
         else:
-            inside = tuple(tiled_backward(at, heads, kv_heads, self.window, self.x, self.wide))
-            yield self._operator(reads, parts, inside)
+            tiles = () if self.cuda else tiled_backward(at, heads, kv_heads, self.window, self.x, self.wide)
+            yield self._operator(reads, parts, tuple(tiles))
         made = "attention.qkv.output.gradient"
         if self.traded:
             yield self._kernel(parts, "attention.traded.gradient")

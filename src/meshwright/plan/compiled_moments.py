@@ -20,10 +20,13 @@ def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
     yield from _extras(held, f"layers.{layer}")
 
 
-def backward_extras(at: Local, layer: int, x: int) -> Iterator[tuple[str, list[Extra]]]:
-    """The moments of the backward by name, beside what the forward kept."""
+def backward_extras(
+    at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, list[Extra]]]:
+    """The moments of the backward by name, beside what the forward kept. arrived: of its input and the gradient of its
+    output, what came from another stage: the pipeline holds it until the stage's backward is over."""
     unit = f"layers.{layer}"
-    held = _backward(at, at.config.layer_window(layer), x)
+    held = _backward(at, at.config.layer_window(layer), x, arrived)
     for name, each in held:
         yield name, list(_extras(each, unit))
 
@@ -52,7 +55,7 @@ def _forward(at: Local, window: int | None, x: int) -> Held:
 
 
 @lru_cache(maxsize=64)
-def _backward(at: Local, window: int | None, x: int) -> list[tuple[str, Held]]:
+def _backward(at: Local, window: int | None, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
     """The highest moment and the last one; where the forward runs again, its highest too."""
     block = CompiledBlock(at, window, x)
     found = []
@@ -61,6 +64,8 @@ def _backward(at: Local, window: int | None, x: int) -> list[tuple[str, Held]]:
     given = {INPUT: block.bytes(INPUT), GRADIENT: block.bytes(GRADIENT)}
     weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
     gradient = Extra("activations", GRADIENT, given[GRADIENT])
+    for name in arrived:
+        del given[name]
     if block.again == "full":
         again = _forward(at, window, x)
         found.append((".forward again", Held(again.name, again.buffers, 0, (*again.inside, gradient))))
@@ -72,5 +77,6 @@ def _backward(at: Local, window: int | None, x: int) -> list[tuple[str, Held]]:
     found.append((name, Held(held.name, held.buffers, held.gone, (*held.inside, gradient, *made_again))))
     last = {made.name: made for kernel in kernels for made in kernel.makes if made.name in {*weights, INPUT_GRADIENT}}
     gone = 0 if block.again == "full" else sum(kept.values())
-    found.append((COLLECTED, Held(COLLECTED, last, gone + given[INPUT])))
+    stays = (gradient,) if GRADIENT in arrived else ()
+    found.append((COLLECTED, Held(COLLECTED, last, gone + given.get(INPUT, 0), stays)))
     return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
-from meshwright.plan.compiled_blocks import known
+from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
@@ -243,7 +243,9 @@ class StageMoments:
             if not any(each.name == "head.weight.gradient" for each in self.saved):
                 yield from self._losses(again=True)
         elif self._known(unit):
-            yield from backward_extras(self.at, int(unit.split(".")[1]), self.x)
+            ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
+            arrived = frozenset(name for name, end in ends.items() if end == unit)
+            yield from backward_extras(self.at, int(unit.split(".")[1]), self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []

@@ -117,7 +117,7 @@ def _entries(
         if compiled and compiled_blocks.known(at, layer):
             if stage.first or layer != stage.layers[0]:
                 yield Entry(f"{name}.input", stream, "x")
-            yield from compiled_blocks.kept(at, name)
+            yield from compiled_blocks.kept(at, layer)
             continue
         if again != "none" and (stage.first or layer != stage.layers[0]):
             yield Entry(f"{name}.input", stream, "x")
