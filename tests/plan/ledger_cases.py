@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     momentum: float = 0.0
     dtype: str = "float32"
     pairs: bool = False  # of responses, one a row
+    compiled: bool = False
 
 
 class Measured(NamedTuple):
@@ -74,6 +76,9 @@ def measure(step: Step) -> Measured:
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     train = TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3, optimizer=step.optimizer, momentum=step.momentum)
     optimizer = Optimizer(parallel.shards, train)
+    if step.compiled:
+        torch._dynamo.reset()
+        model.compile_blocks()
     passes = ForwardBackward(model, parallel, program, preference=Preference() if step.pairs else None)
     rows = step.batch // (layout.dp * layout.micro_batches)
     micro_batches: list[Any] = []
@@ -125,7 +130,7 @@ def measure(step: Step) -> Measured:
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
         return ledger(
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
-            rank=mesh.rank, routed=came, documents=step.pairs, pairs=step.pairs,
+            rank=mesh.rank, routed=came, documents=step.pairs, pairs=step.pairs, compile=step.compiled,
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.
@@ -155,7 +160,7 @@ def live_bytes() -> int:
     """Memory of all tensors that there are, each storage once."""
     storages = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+        if issubclass(type(each), torch.Tensor) and not isinstance(each, FakeTensor) and each.device.type == "cpu":
             storage = each.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

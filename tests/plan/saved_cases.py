@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,7 +32,7 @@ from meshwright.plan.saved import Routed, Saved, saved_activations
 
 class Case(NamedTuple):
     """A forward to watch: of `stage` of as many `stages`, all of which this rank holds. `starts`: where documents begin
-    in each row; None: one document a row."""
+    in each row; None: one document a row. `backend`: of torch.compile; None: not compiled."""
 
     config: ModelConfig
     layout: str = "dp1"
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     starts: Sequence[Sequence[int]] | None = None
     device: str = "cpu"
     pairs: bool = False  # the documents of each row, by two
+    backend: str | None = None
 
 
 class Watched(NamedTuple):
@@ -103,7 +105,11 @@ def watch(case: Case) -> Watched:
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
-    take_weight_gradients(model, queue)
+    if case.backend is None:
+        take_weight_gradients(model, queue)
+    else:
+        torch._dynamo.reset()
+        model.compile_blocks(backend=case.backend)
     make = torch.Generator().manual_seed(5 + mesh.dp.rank)
     numbers = torch.randint(0, case.config.vocabulary, (case.rows, case.sequence + 1), generator=make)
     documents = Documents() if case.starts is None else Documents.from_starts(case.starts, case.sequence)
@@ -139,7 +145,8 @@ def watch(case: Case) -> Watched:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with mock.patch.object(Exchange, "_agree", noted), storages, hooks:
+        watching = storages if case.backend is None else nullcontext()  # it would see into no compiled graph
+        with mock.patch.object(Exchange, "_agree", noted), watching, hooks:
             x = None
             if case.stage:
                 x = compute.buffer(case.stage, 0, 0)
@@ -160,6 +167,7 @@ def watch(case: Case) -> Watched:
         case.config, layout, case.rows, case.sequence, stage=stages[case.stage], at_once=case.at_once,
         documents=case.starts is not None, parameter_dtype=case.dtype, device=device, tp_rank=mesh.tp.rank,
         routed=dict(zip(mixtures, counted, strict=True)) if counted else None, pairs=case.pairs,
+        compiled=case.backend is not None,
     )  # fmt: skip
     mesh.close()
     return Watched(

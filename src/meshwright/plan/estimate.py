@@ -157,7 +157,8 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
             in_place(problem.cluster, problem.precision, problem.engine),
         )  # fmt: skip
     time = step.priced(problem.optimizer)
-    return Estimate(problem, layout, time, fullest(problem, layout), tuple(_warnings(problem, layout)))
+    memory = fullest(problem, layout)
+    return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
@@ -169,7 +170,7 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
         return str(error)
 
 
-def _warnings(problem: Problem, layout: Layout) -> list[str]:
+def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
     found = []
     config, engine = problem.config, problem.engine
     if config.planning_only:
@@ -200,7 +201,7 @@ def _warnings(problem: Problem, layout: Layout) -> list[str]:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
     if problem.precision == "fp8":
         found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
-    if problem.compile:
+    if problem.compile and not memory.compiled:
         found.append("memory is that of blocks that are not compiled")
     return found
 

@@ -24,6 +24,7 @@ from meshwright.model.refuse import refuse
 from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage
 from meshwright.names import unknown
+from meshwright.plan.compiled_blocks import known
 from meshwright.plan.moments import Moment, Reduction, StageMoments, Ways
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
 from meshwright.plan.states import flats_of, kept_buffers, states
@@ -82,13 +83,15 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """items: what there is at the highest moment, `moment`; peak_bytes: their sum but for "framework", which torch's
-    allocator does not count. between_steps: bytes that stay. framework: the least and the most, in bytes."""
+    allocator does not count. between_steps: bytes that stay. framework: the least and the most, in bytes. compiled:
+    whether layers are priced as compiled ones, each of them."""
 
     items: tuple[Item, ...]
     peak_bytes: int
     moment: str
     between_steps: int
     framework: tuple[int, int] = (0, 0)
+    compiled: bool = False
 
     def by_category(self) -> dict[str, int]:
         """Bytes at the highest moment; every category is there."""
@@ -113,12 +116,14 @@ def ledger(
     device: str = "cpu",
     routed: Mapping[int, Routed] | None = None,
     pairs: bool = False,
+    compile: bool = False,
 ) -> Ledger:
     """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
 
     precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
     in its place ("float64" in tests). documents: whether rows pack several. device: "cpu" (gloo) or "cuda" (NCCL).
-    pairs: whether what is learnt from is pairs of responses.
+    pairs: whether what is learnt from is pairs of responses. compile: whether blocks, the final norm and the loss are
+    compiled; `compiled` of the answer says whether they are priced so.
     `UserError` where the layout cannot be, or a name is unknown.
     """
     if engine not in ENGINES:
@@ -128,7 +133,7 @@ def ledger(
     if parameter_dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
     dtype = parameter_dtype or DTYPES[name]
-    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs)
+    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile)
     return step.ledger()
 
 
@@ -177,9 +182,10 @@ class _Step:
         device: str,
         routed: Mapping[int, Routed] | None,
         pairs: bool,
+        compiled: bool,
     ) -> None:
         self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
-        self.documents, self.device, self.routed, self.pairs = documents, device, routed, pairs
+        self.documents, self.device, self.routed, self.pairs, self.compiled = documents, device, routed, pairs, compiled
         self.master = "float64" if dtype == "float64" else "float32"
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
@@ -191,6 +197,8 @@ class _Step:
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
+        if any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps()):
+            self.compiled = False  # weight gradients that are left for later cut a compiled block into pieces
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
@@ -210,7 +218,10 @@ class _Step:
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        return Ledger(tuple(items), total, moment_found.name, base, framework)
+        layers = {layer for part in self.stages.values() for layer in part.stage.layers}
+        sizes = next(iter(self.stages.values())).at
+        compiled = self.compiled and all(known(sizes, layer) for layer in layers)
+        return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
 
     def _staying(self) -> Iterator[Item]:
         for state in self.states:
@@ -318,7 +329,7 @@ class _Step:
             return saved_activations(
                 self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
                 parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
-                pairs=self.pairs,
+                pairs=self.pairs, compiled=self.compiled,
             )  # fmt: skip
 
         sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.documents, self.dtype, self.device)
@@ -326,7 +337,7 @@ class _Step:
         kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(
             sizes, stage, self.partition.units(stage), kept, whole, flats,
-            self.dtype, self.master, kept_buffers(self.flats), self.table.tied,
+            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled,
         )  # fmt: skip
 
     def _stream(self) -> int:

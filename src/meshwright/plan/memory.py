@@ -50,7 +50,8 @@ def context_bytes(cluster: Cluster) -> int:
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """One rank of the pipeline when its memory is fullest. peak_bytes: as PyTorch's allocator counts; beside it the
-    device holds `framework_bytes` and, unexplained, `slack_bytes`. exact: tensor by tensor, not in closed form."""
+    device holds `framework_bytes` and, unexplained, `slack_bytes`. exact: tensor by tensor, not in closed form;
+    compiled: as blocks that are compiled."""
 
     pp_rank: int
     items: tuple[Item, ...]
@@ -59,6 +60,7 @@ class RankMemory:
     framework_bytes: int
     slack_bytes: int
     exact: bool
+    compiled: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -110,16 +112,18 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
             precision=STORED.get(problem.precision, problem.precision),
             rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
-            device=problem.cluster.kind,
+            device=problem.cluster.kind, compile=problem.compile,
         )  # fmt: skip
         items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
-        peak, moment = found.peak_bytes, found.moment
+        peak, moment, compiled = found.peak_bytes, found.moment, found.compiled
     else:
         items = tuple(_published(problem, layout, pp_rank))
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
+        compiled = False
     return RankMemory(
-        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak), problem.engine.name == "meshwright"
-    )
+        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak),
+        problem.engine.name == "meshwright", compiled,
+    )  # fmt: skip
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:

@@ -9,6 +9,8 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import Stage
 from meshwright.model.work import predictions
+from meshwright.plan.compiled_blocks import known
+from meshwright.plan.compiled_moments import passing_bytes
 from meshwright.plan.micro_batch import LayerKind, layer_examples
 from meshwright.plan.moments import SLICE_LOGITS, queued_bytes
 from meshwright.plan.published import PUBLISHED, LayerShape, StateBytes
@@ -78,8 +80,9 @@ class KeptBytes:
 
         def tensors(of: Layout, stage: Stage) -> list[Saved]:
             return saved_activations(
-                config, of, 1, sequence, stage=stage, parameter_dtype=self.dtype, device=self.device, documents=masked
-            )
+                config, of, 1, sequence, stage=stage, parameter_dtype=self.dtype, device=self.device, documents=masked,
+                compiled=self.problem.compile,
+            )  # fmt: skip
 
         def saved(of: Layout, stage: Stage) -> float:
             return sum(each.bytes for each in tensors(of, stage))
@@ -88,6 +91,10 @@ class KeptBytes:
         layers, split, most = {}, {}, 0.0
         for kind, at in self.examples.items():
             one = Stage(1, range(at, at + 1), first=False, last=False)
+            if self.problem.compile and known(sizes, at):
+                layers[kind] = split[kind] = saved(layout, one) - empty + stream
+                most = max(most, passing_bytes(sizes, at, self.x) - 4 * stream)
+                continue
             layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)
             every_one = tensors(layout.with_(recompute="none"), one)
             split[kind] = float(queued_bytes(sizes, every_one, at, self.x))

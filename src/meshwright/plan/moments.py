@@ -14,6 +14,8 @@ from typing import NamedTuple
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
+from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
+from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
@@ -102,7 +104,7 @@ class StageMoments:
 
     saved: what its forward keeps (`saved_activations`); whole: the same with nothing computed again; flats: the flat
     buffers by unit; pooled: whole gradient buffers that are kept from layer to layer; tied: whether the head computes
-    with the embedding's matrix.
+    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class StageMoments:
         master_dtype: str,
         pooled: Mapping[int, int],
         tied: bool,
+        compiled: bool = False,
     ) -> None:
+        self.compiled = compiled
         self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
         self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
         self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -171,6 +175,9 @@ class StageMoments:
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
+        if self._known(unit):
+            yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
+            return
         yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
         yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
@@ -198,7 +205,8 @@ class StageMoments:
         summed = Extra("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
         at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
         wide = Extra("workspace", "logits in the type of sums", 2 * at_once * width * self.wide)
-        found = [(".statistics", [*both, wide, *([summed] if forms and several else [])])]
+        fused = [] if self.compiled else [wide]
+        found = [(".statistics", [*both, *fused, *([summed] if forms and several else [])])]
         if forms:
             parts = (self.x if several else 0) + (self.x if len(chunks) == 2 and self.x < self.wide else 0)
             found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
@@ -212,7 +220,8 @@ class StageMoments:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            around = [*self._gathered(place, -1), *self._reductions(place, ways)]
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, self._known(unit))]
+            opened = [] if not self._known(unit) else self._opened(place)
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
@@ -222,7 +231,8 @@ class StageMoments:
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
                 around.append(Extra("communication", "gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
-                yield Moment(f"{unit}{name}: backward", left, (*around, *extras), self, place, True)
+                more = opened if name == COLLECTED else []
+                yield Moment(f"{unit}{name}: backward", left, (*around, *more, *extras), self, place, True)
             if split and unit.startswith("layers."):
                 queue += self.queued(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
@@ -249,6 +259,10 @@ class StageMoments:
             yield "", [*self._loss_backward()]
             if not any(each.name == "head.weight.gradient" for each in self.saved):
                 yield from self._losses(again=True)
+        elif self._known(unit):
+            ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
+            arrived = frozenset(name for name, end in ends.items() if end == unit)
+            yield from backward_extras(self.at, int(unit.split(".")[1]), self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []
@@ -353,14 +367,23 @@ class StageMoments:
             if flat.zero == 3
         ]
 
-    def _reductions(self, place: int, ways: Ways) -> list[Extra]:
-        """What reductions under way receive into, and whole gradient buffers that no pool keeps."""
-        now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
+    def _reductions(self, place: int, ways: Ways, later: bool = False) -> list[Extra]:
+        """What reductions under way receive into, and whole gradient buffers that no pool keeps; those of the unit
+        itself, unless they are opened `later`."""
         posted = [*ways.before, *self._reduced(place + 1, ways)]
+        return [*self.under_way(posted), *([] if later else self._opened(place))]
+
+    def _opened(self, place: int) -> list[Extra]:
+        """Whole gradient buffers of the unit."""
+        now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
             opened += [flat for flat in self.flats.get("embedding", ()) if flat not in now]
-        return [*self.under_way(posted), *(each for flat in opened for each in self._whole(flat))]
+        return [each for flat in opened for each in self._whole(flat)]
+
+    def _known(self, unit: str) -> bool:
+        """Whether it is a layer whose kernels are known."""
+        return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
     def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
         """The reductions that were posted from the unit at `place` on, in their order."""

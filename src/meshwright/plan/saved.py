@@ -16,6 +16,7 @@ from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
 from meshwright.model.work import predictions
+from meshwright.plan import compiled_blocks
 from meshwright.plan import saved_blocks as blocks
 from meshwright.plan.saved_blocks import Entry, Local
 
@@ -55,18 +56,21 @@ def saved_activations(
     tp_rank: int = 0,
     routed: Mapping[int, Routed] | None = None,
     pairs: bool = False,
+    compiled: bool = False,
 ) -> list[Saved]:
     """What one rank keeps of a micro-batch of `rows` rows of `sequence` tokens.
 
     stage: None, the whole model. at_once: whether its backward is what follows its forward. documents: whether any row
     packs several. device: "cpu" or "cuda", whose attention keeps other things. routed: by layer, what routers chose;
     where nothing is said, each expert gets as many tokens as every other. pairs: of responses, and not the next token,
-    are what is learnt from.
+    are what is learnt from. compiled: whether blocks and the final norm are, of which `compiled_blocks.known` says
+    whether it is written down; else they are priced as if they were not.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
     at = replace(local_sizes(config, layout, rows, sequence, documents, parameter_dtype, device), pairs=pairs)
-    return [_saved(entry, types) for entry in _entries(at, stage, at_once, tp_rank, routed or {})]
+    entries = _entries(at, stage, at_once, tp_rank, routed or {}, compiled)
+    return [_saved(entry, types) for entry in entries]
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
@@ -98,7 +102,9 @@ def local_sizes(
     return Local(config, layout, rows, sequence, tokens, tokens // sliced, narrow, device, documents)
 
 
-def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed]) -> Iterator[Entry]:
+def _entries(
+    at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed], compiled: bool
+) -> Iterator[Entry]:
     config, again = at.config, at.layout.recompute
     stream = at.rows, at.slice, config.hidden
     mixtures = any(config.has_experts(layer) for layer in stage.layers)
@@ -111,6 +117,11 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
     for layer in stage.layers:
         name, mixed = f"layers.{layer}", config.has_experts(layer)
         rows = routed.get(layer) or _balanced(at)
+        if compiled and compiled_blocks.known(at, layer):
+            if stage.first or layer != stage.layers[0]:
+                yield Entry(f"{name}.input", stream, "x")
+            yield from compiled_blocks.kept(at, layer)
+            continue
         if again != "none" and (stage.first or layer != stage.layers[0]):
             yield Entry(f"{name}.input", stream, "x")
         if again == "selective":
@@ -121,7 +132,11 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
     if stage.last and config.encoder:
         yield from _encoder_head(at)
     elif stage.last:
-        yield from blocks.norm(at, "final_norm")
+        if compiled and config.norm == "rmsnorm":
+            yield Entry("final_norm.input", stream, "x")
+            yield Entry("final_norm.scale", (*stream[:-1], 1), "wide")
+        else:
+            yield from blocks.norm(at, "final_norm")
         yield from _loss(at, stage, at_once, tp_rank)
     elif mixtures:
         yield Entry("balance", (), "wide")

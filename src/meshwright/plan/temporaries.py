@@ -8,10 +8,12 @@ nothing about what they hold inside, only what passes between them is counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.plan.saved import Saved
 from meshwright.plan.saved_blocks import Local, masked
+
+if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
+    from meshwright.plan.saved import Saved
 
 TILE_QUERIES, TILE_SCORES = 128, 1 << 20
 ACCELERATOR_TILE = 1024, 1 << 27
@@ -66,7 +68,7 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
     of_head = at.rows * at.tokens * size
     result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
     if at.ring:
-        yield "", [result, *_ring(at, window, x, wide)]
+        yield "", [result, *ring_backward(at, window, x, wide)]
         return
     heads, kv_heads = at.heads, at.kv_heads
     if at.layout.cp > 1:
@@ -76,14 +78,14 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Extra("activations", "gradients of queries, keys and values", three)
     tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
-    yield "", [result, gradients, *(_tiled(at, heads, kv_heads, window, x, wide) if tiled else ())]
+    yield "", [result, gradients, *(tiled_backward(at, heads, kv_heads, window, x, wide) if tiled else ())]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
         yield ".tokens traded", [result, Extra("communication", "result's gradient, traded", 3 * heads * of_head * x)]
         freed = Extra("activations", "traded queries, keys and values, freed", -three)
         yield ".heads traded", [gradients, freed, Extra("communication", "gradients, traded", 3 * three)]
 
 
-def _tiled(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
     """Of `tiled_attention`: probabilities and both gradients of the tile before, scores and probabilities of this."""
     size, length = at.config.head_dim, at.whole
     cut = _cut(at, heads, kv_heads, length)
@@ -94,19 +96,20 @@ def _tiled(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wid
         turns = 1 if cut.rows == at.rows else 2  # those of the rows before are there while these are made
         yield Extra("workspace", "masks of tiles", turns * cut.rows * cut.queries * masks * wide)
     each_key = cut.rows * cut.kv_heads * length * size
+    turned = (at.config.positions == "rope" or at.config.query_key_norm) and at.layout.cp == 1
     if before:
         scores = cut.lines * (3 * x * before + 2 * wide * longest + 3 * size * x)
-    else:  # a single tile: at its end, as the gradient of keys is added
-        scores = cut.lines * (max(3 * x, 2 * wide) * longest + 2 * size * x) + (each_key * x if x == wide else 0)
+    else:  # a single tile: at its end, as the gradient of keys is added; of a narrow type as its scores are made
+        rows = (2 if x == wide else 1) + (not turned)  # turned queries lie as products read them
+        scores = cut.lines * (max(3 * x, 2 * wide) * longest + rows * size * x) + (each_key * x if x == wide else 0)
     yield Extra("workspace", "tiles of attention", scores + cut.queries**2 * wide)
     # Sums of the gradients of keys and values, and copies where rows and heads do not lie one after the other.
-    turned = at.config.positions == "rope" and at.layout.cp == 1
     copies = (1 if turned else 2) if cut.rows > 1 and cut.kv_heads > 1 else 0
     held = 2 * wide + copies * x + (wide if x < wide else 0)
     yield Extra("workspace", "keys and values of tiles", each_key * held)
 
 
-def _ring(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
     """Of `ring_attention`: sums in the wide type, two of which go round while a third is added to, keys and values on
     their way, and a tile or what a fused kernel gives."""
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp

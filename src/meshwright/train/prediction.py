@@ -88,7 +88,7 @@ def predict(trainer: Trainer) -> Prediction:
 
     machine = tried("the time of a step", lambda: machine_of(trainer))
     time = None if machine is None else tried("the time of a step", lambda: _time(trainer, machine))
-    memory = tried("memory", lambda: _memory(trainer, machine))
+    memory = tried("memory", lambda: _memory(trainer, machine, notes))
     axes = tried("what is sent", trainer.predicted_traffic_by_axis)
     return Prediction(memory, time, axes, machine, trainer.recipe.train.compile, tuple(notes))
 
@@ -139,13 +139,16 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
     )  # fmt: skip
 
 
-def _memory(trainer: Trainer, machine: Cluster | None) -> dict[str, int]:
+def _memory(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> dict[str, int]:
     tokens = trainer.tokens
     found = ledger(
         trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=tokens.document_mask and tokens.documents > 1, pairs=trainer.preference is not None,
+        compile=trainer.recipe.train.compile,
     )  # fmt: skip
+    if trainer.recipe.train.compile and not found.compiled:
+        notes.append("memory is predicted as if blocks were not compiled")
     sizes = found.by_category()
     calibration = None if machine is None else machine.calibration
     share = None if calibration is None else calibration.unexplained_share
