@@ -52,6 +52,7 @@ MODEL_AS_DATA = {
         "disk_names",
         "experts_json",
         "families",
+        "foreign",
         "parameters",
         "partition",
         "presets",

@@ -28,7 +28,8 @@ from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
-from meshwright.plan.traffic import Work, predicted_traffic, predicted_traffic_by_axis
+from meshwright.plan.data_calls import Work
+from meshwright.plan.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
@@ -109,16 +110,21 @@ class Trainer:
             parameter_dtype=dtype,
             partition=partition,
         )
-        self.optimizer = Optimizer(self.parallel.shards, recipe.train)
-        train = recipe.train
-        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if dtype == torch.float16 else LossScale()
+        self._stand_by()
         if recipe.train.compile:
             self.model.compile_blocks()
         self.tokens: PackedTokens = data.split("train")
         self.validation_tokens: PackedTokens = data.split("validation")
         self.order = data.order()
-        self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark)
+
+    def _stand_by(self) -> None:
+        """What every trainer has, whatever it trains, once there is something to train: `self.parallel`."""
+        train, mesh = self.recipe.train, self.mesh
+        self.optimizer = Optimizer(self.parallel.shards, train)
+        half = self.parallel.parameter_dtype == torch.float16
+        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if half else LossScale()
+        self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing because a loss or gradient was not finite; in a row, those that a lower scale of
@@ -134,7 +140,7 @@ class Trainer:
         train, clock = self.recipe.train, self.clock
         clock.start()
         micro_batches = self._micro_batches()
-        targets = count_targets((goals for _, goals, _ in micro_batches), self.mesh)
+        targets = self._targets(micro_batches)
         clock.mark("data")
 
         loss_sum = self.passes.train(micro_batches, targets / self.loss_scale.value)
@@ -146,6 +152,7 @@ class Trainer:
             self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip) / verdict.loss_scale)
             self.parallel.publish()
         else:
+            self._take_back()
             self.skipped += 1
         searching = self.loss_scale.note(verdict.loss, verdict.finite)
         if not searching:
@@ -245,6 +252,13 @@ class Trainer:
         self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.publish()
+
+    def _targets(self, micro_batches: list[MicroBatch]) -> int:
+        """What the loss of the step is divided by, over all ranks."""
+        return count_targets((goals for _, goals, _ in micro_batches), self.mesh)
+
+    def _take_back(self) -> None:
+        """The step is skipped: nothing but parameters and optimizer state changes in one, and these have not."""
 
     def _micro_batches(self) -> list[MicroBatch]:
         """This rank's share of the step's samples: rank after rank, micro-batch after micro-batch."""
