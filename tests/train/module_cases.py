@@ -113,7 +113,7 @@ def bert() -> nn.Module:
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             num_labels=4,
-        )  # fmt: skip
+        )
     ).eval()
 
 
@@ -131,7 +131,7 @@ def t5() -> nn.Module:
             dropout_rate=0.0,
             decoder_start_token_id=0,
             pad_token_id=0,
-        )  # fmt: skip
+        )
     )
 
 
@@ -222,10 +222,10 @@ def plain(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
         samples = [data[index] for index in order.sample(range(step * BATCH, (step + 1) * BATCH)).tolist()]
         weights = [1 if count is None else int(count(default_collate([sample]))) for sample in samples]
         optimizer.zero_grad()
-        total = sum(
-            (loss(module, default_collate([sample])) * weight for sample, weight in zip(samples, weights, strict=True) if weight),
-            torch.zeros(()).double(),
-        ) / sum(weights)  # fmt: skip
+        total = torch.zeros((), dtype=torch.float64)
+        for sample, weight in zip(samples, weights, strict=True):
+            if weight:
+                total = total + loss(module, default_collate([sample])) * weight / sum(weights)
         total.backward()
         found = [each.grad for each in trained if each.grad is not None]
         losses.append(total.item())
