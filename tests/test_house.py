@@ -50,6 +50,7 @@ MODEL_AS_DATA = {
         "config",
         "config_json",
         "disk_names",
+        "encoder_json",
         "experts_json",
         "families",
         "foreign",

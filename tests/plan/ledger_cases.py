@@ -28,6 +28,8 @@ from meshwright.train.optimizer import Optimizer
 
 WATCHED = 2
 """Steps that are watched."""
+SMALL = 20_000
+"""Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
 
 
 class Step(NamedTuple):
@@ -111,7 +113,7 @@ def measure(step: Step) -> Measured:
                     unit.need()
         layers = [at for part in partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)]
         came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
-        return *_highest(profile), came
+        return *highest(profile), came
 
     def said(came: dict[int, Routed]) -> Ledger:
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
@@ -129,6 +131,20 @@ def measure(step: Step) -> Measured:
     return Measured(before + peak, before, states, said(came), where)
 
 
+def check_states(found: Measured) -> None:
+    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
+    for item in found.predicted.items:
+        kind = item.name.rpartition(".")[2]
+        if item.name.startswith("gradient_buffer."):
+            said["gradient_buffers"] += item.bytes
+        elif item.first == "start" and item.category in ("parameters", "gradients"):
+            said[item.category] += item.bytes
+        elif item.category == "optimizer":
+            said["masters" if kind == "master" else "optimizer"] += item.bytes
+    assert said == found.states
+    assert abs(found.predicted.between_steps - found.before) < SMALL
+
+
 def live_bytes() -> int:
     """Memory of all tensors that there are, each storage once."""
     storages = {}
@@ -139,7 +155,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def _highest(profile: Any) -> tuple[int, str]:
+def highest(profile: Any) -> tuple[int, str]:
     """The most bytes above the beginning, and the operators around that time."""
     events = profile.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")

@@ -14,7 +14,7 @@ from meshwright.parallel import buffers
 from meshwright.plan import moments, states, temporaries
 from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
 from meshwright.train import optimizer
-from tests.plan.ledger_cases import Measured, Step, measure
+from tests.plan.ledger_cases import Step, check_states, measure
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
 SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # then memory is highest in a layer, not in the loss
@@ -26,22 +26,6 @@ MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
 )  # what travels is more than what experts make of it
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
-SMALL = 20_000
-"""Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
-
-
-def check_states(found: Measured) -> None:
-    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
-    for item in found.predicted.items:
-        kind = item.name.rpartition(".")[2]
-        if item.name.startswith("gradient_buffer."):
-            said["gradient_buffers"] += item.bytes
-        elif item.first == "start" and item.category in ("parameters", "gradients"):
-            said[item.category] += item.bytes
-        elif item.category == "optimizer":
-            said["masters" if kind == "master" else "optimizer"] += item.bytes
-    assert said == found.states
-    assert abs(found.predicted.between_steps - found.before) < SMALL
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,29 @@ def attend(
     )
 
 
+def attend_both_ways(
+    q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, added: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D + added) v over all tokens of a row; [B, N, S, D]. `added` [B or 1, 1, S or 1, S] hides keys
+    (`both_ways`); None: every token sees every other."""
+    return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=added)
+
+
+def both_ways(documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores of an encoder: nothing where a token may look, the lowest number there is elsewhere
+    (finite: a row may be padding from end to end). A token sees those of its document whose `attention_mask_BS` is not
+    0. Made once per batch and shared by all layers; None where nothing is hidden."""
+    starts_BS, visible = documents.starts_BS, None
+    if starts_BS is not None:
+        visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]
+    if attention_mask_BS is not None:
+        real = (attention_mask_BS != 0)[:, None, None]
+        visible = real if visible is None else visible & real
+    if visible is None:
+        return None
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
 def ulysses_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
 ) -> torch.Tensor:
@@ -95,7 +118,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
         super().__init__()
-        self.axes, self.size = axes, config.head_dim
+        self.axes, self.size, self.encoder = axes, config.head_dim, config.encoder
         self.heads = config.heads // axes.tp.size
         self.kv_heads = max(1, config.kv_heads // axes.tp.size)
         width = (self.heads + 2 * self.kv_heads) * self.size
@@ -126,7 +149,9 @@ class Attention(nn.Module):
         if cache is not None:
             assert self.axes.cp.size == 1, "a cache holds whole rows"
             k, v = cache.append(layer, k, v)
-        if self.axes.cp.size == 1:
+        if self.encoder:
+            out_BNSD = attend_both_ways(q, k, v, visible)
+        elif self.axes.cp.size == 1:
             out_BNSD = attend(q, k, v, visible)
         elif self.axes.layout.cp_method == "ring":
             out_BNSD = ring_attention(q, k, v, visible, self.axes.cp)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import UserError
-from meshwright.model.config_json import read_fields, write_config
+from meshwright.model.config_json import config_file, read_config, read_fields, write_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.rope_scaling import RopeScaling, read_rope_scaling
 from meshwright.names import unknown
@@ -24,11 +23,13 @@ Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rope", "learned", "alibi"]
 Router = Literal["softmax", "sigmoid"]
+Head = Literal["next", "masked", "classes", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer. Sizes count elements; ``UserError`` when they contradict each other or the family.
+    """A transformer: a decoder, or an encoder where the family is one. Sizes count elements; ``UserError`` when they
+    contradict each other or the family.
 
     A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
     (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
@@ -39,6 +40,10 @@ class ModelConfig:
     own with ``shared_gate``. ``normalise_choice``: the chosen experts' weights are made to add up to 1, before they are
     multiplied by ``routed_scale``. ``router_loss`` weighs the auxiliary loss that balances them, ``router_bias`` says
     that a bias on the scores does.
+
+    In an encoder a token sees all others, and norms follow the sums of the residual stream (``embedding_norm`` the
+    first). ``token_types``: kinds of segments that are told apart. ``head``: what it predicts: the ``masked`` tokens,
+    the ``classes`` of a row named by ``labels``, or nothing (``none``); a decoder the ``next`` token.
     """
 
     family: str
@@ -82,6 +87,10 @@ class ModelConfig:
     router_loss: float = 0.0
     normalise_choice: bool = False
     routed_scale: float = 1.0
+    token_types: int = 0
+    head: Head = "next"
+    labels: tuple[str, ...] = ()
+    pad_token: int | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -103,7 +112,7 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        if (problem := self._experts_problem()) is not None:
+        if (problem := self._experts_problem() or self._encoder_problem()) is not None:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -150,6 +159,23 @@ class ModelConfig:
             return "dense_layers leaves no layer to the experts"
         return FAMILIES[self.family].experts_problem(self)
 
+    def _encoder_problem(self) -> str | None:
+        """What is wrong with the parts that only an encoder has."""
+        if not self.encoder:
+            given = [name for name in ("token_types", "labels") if getattr(self, name)]
+            given += [f"head {self.head!r}"] if self.head != "next" else []
+            return f"family {self.family} is a decoder: leave {given[0]} out" if given else None
+        heads = FAMILIES[self.family].heads.values()
+        if self.head not in heads:
+            return f"head must be one of {', '.join(heads)} in family {self.family}, not {self.head!r}"
+        if self.token_types < 1:
+            return f"token_types must be at least 1 in family {self.family}, not {self.token_types}"
+        if (self.head == "classes") != bool(self.labels):
+            return 'labels name the classes of head "classes": leave them out with any other, give them with it'
+        if self.head == "classes" and len(self.labels) < 2:
+            return f"labels must name at least 2 classes, not {len(self.labels)}"
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
@@ -158,6 +184,21 @@ class ModelConfig:
     def expert_layers(self) -> int:
         """How many layers have experts."""
         return sum(self.has_experts(layer) for layer in range(self.layers))
+
+    @property
+    def encoder(self) -> bool:
+        """Whether tokens see those after them too, and norms follow the sums of the residual stream."""
+        return FAMILIES[self.family].encoder
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether what predicts tokens computes with the embedding's matrix."""
+        return self.tied and self.head in ("next", "masked")
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it has a pooler, which sums a row up in one vector."""
+        return self.encoder and self.head != "masked"
 
     @property
     def planning_only(self) -> str | None:
@@ -197,20 +238,7 @@ class ModelConfig:
     @classmethod
     def from_path(cls, path: str | Path) -> ModelConfig:
         """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
-        file = Path(path)
-        if file.is_dir():
-            file = file / "config.json"
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read: {error}") from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}: not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
-        return cls.from_huggingface(data, where=str(file))
+        return cls.from_huggingface(read_config(path), where=str(config_file(path)))
 
 
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:

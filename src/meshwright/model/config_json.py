@@ -5,10 +5,13 @@ A key that a configuration leaves out has the value that transformers gives it, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.model.encoder_json import read_encoder, write_encoder
 from meshwright.model.experts_json import read_experts, write_experts
 from meshwright.model.families import FAMILIES, Family
 from meshwright.model.rope_scaling import read_rope_scaling, write_rope_scaling
@@ -48,6 +51,7 @@ _GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
     "max_positions": ("n_positions", "max_position_embeddings"),
     "norm_epsilon": ("layer_norm_epsilon",),
 }
+_BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("layer_norm_eps",)}
 _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
     "hidden": ("hidden_size", "n_embed"),
     "max_positions": ("seq_length",),
@@ -59,6 +63,9 @@ _REFUSED_SWITCHES: dict[str, object] = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
     "is_encoder_decoder": False,
+    "is_decoder": False,
+    "position_embedding_type": "absolute",
+    "problem_type": "single_label_classification",
     "use_mrope": False,
     "apply_residual_connection_post_layernorm": False,
     "use_bidirectional_attention": False,
@@ -70,9 +77,30 @@ _REFUSED_SWITCHES: dict[str, object] = {
 }
 
 
+def config_file(path: str | Path) -> Path:
+    """The ``config.json`` of a Hugging Face directory, or the file itself."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """What a ``config.json`` holds; ``UserError`` when it is missing or not JSON."""
+    file = config_file(path)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
+    return data
+
+
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     """Names that this family's config.json uses for fields of ModelConfig, the usual one first."""
-    return {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS}.get(family, _KEYS)
+    return {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS}.get(family, _KEYS)
 
 
 class _Reader:
@@ -171,18 +199,21 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         "initializer_range": read.number(("initializer_range",), 0.02),
         "tied": read.boolean("tie_word_embeddings"),
     }
-    if family.name in ("gpt2", "bloom"):
+    if family.encoder or family.name in ("gpt2", "bloom"):
         if hidden % heads:
             raise UserError(
                 f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}'
             )
         # BLOOM's positions are slopes, not a table: its trained length (2048) is not in the file and bounds nothing.
         fields["head_dim"] = hidden // heads
-        fields["intermediate"] = read.integer(keys["intermediate"], 4 * hidden)
+        fields["intermediate"] = read.integer(keys["intermediate"], None if family.encoder else 4 * hidden)
         fields["max_positions"] = read.integer(keys["max_positions"], 2048 if family.name == "bloom" else None)
         fields["activation"] = read.activation(
-            ("activation_function",), "gelu_new" if family.name == "gpt2" else "gelu_pytorch_tanh"
+            ("hidden_act" if family.encoder else "activation_function",),
+            {"gpt2": "gelu_new", "bert": "gelu"}.get(family.name, "gelu_pytorch_tanh"),
         )
+        if family.encoder:
+            fields |= read_encoder(read, family, fields["vocabulary"])
     else:
         _, head_dim = read.get(keys["head_dim"])
         if head_dim is None and hidden % heads:
@@ -310,6 +341,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
         }
+    if family.encoder:
+        return shared | write_encoder(config, family, _ACTIVATION_KEYS[config.activation])
     scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
     written = shared | {
         "hidden_size": config.hidden,

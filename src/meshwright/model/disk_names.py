@@ -73,6 +73,26 @@ _BLOOM = {
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }
+_BERT_LAYER = "bert.encoder.layer.{i}"
+_BERT = {
+    "embedding": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "token_types": "bert.embeddings.token_type_embeddings",
+    "embedding_norm": "bert.embeddings.LayerNorm",
+    "query": f"{_BERT_LAYER}.attention.self.query",
+    "key": f"{_BERT_LAYER}.attention.self.key",
+    "value": f"{_BERT_LAYER}.attention.self.value",
+    "attention_output": f"{_BERT_LAYER}.attention.output.dense",
+    "attention_norm": f"{_BERT_LAYER}.attention.output.LayerNorm",
+    "up": f"{_BERT_LAYER}.intermediate.dense",
+    "down": f"{_BERT_LAYER}.output.dense",
+    "mlp_norm": f"{_BERT_LAYER}.output.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm",
+    "head": "cls.predictions",  # its matrix is the embedding's
+    "classifier": "classifier",
+}
 DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -85,7 +105,23 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt2": _GPT2,
     "bloom": _BLOOM,
     "gemma2": _GEMMA2,
+    "bert": _BERT,
 }
 
 # Files saved from a bare model, without its head, leave this out at the front of every name (GPT-2's own files do).
-BASE_PREFIX = {family: "transformer." if family in ("gpt2", "bloom") else "model." for family in DISK_NAMES}
+BASE_PREFIX = {
+    family: {"gpt2": "transformer.", "bloom": "transformer.", "bert": "bert."}.get(family, "model.")
+    for family in DISK_NAMES
+}
+
+# Heads that a file may hold beside the one that is computed (BERT's own files do), as their names begin.
+OTHER_HEADS = {"bert": ("pooler.", "cls.", "classifier.")}
+
+# Older names of the same tensors: what a name ends with, and what it ends with today.
+FORMER_ENDINGS = {
+    "bert": {
+        "LayerNorm.gamma": "LayerNorm.weight",
+        "LayerNorm.beta": "LayerNorm.bias",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+}

@@ -20,6 +20,12 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
     planning_only: str | None = None
     experts: bool = False  # its layers hold mixtures of experts
+    heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
+
+    @property
+    def encoder(self) -> bool:
+        """Whether tokens see those after them too."""
+        return bool(self.heads)
 
     def experts_problem(self, config: ModelConfig) -> str | None:
         """What the family's own ``config.json`` could not say of the mixture of experts."""
@@ -168,6 +174,23 @@ FAMILIES: dict[str, Family] = {
             "GPT2LMHeadModel",
             _GPT | {"positions": "learned", "embedding_norm": False},
             {"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
+        ),
+        Family(
+            "bert",
+            "BertForMaskedLM",
+            _GPT | {"positions": "learned", "embedding_norm": True, "tied": True},
+            {
+                "type_vocab_size": 2,
+                "layer_norm_eps": 1e-12,
+                "max_position_embeddings": 512,
+                "tie_word_embeddings": True,
+                "pad_token_id": 0,
+            },
+            heads={
+                "BertForMaskedLM": "masked",
+                "BertForSequenceClassification": "classes",
+                "BertModel": "none",
+            },
         ),
         Family(
             "bloom",

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.model.config import ModelConfig
-from meshwright.model.disk_names import BASE_PREFIX
-from meshwright.model.initialise import place_row, take_row
+from meshwright.model.config import Head, ModelConfig
+from meshwright.model.config_json import read_config
+from meshwright.model.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
+from meshwright.model.encoder import Encoder
+from meshwright.model.families import FAMILIES
+from meshwright.model.initialise import initial_value, place_row, take_row
 from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.rows import Row
 from meshwright.model.transformer import Transformer
+from meshwright.names import unknown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,7 +34,7 @@ TOKENIZER_FILES = (
     *("merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 # Left over in files of older versions: constants that a model computes itself.
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.position_ids")
 
 
 class CheckpointFiles:
@@ -129,27 +134,89 @@ def load_huggingface(
     config = ModelConfig.from_path(directory)
     if config.planning_only:
         raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
+    if config.encoder:
+        raise UserError(
+            f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
+        )
     table = parameter_table(config)
     names = match_rows(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for row in table.rows:
-            place_row(parameters[row.tensor], row, files.read(names[row.name]))
+    _fill(model, table, files, names)
     return model, config
 
 
-def match_rows(files: CheckpointFiles, table: ParameterTable, config: ModelConfig) -> Mapping[str, str]:
+def load_encoder(
+    directory: str | Path,
+    *,
+    head: Head | None = None,
+    labels: Sequence[str] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Encoder, ModelConfig]:
+    """The encoder in a directory, its values cast to `dtype`.
+
+    `head`: another than that of its configuration ("masked", "classes", "none"), for "classes" with their `labels`;
+    what the files do not have of a head asked for begins as in a new model of this `seed`. Raises what
+    `load_huggingface` raises.
+    """
+    files = CheckpointFiles(directory)
+    config = encoder_config(directory, head, labels)
+    table = parameter_table(config)
+    names = match_rows(files, table, config, new_head=head is not None)
+    model = Encoder(config, device=device, dtype=dtype)
+    _fill(model, table, files, names, seed)
+    return model, config
+
+
+def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
+    """The configuration of the encoder in a directory, with another head if one is asked for. Raises UserError where
+    it is no encoder or has no such head."""
+    data = read_config(directory)
+    family = FAMILIES.get(str(data.get("model_type")))
+    if family is not None and not family.encoder:
+        raise UserError(f"{directory}: {family.name} is a decoder; `load_huggingface` reads it")
+    if head is not None and family is not None:
+        if head not in family.heads.values():
+            raise UserError(unknown("head", head, family.heads.values()))
+        (data["architectures"],) = ([name] for name, other in family.heads.items() if other == head)
+        if labels:
+            data["id2label"] = {str(number): label for number, label in enumerate(labels)}
+    elif labels:
+        raise UserError('labels are those of head "classes": ask for it')
+    return ModelConfig.from_huggingface(data, str(directory))
+
+
+def _fill(
+    model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
+) -> None:
+    """Read every row into its place; one that has no name in the files begins as in a new model."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for row in table.rows:
+            value = files.read(names[row.name]) if row.name in names else initial_value(row, seed)
+            place_row(parameters[row.tensor], row, value)
+
+
+def match_rows(
+    files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
+) -> Mapping[str, str]:
     """The name in the files of each row of the table. Raises UserError unless the two fit exactly.
 
-    Files of a model without its head leave out the first word of every name ("transformer." or "model."). A head that
-    is there although the model ties it to the embedding is ignored, as transformers does.
+    Files of a model without its head leave out the first word of every name ("transformer.", "model." or "bert."). A
+    head that is there although the model ties it to the embedding is ignored, as transformers does, and so are other
+    heads of an encoder. `new_head`: rows of the head may be missing, and are left out, or be of other shapes.
     """
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
-    names = {row.name: row.name.removeprefix(prefix) if bare else row.name for row in table.rows}
+    written = _written(files, config)
+    names = {}
     for row in table.rows:
-        name = names[row.name]
+        wanted = row.name.removeprefix(prefix) if bare else row.name
+        names[row.name] = name = written.get(wanted, wanted)
+        if new_head and row.unit == "head" and (name not in files.names or files.shape(name) != row.shape):
+            del names[row.name]
+            continue
         if name not in files.names:
             raise UserError(f"{files.directory}: tensor {name} {list(row.shape)} is missing")
         if files.shape(name) != row.shape:
@@ -157,13 +224,28 @@ def match_rows(files: CheckpointFiles, table: ParameterTable, config: ModelConfi
                 f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(row.shape)}"
             )
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
-    left = {name for name in files.names - known if not name.endswith(CONSTANTS)}
+    others = OTHER_HEADS.get(config.family, ())
+    left = {
+        name
+        for name in written.values()
+        if not (name in known or name.endswith(CONSTANTS) or name.removeprefix(prefix).startswith(others))
+    }
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise UserError(
             f"{files.directory}: tensor {min(left)}{more} has no place in the {config.family} model of config.json"
         )
     return names
+
+
+def _written(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
+    """The tensors of the files: today's name of each, and the name it has there."""
+    found = {name: name for name in files.names}
+    for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
+        for name in files.names:
+            if name.endswith(ending):
+                found.setdefault(name.removesuffix(ending) + today, found.pop(name))
+    return found
 
 
 def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None = None) -> torch.Tensor:
@@ -175,7 +257,7 @@ def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None =
 
 
 def save_huggingface(
-    model: Transformer,
+    model: Transformer | Encoder,
     directory: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -210,7 +292,8 @@ def save_huggingface(
         _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     name = str(dtype).removeprefix("torch.")
     _write_json(directory / "config.json", {**model.config.to_huggingface(), "dtype": name, "torch_dtype": name})
-    _write_json(directory / "generation_config.json", generation_config(model.config))
+    if not model.config.encoder:
+        _write_json(directory / "generation_config.json", generation_config(model.config))
     for file in TOKENIZER_FILES:
         if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
             shutil.copyfile(Path(tokenizer_from) / file, directory / file)

@@ -35,8 +35,9 @@ def linear_cross_entropy(
     widest: int | None = None,
     compiled: bool = False,
     keep: bool = True,
+    bias_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over tokens of -log softmax(hidden weightᵀ)[target] (nats); targets of -100 do not count.
+    """Sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats); targets of -100 do not count.
 
     The sum, and that of the weight's gradient over chunks, are formed in float32 at least. With tensor parallelism the
     rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them, at most
@@ -44,14 +45,15 @@ def linear_cross_entropy(
     them, one of the weight's size among them; without it the backward pass makes the logits a second time. Both give
     the same gradients, bit for bit, and meet other ranks in the forward pass alone.
     """
-    head = _Head(weight_VH, first_token, axes, compiled, widest or len(weight_VH))
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled(), keep)
+    head = _Head(weight_VH, bias_V, first_token, axes, compiled, widest or len(weight_VH))
+    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, targets_T, head, torch.is_grad_enabled(), keep)
 
 
 class _Head(NamedTuple):
     """This rank's part of the head, and how to work with it."""
 
     weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
     first_token: int
     axes: Axes
     compiled: bool
@@ -64,14 +66,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         context: Any,
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
         head: _Head,
         differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
         keep: bool,
     ) -> torch.Tensor:
-        wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:2])
+        wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
-        sums = _Gradients(hidden_TH, weight_VH, *wanted) if any(wanted) and keep else None
+        sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and keep else None
         known = []
         for chunk in _chunks(hidden_TH, targets_T, head):
             total += chunk.losses_C.sum()
@@ -79,31 +82,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 sums.add(chunk)
             elif any(wanted):
                 known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
-        context.gradients = None if sums is None else (sums.hidden_TH, sums.weight_VH)
+        context.gradients = None if sums is None else sums.found()
         context.dtype = weight_VH.dtype
         if known:
-            context.save_for_backward(hidden_TH, weight_VH, targets_T, torch.cat(known, dim=1))
+            context.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, torch.cat(known, dim=1))
             context.head = head
         return total
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_TH, d_weight_VH = _again(context) if context.gradients is None else context.gradients
+        d_hidden_TH, d_weight_VH, d_bias_V = _again(context) if context.gradients is None else context.gradients
         if d_hidden_TH is not None:
             # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
             d_hidden_TH = (d_hidden_TH.to(d_total.dtype) * d_total).to(d_hidden_TH.dtype)
         if d_weight_VH is not None:
             d_weight_VH = torch.mul(d_weight_VH, d_total, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
-        return d_hidden_TH, d_weight_VH, None, None, None, None
+        if d_bias_V is not None:
+            d_bias_V = (d_bias_V * d_total).to(context.dtype)
+        return d_hidden_TH, d_weight_VH, d_bias_V, None, None, None, None
 
 
 class _Gradients:
     """The gradients of the summed loss, chunk by chunk; None for one that is not wanted."""
 
-    def __init__(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, of_hidden: bool, of_weight: bool) -> None:
-        self._inputs, self._of_weight = (hidden_TH, weight_VH), of_weight
+    def __init__(self, hidden_TH: torch.Tensor, head: _Head, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
+        self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: torch.Tensor | None = None
+        wide = at_least_float32(hidden_TH.dtype)
+        self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
+
+    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of hidden states, weight and bias."""
+        return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk) -> None:
         hidden_TH, weight_VH = self._inputs
@@ -114,15 +125,19 @@ class _Gradients:
             product_VH, sum_VH = d_logits_CV.T @ hidden_TH[chunk.tokens], self.weight_VH
             wide = at_least_float32(hidden_TH.dtype)
             self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
+        if self.bias_V is not None:
+            for part in chunk._slices():  # a sum in a wider type makes a copy on a CPU
+                self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
 
 
-def _again(context: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _again(context: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients from logits that are made a second time."""
-    hidden_TH, weight_VH, targets_T, known_2T = context.saved_tensors
-    sums = _Gradients(hidden_TH, weight_VH, *context.needs_input_grad[:2])
-    for chunk in _chunks(hidden_TH, targets_T, context.head._replace(weight_VH=weight_VH), known_2T):
+    hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
+    head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
+    sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
+    for chunk in _chunks(hidden_TH, targets_T, head, known_2T):
         sums.add(chunk)
-    return sums.hidden_TH, sums.weight_VH
+    return sums.found()
 
 
 class _Chunk:
@@ -212,5 +227,7 @@ def _chunks(
     for tokens in chunks:
         part = slice(start, start + tokens)
         logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[:tokens])
+        if head.bias_V is not None:
+            logits_CV += head.bias_V
         yield _Chunk(part, logits_CV, targets_T[part], head, None if known_2T is None else known_2T[:, part])
         start += tokens

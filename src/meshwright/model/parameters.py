@@ -29,6 +29,8 @@ class ParameterTable:
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     units: tuple[str, ...]
+    tied: bool = False
+    """Whether the head computes with the embedding's matrix."""
 
     @cached_property
     def _row_by_name(self) -> dict[str, Row]:
@@ -58,11 +60,6 @@ class ParameterTable:
         """The flat buffers that a unit has on a layout: a second one where experts are spread over their own axes."""
         apart = any(tensor.part(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
-
-    @cached_property
-    def tied(self) -> bool:
-        """Whether the head computes with the embedding's matrix."""
-        return not any(tensor.name == "head.weight" for tensor in self.tensors)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
         """The units whose tensors a unit computes with: itself, and the embedding where it is a tied head."""
@@ -130,7 +127,8 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
     for unit, grouped in units.items():
         found = [Tensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
-    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
+    rows = tuple(row for tensor in tensors for row in tensor.rows)
+    return ParameterTable(rows, tuple(tensors), tuple(units), config.tied_head)
 
 
 class _Builder:
@@ -141,24 +139,45 @@ class _Builder:
         self.names = DISK_NAMES[config.family]
         self.rows: list[Row] = []
         # GPT-2's recipe: the matrices that add to the residual stream begin smaller, by the number of additions
-        # (Radford et al. 2019, section 2.3).
+        # (Radford et al. 2019, section 2.3). An encoder norms each sum, which needs no such care.
         self.normal = Initial("normal", config.initializer_range)
-        self.residual = Initial("normal", config.initializer_range / math.sqrt(2 * config.layers))
+        additions = 1 if config.encoder else 2 * config.layers
+        self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
 
     def build(self) -> None:
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad")
         # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
+        if config.token_types:
+            self.add("token_types", "token_types", (config.token_types, hidden), partial="sequence")
         if config.positions == "learned":
             self.add("positions", "positions", (config.max_positions, hidden), partial="sequence")
         if config.embedding_norm:
             self.norm("embedding_norm", "embedding_norm")
         for layer in range(config.layers):
             self.layer(f"layers.{layer}", layer)
+        if config.encoder:
+            self.encoder_head()
+            return
         self.norm("head", "final_norm")
         if not config.tied:
             self.add("head", "head", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+
+    def encoder_head(self) -> None:
+        """What follows the last block of an encoder: a transform before the embedding's matrix and a bias after it, or
+        a pooler and what classifies with it. All ranks of tp would hold all of it but the bias."""
+        hidden = self.config.hidden
+        dense = {"masked": "transform"}.get(self.config.head, "pooler")
+        for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
+            self.add("head", dense, shape, suffix=suffix, partial="sequence")
+        if self.config.head == "masked":
+            self.norm("head", "transform_norm", tensor="transform_norm")
+            self.add("head", "head", (self.config.vocabulary,), {"tp": 0}, suffix="bias", remainder="pad")
+        elif self.config.head == "classes":
+            classes = len(self.config.labels)
+            for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
+                self.add("head", "classifier", shape, suffix=suffix, partial="sequence")
 
     def layer(self, unit: str, layer: int) -> None:
         config = self.config

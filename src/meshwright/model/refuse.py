@@ -25,9 +25,15 @@ def refuse(
     if not planning:
         if config.planning_only:
             raise UserError(f"{config.family} can be planned but not run: {config.planning_only}")
+        if config.encoder:
+            raise UserError(
+                f"{config.family} is an encoder, and what trains, verifies and serves from a recipe predicts the next "
+                f"token; train it as a module of its own (examples/bert_classifier.py, docs/model.md)"
+            )
         layout.refuse_unbuilt()
     reason = (
         _ranks(layout, world_size)
+        or _encoder(layout, config)
         or _batch(layout, batch)
         or _tensor(layout, config)
         or _sequence(layout, config, sequence, planning)
@@ -52,6 +58,15 @@ def _batch(layout: Layout, batch: int) -> str | None:
     below, above = batch // share * share, (batch // share + 1) * share
     near = f"{below} or {above}" if below else f"{above}"
     return f"batch {batch} is not a multiple of dp x mb = {share}; {near} would be"
+
+
+def _encoder(layout: Layout, config: ModelConfig) -> str | None:
+    if not config.encoder:
+        return None
+    cut = next(
+        (f"{axis}{getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1), None
+    )
+    return cut and f"{config.family} is an encoder, which runs on dp with any zero; leave {cut} out"
 
 
 def _tensor(layout: Layout, config: ModelConfig) -> str | None:

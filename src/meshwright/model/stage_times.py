@@ -47,8 +47,8 @@ class StageTimes:
                 input_gradient[at] += whole + core + again
                 weight_gradient[at] += whole - core
             if stage.last:
-                forward[at] += head_flops(self.config)
-                input_gradient[at] += 2 * head_flops(self.config)
+                forward[at] += head_flops(self.config, self.sequence)
+                input_gradient[at] += 2 * head_flops(self.config, self.sequence)
         part = sum(forward) / self.ranks / _PARTS
         kinds = (forward, input_gradient, weight_gradient)
         return Durations(*([round(time / part) / _PARTS for time in times] for times in kinds))

@@ -13,7 +13,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import ParameterTable
 from meshwright.model.work import head_flops, layer_flops
 
-LOOKED_UP = ("embedding", "positions")
+LOOKED_UP = ("embedding", "positions", "token_types")
 """Units whose tensors are tables: on the way back nobody reads them."""
 
 
@@ -44,7 +44,7 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
     assert 1 <= count <= config.layers, (count, config.layers)
     costs = [sum(layer_flops(config, layer, sequence).values()) for layer in range(config.layers)]
     costs[0] += 2.0 * config.hidden
-    costs[-1] += head_flops(config)
+    costs[-1] += head_flops(config, sequence)
     ends = _cut(costs, count)
     return tuple(
         Stage(index, range(start, end), first=index == 0, last=index == count - 1)

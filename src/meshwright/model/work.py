@@ -16,6 +16,19 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
 arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed."""
 
 
+MASKED_SHARE = 0.15
+"""Of the tokens of a masked language model (Devlin et al. 2019, arXiv:1810.04805, section 3.1): only these go through
+the head."""
+
+
+def predictions(config: ModelConfig, rows: int, sequence: int) -> int:
+    """What goes through the head of rows of `sequence` tokens: each token, of an encoder each masked one (as many as
+    `MASKED_SHARE` says) or each row."""
+    if not config.encoder:
+        return rows * sequence
+    return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
+
+
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
     """Keys that a token of a sequence sees, on average.
 
@@ -32,7 +45,7 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
     """Floating-point operations of one layer, by operation. A token of a mixture computes with the experts that it
     chooses and the shared one."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    keys = keys_per_token(sequence, config.layer_window(layer), causal)
+    keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
     up_matrices = 2 if config.gated else 1
     router, width = {}, config.intermediate
     if config.has_experts(layer):
@@ -49,6 +62,11 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
     }
 
 
-def head_flops(config: ModelConfig) -> float:
-    """Floating-point operations of the head's product."""
-    return 2.0 * config.hidden * config.vocabulary
+def head_flops(config: ModelConfig, sequence: int) -> float:
+    """Floating-point operations of the head's products; of an encoder for the part of a row's tokens that go through
+    it."""
+    if not config.encoder:
+        return 2.0 * config.hidden * config.vocabulary
+    share = MASKED_SHARE if config.head == "masked" else 1 / sequence
+    outputs = {"masked": config.vocabulary, "classes": len(config.labels)}.get(config.head, 0)
+    return share * 2.0 * config.hidden * (config.hidden + outputs)

@@ -187,7 +187,7 @@ class Held:
         mixtures = sum(config.has_experts(layer) for layer in stage.layers)
         plain = len(stage.layers) - mixtures
         ends = self.first * stage.first + self.last * stage.last
-        if config.tied and stage.first and stage.last:  # one matrix
+        if config.tied_head and not config.encoder and stage.first and stage.last:  # one matrix
             ends -= self.last - config.hidden * (1 + config.norm_bias)
         return ends + plain * self.layer[0] + mixtures * self.mixture[0], mixtures * self.mixture[1]
 
@@ -218,4 +218,9 @@ def held(config: ModelConfig, layout: Layout) -> Held:
     vocabulary = -(-config.vocabulary // tp) * hidden
     first = vocabulary + (config.max_positions * hidden if config.positions == "learned" else 0)
     first += norm if config.embedding_norm else 0
-    return Held((plain, 0.0), (dense, spread), first, norm + vocabulary)
+    first += config.token_types * hidden
+    last = norm + vocabulary
+    if config.encoder:  # never cut into stages: what it shares with the embedding is counted there
+        last = hidden * (hidden + 1)
+        last += norm + config.vocabulary if config.head == "masked" else len(config.labels) * (hidden + 1)
+    return Held((plain, 0.0), (dense, spread), first, last)

@@ -16,6 +16,7 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import parameter_table
 from meshwright.model.refuse import refuse
+from meshwright.model.work import MASKED_SHARE
 from meshwright.plan import engines
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
@@ -193,6 +194,8 @@ def _warnings(problem: Problem, layout: Layout) -> list[str]:
     ]
     if outside:
         found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
+    if config.head == "masked":
+        found.append(f"{MASKED_SHARE:.0%} of the tokens are taken to be masked: the head sees these alone")
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
     if problem.precision == "fp8":

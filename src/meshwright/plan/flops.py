@@ -27,7 +27,7 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
     for layer in range(config.layers):
         for operation, flops in layer_flops(config, layer, sequence, causal).items():
             total[operation] = total.get(operation, 0.0) + flops
-    return total | {"head": head_flops(config)}
+    return total | {"head": head_flops(config, sequence)}
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:

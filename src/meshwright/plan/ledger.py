@@ -8,6 +8,7 @@ code and are not measured yet.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -216,8 +217,9 @@ class _Step:
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
         tokens = self.sequence // self.layout.cp
         shape = self.layout.micro_batches * self.rows, tokens
-        for name in ("batch.tokens", "batch.targets"):
-            yield Item("workspace", name, shape, "int64", 8 * shape[0] * shape[1], None, "start of step", "end of step")
+        targets = (shape[0],) if self.config.head == "classes" else shape
+        for name, of in (("batch.tokens", shape), ("batch.targets", targets)):
+            yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
         if self.documents:
             whole = shape[0], self.sequence
             size = 8 * whole[0] * whole[1]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
+from meshwright.model.work import predictions
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
@@ -20,6 +21,10 @@ from meshwright.plan.temporaries import Extra, attention_backward, mixture_backw
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
+
+
+OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
+"""How the names of what the head's unit keeps begin."""
 
 
 class Reduction(NamedTuple):
@@ -124,11 +129,12 @@ class StageMoments:
         self.kept = sum(each.bytes for each in saved)
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
+        self.predicted = predictions(at.config, at.rows, at.tokens)
         self.queue = sum(self.queued(unit) for unit in units if unit.startswith("layers."))
 
     def _place(self, saved: Saved) -> int:
         """The number of its unit; -1 for what comes before them and is there until the end."""
-        if saved.name.startswith(("head.", "final_norm.")) or saved.name == "loss":
+        if saved.name.startswith(OF_HEAD):
             return self._unit["head"]
         return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
 
@@ -175,11 +181,14 @@ class StageMoments:
         """The loss while it looks at the last chunk's logits, and while it adds their part to the gradient of the
         head's weight (`model/loss.py`). again: on the way back, where the forward kept neither gradient."""
         config, at = self.at.config, self.at
+        states = [Extra("activations", "what the last layer gave", self.stream)] if config.encoder else []
+        if config.head not in ("next", "masked"):
+            return [("", states)]
         width = min(-(-config.vocabulary // at.layout.tp), config.vocabulary)
-        chunks = loss_chunks(self.tokens, width, at.device)
-        longest, hidden = max(chunks, default=0), self.tokens * config.hidden * self.x
+        chunks = loss_chunks(self.predicted, width, at.device)
+        longest, hidden = max(chunks, default=0), self.predicted * config.hidden * self.x
         weight, several = width * config.hidden, len(chunks) > 1
-        both = [Extra("logits", "chunk", longest * width * self.x)]
+        both = [*states, Extra("logits", "chunk", longest * width * self.x)]
         if not again:
             both += [Extra("activations", each.name, each.bytes) for each in self.saved if _of_norm_or_known(each)]
             both.append(Extra("activations", "head.input", hidden))
@@ -204,6 +213,10 @@ class StageMoments:
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
             around = [*self._gathered(place, -1), *self._reductions(place, ways)]
+            if self.tied and unit != "head" and self.stage.first and self.stage.last:
+                # Autograd holds it until what looking up rows adds is there too.
+                table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
+                around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
             if queue:
                 around.append(Extra("activations", "queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
@@ -229,6 +242,10 @@ class StageMoments:
     def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
         unit = self.units[place]
         if unit == "head":
+            if self.at.config.encoder:
+                yield ".rows", [Extra("activations", "gradient of what the last layer gave", self.stream)]
+            if self.at.config.head not in ("next", "masked"):
+                return
             yield "", [*self._loss_backward()]
             if not any(each.name == "head.weight.gradient" for each in self.saved):
                 yield from self._losses(again=True)
@@ -252,7 +269,7 @@ class StageMoments:
 
     def _loss_backward(self) -> Iterator[Extra]:
         config = self.at.config
-        hidden = self.tokens * config.hidden
+        hidden = self.predicted * config.hidden
         both = self.x if self.x == self.wide else self.x + self.wide
         yield Extra("activations", "gradient of the head's input", hidden * both)
         width = -(-config.vocabulary // self.at.layout.tp)
@@ -267,7 +284,8 @@ class StageMoments:
     def _table_backward(self, unit: str) -> Iterator[Extra]:
         """Rows are added up in the type of sums (`model/layers.py`)."""
         config = self.at.config
-        rows = -(-config.vocabulary // self.at.layout.tp) if unit == "embedding" else config.max_positions
+        tables = {"positions": config.max_positions, "token_types": config.token_types}
+        rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
         yield Extra("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
         if self.x < self.wide:
             yield Extra("workspace", "gradient of the rows, wide", self.tokens * config.hidden * self.wide)
@@ -278,6 +296,9 @@ class StageMoments:
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
+        after = config.encoder  # norms follow the sums: on the way back they come first
+        gone = [f"{unit}.mlp_norm."] if after else []
+        around = [gradient, *self._used(gone)]
         if config.has_experts(number):
             for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
                 yield f".mlp{name}", [gradient, *extras]
@@ -293,11 +314,10 @@ class StageMoments:
                     yield ".mlp.down", [gradient, grads, Extra("workspace", "weight gradient of down", product)]
             else:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
-                yield ".mlp", [gradient, extra, Extra("workspace", "weight gradient", product)]
+                yield ".mlp", [*around, extra, Extra("workspace", "weight gradient", product)]
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
         gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
-        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(gone)))
-        around = [gradient, Extra("activations", "used already", -freed)]
+        around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
             of_products = queued_bytes(at, self.whole, number, x, attention=False)
             around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
@@ -305,6 +325,12 @@ class StageMoments:
             around.append(Extra("communication", "gradient from the next stage", self.stream))
         for name, extras in attention_backward(at, config.layer_window(number), x):
             yield f".attention{name}", [*around, *extras]
+
+    def _used(self, names: Sequence[str]) -> Iterator[Extra]:
+        """What is listed as kept and is gone by now, of tensors whose names begin so."""
+        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(names)))
+        if freed:
+            yield Extra("activations", "used already", -freed)
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
@@ -364,7 +390,7 @@ class StageMoments:
 
 
 def _of_norm_or_known(saved: Saved) -> bool:
-    return saved.name.startswith("final_norm.") or saved.name == "head.known"
+    return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
 
 
 def _of_loss(saved: Saved) -> bool:

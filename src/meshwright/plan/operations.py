@@ -16,7 +16,7 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import keeps_head_gradient
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage
-from meshwright.model.work import keys_per_token
+from meshwright.model.work import keys_per_token, predictions
 from meshwright.plan import elementwise
 from meshwright.plan.elementwise import WIDE, There
 from meshwright.plan.engines import AttentionKernel, Engine
@@ -187,7 +187,9 @@ class _Work:
             if self.engine.dropout:
                 yield from self.passes("attention.dropout", scores, elementwise.SCORES_DROPOUT)
             return
-        keys_seen = keys_per_token(max(1, round(self.sequence / self.documents)), window)
+        # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
+        seen = self.sequence if self.config.encoder else max(1, round(self.sequence / self.documents))
+        keys_seen = keys_per_token(seen, window, causal=not self.config.encoder)
         flops = 4.0 * keys_seen * self.heads * size * self.tokens
         moved = self.itemsize * self.tokens * (self.qkv_width + self.heads * size)
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"  # of which every rank has pieces of each row
@@ -249,6 +251,8 @@ class _Work:
 
     def last_product(self, mixture: bool) -> str | None:
         """The product whose result nobody needs for the way back, because it is only added to what was there."""
+        if self.config.encoder:  # what it is added to is normed
+            return None
         if not mixture:
             return "mlp.down"
         return "mlp.shared.down" if self.config.shared_intermediate and not self.config.shared_gate else None
@@ -267,11 +271,18 @@ class _Work:
         ]
         if config.positions == "learned":
             found += self.passes("positions", self.own_tokens * config.hidden, elementwise.residual("eager"))
+        if config.token_types:
+            found += self.passes("token types", self.own_tokens * config.hidden, elementwise.residual("eager"))
+        if config.embedding_norm:
+            norm = elementwise.norm(config.norm, self.engine.fusion)
+            found += self.passes("norm", self.own_tokens * config.hidden, norm)
         return found
 
     def head(self, kept: bool) -> list[Operation]:
         """The final norm, the product with the vocabulary and the loss; where the logits are not `kept` until the way
         back they are made again."""
+        if self.config.encoder:
+            return list(self.encoder_head())
         config, tokens = self.config, self.tokens
         inside = self.own_tokens * config.hidden
         found = list(self.passes("norm", inside, elementwise.norm(config.norm, self.engine.fusion)))
@@ -283,6 +294,26 @@ class _Work:
         there = tokens * width * self.engine.loss_bytes / 2
         found += [Operation("loss", "loss", phase, 0.0, there) for phase in ("forward", "input")]
         return found
+
+    def encoder_head(self) -> Iterator[Operation]:
+        """The transform of masked tokens, its norm, the product with the vocabulary and the loss; or a pooler of rows
+        and what classifies them."""
+        config, fusion = self.config, self.engine.fusion
+        places = predictions(config, self.rows, self.sequence)
+        if config.head == "masked":
+            dense, out, outputs = "transform", "head", config.vocabulary
+        else:
+            dense, out, outputs = "pooler", "classifier", len(config.labels)
+        inside = places * config.hidden
+        yield from self.product(dense, places, config.hidden, config.hidden, bias=True)
+        yield from self.passes(f"{dense}.activation", inside, elementwise.activation(False, fusion))
+        if config.head == "masked":
+            yield from self.passes("norm", inside, elementwise.norm(config.norm, fusion))
+        if outputs:
+            yield from self.product(out, places, outputs, config.hidden, bias=True)
+            there = places * outputs * self.engine.loss_bytes / 2
+            for phase in ("forward", "input"):
+                yield Operation("loss", "loss", phase, 0.0, there)  # type: ignore[arg-type]
 
 
 def _sizes(one: Operation) -> tuple[float, float, tuple[float, float, float] | None, float]:

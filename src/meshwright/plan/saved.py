@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
+from meshwright.model.work import predictions
 from meshwright.plan import saved_blocks as blocks
 from meshwright.plan.saved_blocks import Entry, Local
 
@@ -115,7 +116,9 @@ def _entries(at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mappi
         elif again == "none":
             first = layer == stage.layers[0]
             yield from blocks.layer(at, name, layer, rows.computed, input_kept and first)
-    if stage.last:
+    if stage.last and config.encoder:
+        yield from _encoder_head(at)
+    elif stage.last:
         yield from blocks.norm(at, "final_norm")
         yield from _loss(at, stage, at_once, tp_rank)
     elif mixtures:
@@ -138,6 +141,8 @@ def _looked_up(at: Local) -> Iterator[Entry]:
         rows = at.rows if at.masked else 1
         if at.masked or at.layout.cp == 1:
             yield Entry("positions.places", (rows, at.tokens), "index")
+        if at.config.token_types:
+            yield Entry("token_types.places", (rows, at.tokens), "index")
 
 
 def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry]:
@@ -147,6 +152,10 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
     if config.positions == "rope" and (at.masked or layout.cp > 1):
         for part in ("cosine", "sine"):
             yield Entry(f"rotation.{part}", (rows, 1, at.tokens, config.head_dim // 2), "wide")
+    if config.encoder:
+        if at.masked:
+            yield Entry("attention.added", (at.rows, 1, at.tokens, at.tokens), "x")
+        return
     length = at.tokens if at.ring else at.whole
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
         limited = 0 < window < at.whole
@@ -156,6 +165,32 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
             yield Entry(f"attention.first_visible.{window or 'all'}", (rows, length), "index")
     if mixtures and (config.router_loss or layout.recompute != "none"):
         yield Entry("router.targets", (at.rows,), "index")
+
+
+def _encoder_head(at: Local) -> Iterator[Entry]:
+    """What follows the last layer of an encoder (`model/encoder.py`)."""
+    config = at.config
+    places = predictions(config, at.rows, at.tokens)
+    inside = places, config.hidden
+    if config.head != "masked":
+        yield Entry("pooler.input", inside, "x")
+        yield Entry("pooler.output", inside, "x")
+        if config.labels:
+            yield Entry("classifier.logarithms", (places, len(config.labels)), "wide")
+            yield Entry("loss", (), "wide")
+            yield Entry("loss.weight", (), "wide")
+        return
+    yield Entry("transform.places", (places,), "index")
+    yield Entry("transform.input", inside, "x")
+    yield Entry("transform.output", inside, "x")
+    yield Entry("transform_norm.input", inside, "x")
+    for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
+        yield Entry(f"transform_norm.{what}", (places, 1), "x" if at.device == "cpu" else "wide")
+    several = len(loss_chunks(places, config.vocabulary, at.device)) > 1
+    yield Entry("head.hidden.gradient", inside, "x")
+    yield Entry("head.weight.gradient", (config.vocabulary, config.hidden), "wide" if several else "x")
+    yield Entry("head.bias.gradient", (config.vocabulary,), "wide")
+    yield Entry("loss", (), "wide")
 
 
 def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entry]:

@@ -69,6 +69,9 @@ def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) ->
     """A layer of which nothing is computed again. `computed`: copies of tokens that this rank's experts get, if it is a
     mixture; `input_kept`: whether the layer's input is listed already."""
     config = at.config
+    if config.encoder:
+        yield from encoder_layer(at, name)
+        return
     yield from norm(at, f"{name}.attention_norm", input_kept)
     yield from attention(at, f"{name}.attention", config.layer_window(number))
     if config.post_norms:
@@ -80,6 +83,14 @@ def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) ->
         yield from feed_forward(at, f"{name}.mlp", config.intermediate // at.layout.tp, config.gated)
     if config.post_norms:
         yield from norm(at, f"{name}.mlp_post_norm")
+
+
+def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
+    """A layer whose norms follow the sums."""
+    yield from attention(at, f"{name}.attention", None)
+    yield from norm(at, f"{name}.attention_norm")
+    yield from feed_forward(at, f"{name}.mlp", at.config.intermediate, at.config.gated)
+    yield from norm(at, f"{name}.mlp_norm")
 
 
 def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
@@ -110,7 +121,7 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
     yield Entry(f"{name}.qkv.input", (*tokens, config.hidden), "x")
     traded = layout.cp > 1 and layout.cp_method == "ulysses"
     turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
-    repeated = at.device == "cuda" and masked(at, window) and not at.ring
+    repeated = at.device == "cuda" and masked(at, window) and not (at.ring or config.encoder)
     views = [not turned, not (turned or repeated), not repeated]
     wide_views = config.query_key_norm and not at.narrow  # what is normed is kept as it is
     if wide_views or (not traded and any(views)):
@@ -131,6 +142,8 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
         yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
     elif at.device == "cuda":
         yield from _fused(at, name, heads, length, repeated)
+    elif config.encoder:
+        yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
     yield Entry(f"{name}.output.input", (*tokens, at.heads * size), "x")
 
 
@@ -139,8 +152,9 @@ def _fused(at: Local, name: str, heads: int, length: int, repeated: bool) -> Ite
     their sources (aten/src/ATen/native/transformers/cuda), not measured. Flash attention keeps the logarithms of its
     sums and the state of its random numbers. With a mask the memory-efficient kernel has a copy of keys and values for
     every query head, the mask as numbers to be added, and logarithms for a multiple of 32 queries."""
-    if not repeated:
-        yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
+    if not repeated:  # an encoder's mask is one for all layers, made of numbers to be added already
+        queries = -(-length // 32) * 32 if at.config.encoder and at.masked else length
+        yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
         yield Entry(f"{name}.random_state", (2,), "index")
         return
     for what in ("keys", "values"):

@@ -301,7 +301,7 @@ class _Stages:
             of = self.here.of
             shards, spread_shards = (each[:, None] for each in self.here.groups[inside].shards)
             dense, spread = self.parameters
-            if of.problem.config.tied and self.count > 1:  # a rank with both ends has their matrix once
+            if of.problem.config.tied_head and self.count > 1:  # a rank with both ends has their matrix once
                 both = (self.ranks.stages @ self.first) * (self.ranks.stages @ self.last)
                 matrix = of.problem.config.vocabulary * of.problem.config.hidden / of.tp[self.here.at]
                 dense = dense - np.outer(matrix, both / self.replicas**2)

@@ -74,6 +74,8 @@ class Found:
 def search(problem: Problem, top: int = 5) -> Found:
     """The `top` fastest layouts that fit and that training takes. `best` is empty where none fits."""
     begun = time.perf_counter()
+    # What no layout mends: more tokens than there are positions.
+    refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
     if not len(every.way):
         raise UserError(_nothing(problem))
@@ -162,8 +164,10 @@ class _Decided:
 
     @property
     def planning(self) -> bool:
-        """Whether layouts that this version cannot run are wanted too: of models and engines that are only planned."""
-        return self.problem.config.planning_only is not None or self.problem.engine.name != "meshwright"
+        """Whether layouts that `train` cannot run are wanted too: of models and engines that are only planned, and of
+        encoders, which other loops train."""
+        config = self.problem.config
+        return config.planning_only is not None or config.encoder or self.problem.engine.name != "meshwright"
 
     def _kinds(self) -> Array:
         """A number for each pipeline and about how many micro-batches it has a rank."""

@@ -118,7 +118,7 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
         if ranks == 1:
             yield Pipe(1, "1f1b", 1)
             continue
-        if "pp" not in engine.axes or ranks > config.layers:
+        if "pp" not in engine.axes or ranks > config.layers or config.encoder:  # `refuse` has the reason
             continue
         for schedule in engine.schedules:
             usual, _, most = SCHEDULE_CHUNKS[schedule]

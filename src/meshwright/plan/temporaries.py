@@ -75,7 +75,8 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
         of_head *= at.layout.cp
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Extra("activations", "gradients of queries, keys and values", three)
-    yield "", [result, gradients, *(_tiled(at, heads, kv_heads, window, x, wide) if at.device == "cpu" else ())]
+    tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
+    yield "", [result, gradients, *(_tiled(at, heads, kv_heads, window, x, wide) if tiled else ())]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
         yield ".tokens traded", [result, Extra("communication", "result's gradient, traded", 3 * heads * of_head * x)]
         freed = Extra("activations", "traded queries, keys and values, freed", -three)

@@ -1,0 +1,206 @@
+"""The encoder: BERT (Devlin et al. 2019, arXiv:1810.04805), whose tokens see each other both ways.
+
+Made of the decoder's parts (attention.py, layers.py), with norms after the sums of the residual stream instead of
+before what is added. Parameter names are those of the parameter table (model/parameters.py).
+
+Shapes: B rows, S tokens in a row, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.comm.mesh import Axes
+from meshwright.errors import UserError
+from meshwright.model.attention import Attention, both_ways
+from meshwright.model.config import ModelConfig
+from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
+from meshwright.model.loss import IGNORED, linear_cross_entropy
+from meshwright.model.precision import at_least_float32
+from meshwright.model.recompute import recomputed
+from meshwright.model.units import NoUnits, Units
+
+NO_UNITS = NoUnits()
+
+
+class EncoderBlock(nn.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017, arXiv:1706.03762, section 3.1)."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+        super().__init__()
+        self.attention = Attention(config, axes, **options)
+        self.attention_norm = norm(config, **options)
+        self.mlp = FeedForward(config, axes, **options)
+        self.mlp_norm = norm(config, **options)
+
+    def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+        x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
+        return self.mlp_norm(x_BSH + self.mlp(x_BSH))
+
+
+class _VocabularyBias(nn.Module):
+    """What is added to the scores of the tokens; their matrix is the embedding's."""
+
+    def __init__(self, vocabulary: int, **options: Any) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(vocabulary, **options))
+
+
+class Encoder(nn.Module):
+    """An encoder with the head that `config.head` names: "masked" predicts tokens that are masked, "classes" classifies
+    rows (or documents, where rows pack several), "none" has a pooler alone. Called, it gives a summed loss; `logits`,
+    `hidden` and `pooled` give what `transformers` gives. There is no dropout.
+
+    Its parameters are left unset: `initialise` or `load_encoder` fills them, or an engine. `recompute`: what the
+    backward pass computes again ("none", "selective", "full"), as in `Transformer`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        if not config.encoder:
+            raise UserError(f"family {config.family} is a decoder: Transformer computes it, not Encoder")
+        self.config = config
+        self._axes = axes = Axes.single(device=device or "cpu")
+        options: dict[str, Any] = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
+        hidden = config.hidden
+        self.embedding = Embedding(config.vocabulary, hidden, None, **options)
+        self.positions = Embedding(config.max_positions, hidden, None, **options)
+        self.token_types = Embedding(config.token_types, hidden, None, **options)
+        self.embedding_norm = norm(config, **options)
+        self.layers = nn.ModuleList(EncoderBlock(config, axes, **options) for _ in range(config.layers))
+        if config.pooled:
+            self.pooler = Linear(hidden, hidden, True, **options)
+        if config.head == "masked":
+            self.transform = Linear(hidden, hidden, True, **options)
+            self.transform_norm = norm(config, **options)
+            self.head = _VocabularyBias(config.vocabulary, **options)
+        elif config.head == "classes":
+            self.classifier = Linear(hidden, len(config.labels), True, **options)
+        self._run_block: Callable[..., torch.Tensor] = recomputed(EncoderBlock.__call__, recompute)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        targets: torch.Tensor,
+        documents: Documents | None = None,
+        units: Units = NO_UNITS,
+        *,
+        attention_mask_BS: torch.Tensor | None = None,
+        token_types_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum of the losses (nats, a scalar in float32 at least) over targets that are not -100.
+
+        `targets`: of head "masked" the true token at each masked place, [B, S]; of "classes" the class of each row,
+        [B], or of each document, [D]. Only masked places go through the head.
+        """
+        x_BSH = self._blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
+        x_BSH = units.enter("head", x_BSH)
+        if self.config.head == "masked":
+            places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
+            states_MH = self._transformed(x_BSH.flatten(0, 1)[places_M])
+            loss = linear_cross_entropy(
+                states_MH, self.embedding.weight, targets.flatten()[places_M], self._axes, bias_V=self.head.bias
+            )
+        elif self.config.head == "classes":
+            logits = self._classified(x_BSH, documents)
+            wide = logits.to(at_least_float32(logits.dtype))
+            loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+        else:
+            raise UserError('an encoder of head "none" has no loss: compute one of its `hidden` or `pooled`')
+        return units.leave("head", loss)
+
+    def hidden(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        *,
+        attention_mask_BS: torch.Tensor | None = None,
+        token_types_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the last block gives, [B, S, H]. `attention_mask_BS`: 0 at padding, which nobody sees;
+        `token_types_BS`: the segment of each token (0 unless given); `documents`: those of a packed row do not see each
+        other, and positions restart."""
+        return self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+
+    def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """tanh of a linear map of each row's first token, [B, H]; with several documents in a row of each document's,
+        [D, H], row by row."""
+        if not self.config.pooled:
+            raise UserError(f'an encoder of head "{self.config.head}" has no pooler')
+        if documents is None or documents.starts_BS is None:
+            first = hidden_BSH[:, 0].contiguous()  # a copy: a view would keep all tokens for the way back
+        else:
+            starts_BS = documents.starts_BS
+            first = hidden_BSH[starts_BS == torch.arange(starts_BS.shape[1], device=starts_BS.device)]
+        return torch.tanh(self.pooler(first))
+
+    def logits(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        *,
+        attention_mask_BS: torch.Tensor | None = None,
+        token_types_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Scores in the model's type: of head "masked" of each token at each place, [B, S, V]; of "classes" of each
+        class, [B, C] (or [D, C])."""
+        hidden_BSH = self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        if self.config.head == "masked":
+            return F.linear(self._transformed(hidden_BSH), self.embedding.weight, self.head.bias)
+        if self.config.head == "classes":
+            return self._classified(hidden_BSH, documents)
+        raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
+
+    def _transformed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
+
+    def _classified(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        return self.classifier(self.pooled(x_BSH, documents))  # type: ignore[no-any-return]
+
+    def _blocks(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None,
+        units: Units,
+        attention_mask_BS: torch.Tensor | None,
+        token_types_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """From tokens to what the last block gives, [B, S, H]."""
+        sequence = tokens_BS.shape[1]
+        if sequence > self.config.max_positions:
+            raise UserError(
+                f"rows of {sequence} tokens are longer than the model's {self.config.max_positions} positions"
+            )
+        documents = ONE_DOCUMENT if documents is None else documents
+        positions_BS = documents.positions_BS()
+        if positions_BS is None:
+            positions_BS = torch.arange(sequence, device=tokens_BS.device)[None]
+        if token_types_BS is None:
+            token_types_BS = torch.zeros_like(positions_BS)
+
+        units.enter("embedding", None)
+        x_BSH = units.leave("embedding", self.embedding(tokens_BS))
+        for unit, table, numbers_BS in (
+            ("token_types", self.token_types, token_types_BS), ("positions", self.positions, positions_BS),
+        ):  # fmt: skip
+            x_BSH = units.enter(unit, x_BSH)
+            x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
+        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
+        added = both_ways(documents, attention_mask_BS, x_BSH.dtype)
+        for layer, block in enumerate(self.layers):
+            x_BSH = units.enter(f"layers.{layer}", x_BSH)
+            x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
+        return x_BSH
