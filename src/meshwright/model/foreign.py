@@ -34,15 +34,6 @@ class KeptValue(NamedTuple):
     dtype: str
 
 
-class ModuleTable(ParameterTable):
-    """The table of a foreign module: every row is an engine tensor of its own."""
-
-    @property
-    def tied(self) -> bool:
-        """No unit needs another: what several modules share lies in `REST`."""
-        return False
-
-
 class ModulePartition(Partition):
     """A foreign module is one stage."""
 
@@ -56,7 +47,7 @@ class ModulePartition(Partition):
         return self.table.units
 
 
-def module_table(parameters: Sequence[ForeignParameter]) -> ModuleTable:
+def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     """The table of trained parameters. Units come in the order of their first parameters, `REST` first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
@@ -64,13 +55,13 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ModuleTable:
     for unit in units:
         own = [each for each in parameters if each.unit == unit]
         tensors += [_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
-    return ModuleTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
+    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
 
 
-def saved_table(table: ModuleTable, kept: Sequence[KeptValue]) -> ModuleTable:
+def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
     """The same with what is kept beside the trained parameters, as checkpoints have it."""
     rows = [_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
-    return ModuleTable((*table.rows, *rows), table.tensors, table.units)
+    return ParameterTable((*table.rows, *rows), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:

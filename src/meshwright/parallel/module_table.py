@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.model.foreign import REST, ForeignParameter, KeptValue, ModuleTable, module_table
+from meshwright.model.foreign import REST, ForeignParameter, KeptValue, module_table
+from meshwright.model.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
 """Whether a module, given its name and itself, is a unit of its own."""
@@ -30,7 +31,7 @@ class Derived:
     """What there is to know of a module: its table, the modules that are units, and the values that are kept beside
     (buffers that a checkpoint has, and frozen parameters)."""
 
-    table: ModuleTable
+    table: ParameterTable
     units: Mapping[str, nn.Module]
     kept: tuple[KeptValue, ...]
 

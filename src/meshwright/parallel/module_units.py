@@ -3,8 +3,8 @@
 The module is not ours: it may enter units in another order than it names them, enter one twice, on some ranks not at
 all, or reach into one from outside. So gathers follow one order that does not depend on it: forward every unit once,
 backward every unit once the other way round. Whoever comes to a unit has those before it in the order gathered first;
-at the end the rest follows. Likewise a unit's gradients are reduced when the gather of the one before it has begun, and
-those of units that a pass left out at once. Ranks so pair the same calls whatever they compute, and the bytes are known.
+at the end the rest follows. Likewise a unit's gradients are reduced when the gather of the one before it has begun,
+and those of units that a pass left out at once. Ranks so pair the same calls whatever they compute.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Collection
 
 from meshwright.layout import Layout
-from meshwright.model.foreign import REST, ModulePartition, ModuleTable
+from meshwright.model.foreign import REST, ModulePartition
+from meshwright.model.parameters import ParameterTable
 from meshwright.plan.data_calls import DataCalls, Work
 
 
 def module_calls(
-    table: ModuleTable,
+    table: ParameterTable,
     layout: Layout,
     work: Work,
     rank: int = 0,

@@ -11,8 +11,9 @@ from torch import nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.model.foreign import ModuleTable, saved_table
+from meshwright.model.foreign import saved_table
 from meshwright.model.huggingface import CheckpointFiles
+from meshwright.model.parameters import ParameterTable
 from meshwright.train.checkpoint import Checkpointer, newest
 from meshwright.train.checkpoint.checkpointer import Contents
 from meshwright.train.checkpoint.files import json_bytes
@@ -134,7 +135,7 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
     return state
 
 
-def _check_rows(table: ModuleTable, path: Path) -> None:
+def _check_rows(table: ParameterTable, path: Path) -> None:
     """`UserError` that names the first tensor in which a checkpoint holds another module."""
     files = CheckpointFiles(path)
     wanted = {row.name: row.shape for row in table.rows}

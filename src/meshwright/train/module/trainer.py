@@ -198,7 +198,7 @@ class ModuleTrainer(Trainer):
         passes: ModulePasses = self.passes  # type: ignore[assignment]
         averaged, copied = self.values.numbers()
         return module_calls(
-            self.table,  # type: ignore[arg-type]
+            self.table,
             self.layout,
             self._work(),
             self.mesh.rank,
