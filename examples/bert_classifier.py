@@ -28,7 +28,7 @@ from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
-from meshwright.train.module import fit
+from meshwright.train.module import exit_codes, fit
 
 PACKAGES = ("asyncio", "ctypes", "email", "importlib", "multiprocessing", "xml")
 LENGTH = 64  # word pieces of a passage, with [CLS] before and [SEP] behind it
@@ -122,4 +122,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_codes():
+        main()

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, Terminated
 from meshwright.train.launcher import LaunchSpec, launch
 from meshwright.train.rendezvous import Place, join_if_started_by_others
 from meshwright.train.rendezvous import place as place_by_others
@@ -54,6 +56,23 @@ def note(result: dict[str, Any]) -> None:
     launched = _launched.get()
     if launched is not None:
         launched.result = result
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Around what a script does: a mistake is one line and exit code 2, SIGTERM after a save 143, as of a command. In a
+    script that `meshwright run` started, that command says it."""
+    try:
+        yield
+    except (MeshwrightError, KeyboardInterrupt) as error:
+        if _launched.get() is not None:
+            raise
+        stopped = isinstance(error, (Terminated, KeyboardInterrupt))
+        first = not join_if_started_by_others() or place_by_others().rank == 0
+        if first or not stopped:  # that all were stopped, rank 0 says for all
+            text = " ".join(str(error).split()) or "interrupted"
+            print(f"meshwright: {'' if stopped else 'error: '}{text}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code if isinstance(error, MeshwrightError) else 130)
 
 
 def run_script(

@@ -7,5 +7,6 @@ A script calls `fit` with a function that builds its module, a loss and its data
 from __future__ import annotations
 
 from meshwright.train.module.fit import fit, load
+from meshwright.train.script import exit_codes
 
-__all__ = ["fit", "load"]
+__all__ = ["exit_codes", "fit", "load"]
