@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -45,7 +44,7 @@ def command(
             result = run_script(path, list(arguments), ranks, where, restarts=restarts, aside=as_json)
         except RankFault as fault:  # of the script, which is not ours: its own traceback says it all
             click.echo(fault, err=True)
-            sys.exit(1)
+            raise click.exceptions.Exit(1) from None
         answer(result)
 
 
