@@ -53,6 +53,7 @@ MODEL_AS_DATA = {
         "encoder_json",
         "experts_json",
         "families",
+        "foreign",
         "parameters",
         "partition",
         "presets",

@@ -13,8 +13,9 @@ from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.model.stage_times import StageTimes, program_for
 from meshwright.model.work import head_flops, layer_flops
+from meshwright.plan.data_calls import Work
 from meshwright.plan.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.plan.traffic import Work, _Step
+from meshwright.plan.traffic import _Step
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import program_of
 from meshwright.schedules.transfers import with_transfers

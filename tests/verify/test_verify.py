@@ -22,7 +22,8 @@ from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.parallel.pieces import Piece
-from meshwright.plan.traffic import Work, predicted_traffic
+from meshwright.plan.data_calls import Work
+from meshwright.plan.traffic import predicted_traffic
 from meshwright.verify import verify
 from meshwright.verify.compare import _backward_order, compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid

@@ -77,6 +77,9 @@ class Row:
     ``active``: the part of all tokens that compute with it, below 1 for one of several experts. ``balances``: a bias on
     a router's scores. Its gradient is its expert's load above the mean and no derivative of the loss: it counts in no
     norm, and the optimizer follows its sign.
+
+    ``kept``: the dtype, such as "int64", of a value that is not trained and stays as it is, on disk too: a buffer or a
+    frozen parameter of a foreign module. Checkpoints have such rows, flat buffers have not.
     """
 
     name: str
@@ -95,11 +98,12 @@ class Row:
     active: float = 1.0
     balances: bool = False
     expert: tuple[int, int] | None = None
+    kept: str | None = None
 
     @property
     def engine_shape(self) -> tuple[int, ...]:
-        """Shape in the engine's orientation."""
-        return self.shape[::-1] if self.transposed else self.shape
+        """Shape in the engine's orientation; of a single number, which has no dim to cut along, (1,)."""
+        return (self.shape[::-1] if self.transposed else self.shape) or (1,)
 
     @property
     def numel(self) -> int:

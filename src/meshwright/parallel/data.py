@@ -104,6 +104,7 @@ class DataParallel:
         parameter_dtype: torch.dtype,
         master_dtype: torch.dtype = torch.float32,
         partition: Partition | None = None,
+        stage_units: type[StageUnits] = StageUnits,
     ) -> None:
         self.mesh, self.table = mesh, table
         self.partition = partition = Partition.whole(table) if partition is None else partition
@@ -129,7 +130,7 @@ class DataParallel:
                     unit.release()  # before the next unit is made: the whole model may be too large for one device
         needs = {name: [self._units[each] for each in self._buffers_of(table.needed_by(name))] for name in self._parts}
         self._stages = {
-            stage.index: StageUnits(names, {name: needs[name] for name in names})
+            stage.index: stage_units(names, {name: needs[name] for name in names})
             for stage in partition.held(mesh.pp.rank)
             for names in (partition.units(stage),)
         }

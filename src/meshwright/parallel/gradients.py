@@ -8,7 +8,7 @@ gradients later), it is paused in between; what it has found of units that are n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakMethod
@@ -60,6 +60,10 @@ class GradientSums:
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(taken)
         self._in_flight: deque[_Reduction] = deque()
+        self.completed: Callable[[str], None] = lambda name: None
+        """Told of each unit when the running pass has found the gradients of all its parameters."""
+        self.reducing: Callable[[str], None] = lambda name: None
+        """Told of each unit before its reduction begins."""
         self.begin({})
 
     def begin(self, passes: Mapping[str, int]) -> None:
@@ -116,6 +120,14 @@ class GradientSums:
         self._advance(running)
         self._running = None
 
+    def leave_out(self, units: Iterable[str]) -> None:
+        """The running pass does not go through some of its units."""
+        running = self._running
+        assert running is not None
+        for name in units:
+            running.missing[name].clear()
+        self._advance(running)
+
     def collect(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the running pass: it is added to what the unit's buffer has."""
         running = self._running
@@ -155,6 +167,7 @@ class GradientSums:
         name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:
+            self.completed(name)
             self._advance(running)
 
     def _take(self, parameter: Any) -> None:
@@ -171,6 +184,7 @@ class GradientSums:
         self._passes[name] -= 1
         assert self._passes[name] >= 0, f"{name}: more passes than said"
         if self._units[name].zero >= 2 or self._passes[name] == 0:
+            self.reducing(name)
             self._reduce(name)
 
     def _whole(self, name: str) -> _Whole:

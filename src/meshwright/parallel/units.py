@@ -91,10 +91,13 @@ class UnitBuffers:
             parent, _, leaf = placed.tensor.name.rpartition(".")
             module = model.get_submodule(parent)
             before = getattr(module, leaf)
-            assert before.shape == torch.Size(placed.shape), (placed.tensor.name, before.shape, placed.shape)
-            parameter = nn.Parameter(torch.empty(0, dtype=self.parameters.dtype, device=self.parameters.device))
-            parameter.data = self.parameters[placed.offset : placed.offset + placed.numel].view(placed.shape)
-            module.register_parameter(leaf, parameter)
+            assert (before.shape or (1,)) == placed.shape, (placed.tensor.name, before.shape, placed.shape)
+            parameter = before
+            if before.device.type == "meta":
+                parameter = nn.Parameter(torch.empty(0, dtype=self.parameters.dtype, device=self.parameters.device))
+                module.register_parameter(leaf, parameter)
+            # Else whoever has this parameter too (a tied layer, an LSTM's list of its weights) keeps having it.
+            parameter.data = self.parameters[placed.offset : placed.offset + placed.numel].view(before.shape)
             bound.append(parameter)
         return bound
 

@@ -43,7 +43,7 @@ STORED = {"fp8": "bf16"}
 
 OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
-    "optimizer": "optimizer",
+    "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
 
 WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.model.parameters import ParameterTable
 from meshwright.model.rows import Part, padded_numel
 from meshwright.names import OPTIMIZERS, unknown
-from meshwright.plan.traffic import AXES_OF
+from meshwright.plan.data_calls import AXES_OF
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),

@@ -8,80 +8,48 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-from meshwright.collectives.cutting import sent_bytes
-from meshwright.collectives.named import Named
 from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.config import ModelConfig
-from meshwright.model.parameters import ParameterTable, parameter_table
+from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
-from meshwright.model.rows import Part, padded_numel
 from meshwright.model.stage_times import program_for
 from meshwright.model.stages import LOOKED_UP, Stage
+from meshwright.plan.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 
 ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
 """Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
 
-AXES_OF: dict[Part, tuple[str, str, str]] = {
-    "dense": ("data", "shard", "replica"),
-    "experts": ("expert_data", "expert_shard", "expert_replica"),
-}
-"""The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
-
 
 PREFERENCE_FIGURES = 3
 """Numbers that ranks add up of the pairs of a step, beside its loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes, and how. batch: sequences over all ranks; sequence: tokens of each. Bytes of an element of
-    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: the programs that
-    serve in place of the backend's own calls (`collectives.named`). pairs: of responses, the most of a row; 0 where the
-    next token is learnt."""
-
-    batch: int
-    sequence: int
-    parameter_bytes: int = 4
-    master_bytes: int = 4
-    device: str = "cpu"
-    collectives: Mapping[tuple[str, str], Named] = field(default_factory=dict)
-    pairs: int = 0
-
-
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
     """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
     out. Exact, but for the sites of `ROUTED`."""
-    found = Counter[str]()
-    for (site, _), sent in _Step(config, layout, work, rank).calls().items():
-        found[site] += sent
-    return {site: sent for site, sent in found.items() if sent}
+    return by_site(_Step(config, layout, work, rank).calls())
 
 
 def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
     """The same by axis of the mesh (`comm.mesh.Mesh`), a part of an axis counted with the whole."""
-    found = Counter[str]()
-    for (_, axis), sent in _Step(config, layout, work, rank).calls().items():
-        found[axis] += sent
-    return {axis: sent for axis, sent in found.items() if sent}
+    return by_axis(_Step(config, layout, work, rank).calls())
 
 
-class _Step:
+class _Step(DataCalls):
     """One rank's calls of a step."""
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Work, rank: int) -> None:
-        self.config, self.layout, self.work, self.rank = config, layout, work, rank
-        self.table: ParameterTable = parameter_table(config)
-        self.place = layout.coordinates(rank)
+        table = parameter_table(config)
         self.program = with_transfers(program_for(layout, config, work.sequence))
-        self.partition = Partition.of(self.program, config, self.table, work.sequence)
+        super().__init__(table, Partition.of(self.program, config, table, work.sequence), layout, work, rank)
+        self.config = config
+        self.place = layout.coordinates(rank)
         self.stages = self.partition.stages
-        self.sent: Counter[tuple[str, str]] = Counter()  # by call site and axis
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
         self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
@@ -89,7 +57,6 @@ class _Step:
 
     def calls(self) -> Counter[tuple[str, str]]:
         """All calls of the step, added up by site and axis."""
-        layout = self.layout
         self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
         for stage, count in passes.items():
@@ -105,8 +72,7 @@ class _Step:
             self.gradients(unit, count)
         self.gathers()
         self.partial_gradients(units)
-        figures = 4 + (PREFERENCE_FIGURES if self.work.pairs else 0)
-        self.all_reduce("step.verdict", "world", layout.world_size, 8 * (figures + layout.world_size))
+        self.verdict(PREFERENCE_FIGURES if self.work.pairs else 0)
         return self.sent
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
@@ -118,44 +84,6 @@ class _Step:
     def passes(self) -> Counter[int]:
         """How many micro-batches this rank takes through each of its stages."""
         return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
-
-    # --- bytes of an operation
-
-    def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """On a vector of `size` bytes, among `ranks` of an axis."""
-        self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
-
-    def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
-        self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
-
-    def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """An all-reduce on an axis of data parallelism, by its program if it has one."""
-        ranks, place = self.on(axis)
-        if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
-            self.all_reduce(site, axis, ranks, numel * itemsize)
-
-    def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
-        """A reduce-scatter or an all-gather over the ranks that ZeRO shards a part over, likewise."""
-        axis = AXES_OF[part][1]
-        ranks, place = self.on(axis)
-        if not self.by_program(site, axis, operation, numel, itemsize, place, times):
-            self.half(site, axis, ranks, numel * itemsize, times)
-
-    def by_program(
-        self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
-    ) -> bool:
-        named = self.work.collectives.get((axis, operation))
-        if named is None:
-            return False
-        checked, whole = named.for_bytes(numel * itemsize), self.work.device == "cuda"
-        self.sent[site, axis] += times * sent_bytes(checked, place, numel, itemsize, whole)
-        return True
-
-    def on(self, axis: str) -> tuple[int, int]:
-        """How many ranks an axis has, and the place of this one among them."""
-        group = next(group for group in self.layout.groups(axis) if self.rank in group)
-        return len(group), group.index(self.rank)
 
     # --- activations: tensor parallelism, the loss, the pipeline
 
@@ -270,33 +198,7 @@ class _Step:
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size
 
-    # --- parameters and their gradients
-
-    def zero(self, part: Part) -> int:
-        """What is sharded of a part of the units, over several ranks."""
-        return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
-
-    def padded(self, unit: str, part: Part) -> int:
-        """Elements of a flat buffer on this rank."""
-        shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
-        return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
-
-    def gradients(self, unit: str, passes: int) -> None:
-        """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
-        holders = self.partition.holders(unit)
-        for part in self.table.unit_parts(unit, self.layout):
-            data, shard, replica = AXES_OF[part]
-            numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
-            if zero == 0:
-                self.reduce("data.gradients", data, numel, size)
-                held = self.table.unit_numel(unit, self.layout, part)
-            else:
-                self.shard("data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1)
-                held = numel // self.on(shard)[0]
-                self.reduce("data.gradients.replicas", replica, held, size)
-            self.all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
-            if zero in (1, 2):
-                self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
+    # --- parameters
 
     def gathers(self) -> None:
         """Under ZeRO-3: parameters around each use."""

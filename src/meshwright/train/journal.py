@@ -33,6 +33,8 @@ GIB = 2**30
 class Journal:
     """What is told about one run. Every rank has one and calls it alike; only rank 0's is heard and writes."""
 
+    rate_name = "tokens_per_second"
+
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
         self.recipe, self.mesh, self.directory = recipe, mesh, directory
         self.device = torch.device(mesh.device)
@@ -48,7 +50,7 @@ class Journal:
         self.prediction: Prediction | None = None  # of rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # named at the end of the last window
-        self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], "tokens_per_second": []}
+        self._figures: dict[str, list[float]] = {"loss": [], "validation_loss": [], self.rate_name: []}
         if preference_of(recipe) is not None:
             self._figures |= {prefix + name: [] for prefix in ("", "validation_") for name in REWARDS}
 
@@ -58,20 +60,14 @@ class Journal:
 
     def begin(self, trainer: Trainer, resumed_from: str | None) -> None:
         """The steps are about to begin: say and write what with. `UserError` when the run directory takes nothing."""
-        recipe, config, layout = self.recipe, trainer.config, trainer.layout
-        self.flops_per_token = training_flops_per_token(config, recipe.data.sequence)
-        self.peak = device_peak_flops(self.mesh, layout.precision or "fp32")
+        recipe, layout = self.recipe, trainer.layout
+        self._measure_peak(trainer)
+        model, data = self._introduction(trainer)
         kind, count = self.device.type, self.mesh.world_size
         threads = f" x {torch.get_num_threads()} threads" if kind == "cpu" else ""
-        self.say(
-            f"model: {config.family}, {trainer.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
-            f"hidden {config.hidden}, vocabulary {config.vocabulary}"
-        )
+        self.say(f"model: {model}")
         self.say(f"layout: {layout} on {count} {kind} process{'es' if count > 1 else ''}{threads}")
-        self.say(
-            f"data: {trainer.tokens.tokens:,} training tokens, {self._tokens_per_step():,} a step, "
-            f"{recipe.train.steps} steps"
-        )
+        self.say(f"data: {data}, {self._work_per_step():,} a step, {recipe.train.steps} steps")
         done, steps = trainer.steps_done, recipe.train.steps
         if resumed_from and done < steps:
             self.say(f"resumed from {resumed_from}: {done} of {steps} steps are done")
@@ -87,12 +83,29 @@ class Journal:
             with self.memory.aside():
                 self.tracking = Tracking(recipe, str(layout), self.directory, done, self.say)
         if self.leader:
-            self.prediction = predict(trainer)
+            self.prediction = self._predict(trainer)
             for line in self.prediction.lines() if done < steps else ():
                 self.say(line)
             self._track(done + 1, {"predicted": self.prediction.document()})
         self.progress.begin(done)
         self.memory.begin()
+
+    def _measure_peak(self, trainer: Trainer) -> None:
+        """Find what the share of the peak is a share of."""
+        self.flops_per_token = training_flops_per_token(trainer.config, self.recipe.data.sequence)
+        self.peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
+
+    def _introduction(self, trainer: Trainer) -> tuple[str, str]:
+        """The model and the data, in a few words each."""
+        config = trainer.config
+        return (
+            f"{config.family}, {trainer.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
+            f"hidden {config.hidden}, vocabulary {config.vocabulary}",
+            f"{trainer.tokens.tokens:,} training tokens",
+        )
+
+    def _predict(self, trainer: Trainer) -> Prediction:
+        return predict(trainer)
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
         """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""
@@ -132,14 +145,14 @@ class Journal:
         scale, parts = trainer.loss_scale, trainer.clock.seconds()
         if verdict.finite and not profiled:
             self.times.add(seconds, parts, trainer.clock.waiting_seconds())
-        done, rate = trainer.steps_done, self._tokens_per_step() / seconds
+        done, rate = trainer.steps_done, self._work_per_step() / seconds
         line: dict[str, Any] = {
             "step": done,
             "loss": verdict.loss,
             "gradient_norm": verdict.gradient_norm,
             "learning_rate": learning_rate(done - 1, self.recipe.train),
-            "tokens_per_second": rate,
-            "mfu": self.mfu(rate),
+            self.rate_name: rate,
+            **self._share_of_peak(rate),
             "memory_gib": self.memory.process_peak() / GIB,
             "seconds": seconds,
             "seconds_by_part": parts,
@@ -156,13 +169,11 @@ class Journal:
         if verdict.rewards is not None:
             line |= verdict.rewards.document()
         if validation is not None:
-            line["validation_loss"] = validation.loss
-            said = f"step {done}: validation loss {validation.loss:.4f}"
-            if validation.rewards is not None:
-                line |= validation.rewards.document("validation_")
-                said += _in_words(validation.rewards)
-            self.say(said)
-        left_out = {*(() if verdict.finite else ("loss", *REWARDS)), *(("tokens_per_second",) if profiled else ())}
+            line |= (found := validation.document())
+            others = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in validation.measures.items())
+            said = f"step {done}: validation loss {found['validation_loss']:.4f}{others}"
+            self.say(said + ("" if validation.rewards is None else _in_words(validation.rewards)))
+        left_out = {*(() if verdict.finite else ("loss", *REWARDS)), *((self.rate_name,) if profiled else ())}
         for key, values in self._figures.items():
             if key in line and key not in left_out:
                 values.append(line[key])
@@ -172,7 +183,7 @@ class Journal:
         if not profiled:
             self._watch_ranks(done, verdict)
         rewards = "" if verdict.rewards is None else _in_words(verdict.rewards)
-        self.progress.step(done, f"loss {verdict.loss:.3f}{rewards}  {rate:,.0f} tokens/s  MFU {line['mfu']:.0%}")
+        self.progress.step(done, f"loss {verdict.loss:.3f}{rewards}  {self._rate_text(rate)}")
 
     def saving(self, step: int, stall_seconds: float) -> None:
         """A save has begun and held training up for so long."""
@@ -187,7 +198,13 @@ class Journal:
         """Model FLOP utilisation of all devices together, against their dense peak."""
         return tokens_per_second * self.flops_per_token / (self.peak * self.mesh.world_size)
 
-    def _tokens_per_step(self) -> int:
+    def _share_of_peak(self, rate: float) -> dict[str, float]:
+        return {"mfu": self.mfu(rate)}
+
+    def _rate_text(self, rate: float) -> str:
+        return f"{rate:,.0f} tokens/s  MFU {self.mfu(rate):.0%}"
+
+    def _work_per_step(self) -> int:
         return self.recipe.train.batch * self.recipe.data.sequence
 
     def _watch_ranks(self, done: int, verdict: Verdict) -> None:
@@ -225,40 +242,57 @@ class Journal:
 
     def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
         """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`."""
-        figures = self._figures if self._figures["tokens_per_second"] else self._earlier_figures()
-        rates = figures["tokens_per_second"]
-        rate = statistics.median(rates) if rates else None
         prediction = {} if self.prediction is None else self.prediction.document()
         measured = {
             "memory_bytes": measured_memory(trainer.memory(), self.memory.peak, prediction.get("memory_bytes")),
             **self.times.document(self.device),
             "sent_bytes_by_axis": self.sent_bytes_by_axis,
         }
-        if (line := compared(prediction, measured)) is not None and self._figures["tokens_per_second"]:
+        if (line := compared(prediction, measured)) is not None and self._figures[self.rate_name]:
             self.say(line)
+        return (
+            self._outcome(trainer)
+            | {
+                "layout": str(trainer.layout),
+                "parameters": trainer.table.numel,
+                "predicted": {
+                    "state_bytes": trainer.predicted_bytes(),
+                    "sent_bytes_per_step": trainer.predicted_traffic(),
+                    **self._flops_of_work(),
+                    **prediction,
+                },
+                "measured": {
+                    "state_bytes": trainer.memory(),
+                    "sent_bytes_per_step": self.sent_bytes,
+                    "peak_memory_bytes": self.memory.process_peak(),
+                    **measured,
+                },
+            }
+            | _paths(checkpointer)
+        )
+
+    def _outcome(self, trainer: Trainer) -> dict[str, Any]:
+        """How far it came, how well and how fast."""
+        figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
+        rates = figures[self.rate_name]
+        rate = statistics.median(rates) if rates else None
         return {
             "step": trainer.steps_done,
             **{key: values[-1] if values else None for key, values in figures.items() if values is not rates},
             "skipped_steps": trainer.skipped,
-            "tokens_per_second": rate,
+            self.rate_name: rate,
+            **self._share_of_all_peaks(rate),
+        }
+
+    def _share_of_all_peaks(self, rate: float | None) -> dict[str, Any]:
+        return {
             "mfu": None if rate is None else self.mfu(rate),
             "flops_convention": FLOPS_CONVENTION,
             "peak_flops_per_device": self.peak,
-            "layout": str(trainer.layout),
-            "parameters": trainer.table.numel,
-            "predicted": {
-                "state_bytes": trainer.predicted_bytes(),
-                "sent_bytes_per_step": trainer.predicted_traffic(),
-                "flops_per_token": self.flops_per_token,
-                **prediction,
-            },
-            "measured": {
-                "state_bytes": trainer.memory(),
-                "sent_bytes_per_step": self.sent_bytes,
-                "peak_memory_bytes": self.memory.process_peak(),
-                **measured,
-            },
-        } | _paths(checkpointer)
+        }
+
+    def _flops_of_work(self) -> dict[str, float]:
+        return {"flops_per_token": self.flops_per_token}
 
     def keep_result(self, result: dict[str, Any]) -> None:
         """Leave the result document in the run directory; it is answered all the same where that takes nothing."""

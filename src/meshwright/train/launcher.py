@@ -64,6 +64,7 @@ class LaunchSpec:
         "-m",
         "meshwright.train.worker",
     )  # -P: not from the current directory
+    output: int = 2  # where what ranks print goes: standard output is for the result alone
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
 
@@ -131,7 +132,7 @@ class _Attempt:
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or threads_said() or max(1, available_cores() // spec.ranks)
         keep = [self.directory.lock_descriptor]
-        return start_rank(number, spec.ranks, description, spec.command, threads, keep)
+        return start_rank(number, spec.ranks, description, spec.command, threads, keep, spec.output)
 
     # --- while they run
 

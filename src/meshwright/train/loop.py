@@ -22,7 +22,8 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
 from meshwright.probe.matmul import bf16_is_faster
-from meshwright.recipe import Recipe, load_recipe_text
+from meshwright.recipe import Recipe
+from meshwright.toml import parse_toml
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
@@ -49,10 +50,7 @@ class Run:
     """The state around `Trainer`: checkpoints, the journal, the wish to stop."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        self.recipe, self.mesh = recipe, mesh
-        self.journal = Journal(recipe, mesh, run_directory, show_progress)
-        self.agreement = Agreement(mesh)
-        self.stop = StopRequest()
+        self._stand_by(recipe, mesh, run_directory, Journal(recipe, mesh, run_directory, show_progress))
         data = prepare(recipe.data, recipe.run.seed, log=self.journal.say)
         config = model_config(recipe, data)
         layout = recipe.parsed_layout
@@ -68,9 +66,15 @@ class Run:
             background=recipe.checkpoint.background,
             log=self.journal.say,
         )
-        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
-        self._new_curve: str | None = None
         self.resumed_from = self._resume(layout, config, data)
+
+    def _stand_by(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, journal: Journal) -> None:
+        """What every run has, whatever it trains."""
+        self.recipe, self.mesh, self.journal = recipe, mesh, journal
+        self.agreement = Agreement(mesh)
+        self.stop = StopRequest()
+        self.profile = Profile(recipe, mesh, run_directory, journal.say)
+        self._new_curve: str | None = None
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
@@ -224,7 +228,7 @@ class Run:
     def _longer_curve(self, state: dict[str, Any]) -> str | None:
         """A line for who resumes with another number of steps than the learning rate was planned for."""
         train, step = self.recipe.train, state["step"]
-        before = load_recipe_text(state["recipe"], "the checkpoint's recipe").train.steps
+        before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
             return None
         return (

@@ -64,7 +64,8 @@ def _page(
 ) -> str:
     training = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
     validation = [(line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
-    rate = [(line["step"], line["tokens_per_second"]) for line in lines]
+    work = _work(lines)
+    rate = [(line["step"], line[f"{work}_per_second"]) for line in lines]
     parts = [
         f"<h1>Run {html.escape(name)}</h1>",
         _summary(lines, result),
@@ -72,10 +73,10 @@ def _page(
         line_chart(
             [("training", "#9ec5f4", training), ("training, smoothed", "#0b63ce", _smooth(training))]
             + ([("validation", "#d1570a", validation)] if validation else []),
-            "nats per token",
+            "nats per token" if work == "tokens" else "loss",
         ),
         "<h2>Throughput</h2>",
-        line_chart([("tokens per second", "#2f855a", rate)], "tokens per second", from_zero=True),
+        line_chart([(f"{work} per second", "#2f855a", rate)], f"{work} per second", from_zero=True),
     ]
     if rows := _compared_rows(result):
         parts += ["<h2>Predicted and measured</h2>", _comparison(rows)]
@@ -95,8 +96,14 @@ def _page(
     )
 
 
+def _work(lines: list[dict[str, Any]]) -> str:
+    """What the steps are made of: tokens, or the samples of a module that is not ours."""
+    return "tokens" if "tokens_per_second" in lines[0] else "samples"
+
+
 def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
-    rates = sorted(line["tokens_per_second"] for line in lines)
+    work = _work(lines)
+    rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
     for line in lines:
         for part, seconds in line.get("seconds_by_part", {}).items():
@@ -105,7 +112,7 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [
         ("steps", f"{lines[-1]['step']:,}"),
         ("last training loss", _number(lines[-1]["loss"], ".4f")),
-        ("tokens per second (median)", f"{rates[len(rates) // 2]:,.0f}"),
+        (f"{work} per second (median)", f"{rates[len(rates) // 2]:,.0f}"),
         ("peak memory of rank 0", f"{max(line['memory_gib'] for line in lines):.2f} GiB"),
         ("time by part", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())),
     ]

@@ -89,9 +89,11 @@ class StartedRank:
 
 
 def start_rank(
-    number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int]
-) -> StartedRank:
-    """Start a rank that reads `description` and more from its standard input. keep: descriptors that it inherits."""
+    number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
+    output: int = 2,
+) -> StartedRank:  # fmt: skip
+    """Start a rank that reads `description` and more from its standard input. keep: descriptors that it inherits;
+    output: that for what it prints."""
     ours, theirs = os.pipe()
     calls, stack = memory_file(number, ranks), _memory()
     told = {
@@ -105,7 +107,7 @@ def start_rank(
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=2,  # standard output is for the result alone
+            stdout=output,
             pass_fds=(theirs, calls, stack, *keep),
             env=environment,
         )

@@ -23,7 +23,7 @@ from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.pairs import Pairs
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
-from meshwright.model.preference import Rewards, preference_of
+from meshwright.model.preference import Preference, Rewards, preference_of
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
@@ -32,7 +32,8 @@ from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_terms
-from meshwright.plan.traffic import PREFERENCE_FIGURES, Work, predicted_traffic, predicted_traffic_by_axis
+from meshwright.plan.data_calls import Work
+from meshwright.plan.traffic import PREFERENCE_FIGURES, predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.train.clock import StepClock
 from meshwright.train.learning_rate import learning_rate
@@ -66,10 +67,21 @@ class Verdict:
 
 
 class Validation(NamedTuple):
-    """loss: the mean (nats per token, or of a pair of responses); rewards: of pairs."""
+    """loss: the mean (nats per token, or of a pair of responses); rewards: of pairs; measures: what else was measured
+    of a foreign module, by name."""
 
     loss: float
     rewards: Rewards | None = None
+    measures: Mapping[str, float] = {}
+
+    def document(self) -> dict[str, float]:
+        """By the keys of metrics.jsonl."""
+        rewards = {} if self.rewards is None else self.rewards.document("validation_")
+        return {
+            "validation_loss": self.loss,
+            **rewards,
+            **{f"validation_{name}": value for name, value in self.measures.items()},
+        }
 
 
 def choose_products(precision: str | None, device: torch.device) -> None:
@@ -87,6 +99,9 @@ class Trainer:
 
     initialise: whether it starts from the initial values of the recipe's seed; if not, its parameters are to be loaded.
     """
+
+    preference: Preference | None = None
+    """What is learnt from pairs of responses, where it is."""
 
     def __init__(
         self,
@@ -123,9 +138,7 @@ class Trainer:
             parameter_dtype=dtype,
             partition=partition,
         )
-        self.optimizer = Optimizer(self.parallel.shards, recipe.train)
-        train = recipe.train
-        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if dtype == torch.float16 else LossScale()
+        self._stand_by()
         if recipe.train.compile:
             self.model.compile_blocks()
         self.tokens: TokenRows = data.split("train")
@@ -140,8 +153,15 @@ class Trainer:
         }
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()
-        self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark, preference=self.preference)
+
+    def _stand_by(self) -> None:
+        """What every trainer has, whatever it trains, once there is something to train: `self.parallel`."""
+        train, mesh = self.recipe.train, self.mesh
+        self.optimizer = Optimizer(self.parallel.shards, train)
+        half = self.parallel.parameter_dtype == torch.float16
+        self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if half else LossScale()
+        self.clock = StepClock(self.device, lambda: mesh.communicator.waited_seconds)
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
         """Steps that changed nothing because a loss or gradient was not finite; in a row, those that a lower scale of
@@ -158,7 +178,7 @@ class Trainer:
         train, clock = self.recipe.train, self.clock
         clock.start()
         micro_batches = self._micro_batches()
-        terms = count_terms(micro_batches, self.mesh)
+        terms = self._terms(micro_batches)
         clock.mark("data")
 
         loss_sum = self.passes.train(micro_batches, terms / self.loss_scale.value)
@@ -170,6 +190,7 @@ class Trainer:
             self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip) / verdict.loss_scale)
             self.parallel.publish()
         else:
+            self._take_back()
             self.skipped += 1
         searching = self.loss_scale.note(verdict.loss, verdict.finite)
         if not searching:
@@ -299,6 +320,13 @@ class Trainer:
         self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.publish()
+
+    def _terms(self, micro_batches: list[MicroBatch]) -> int:
+        """What the loss of the step is divided by, over all ranks."""
+        return count_terms(micro_batches, self.mesh)
+
+    def _take_back(self) -> None:
+        """The step is skipped: nothing but parameters and optimizer state changes in one, and these have not."""
 
     def _micro_batches(self) -> list[MicroBatch]:
         """This rank's share of the step's samples: rank after rank, micro-batch after micro-batch."""

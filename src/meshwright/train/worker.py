@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
@@ -111,6 +112,16 @@ def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
     return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
 
 
+def join_script(
+    recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
+) -> dict[str, Any]:
+    """Do `work(recipe, mesh, run directory, **options)` as the rank at `start`, in a script of the user's. `locked`:
+    the run directory that this process's launcher holds."""
+    directory = recipe.run_directory
+    lock = locked is None or directory.resolve() != locked.resolve()
+    return _train(recipe, start, RunDirectory(directory), recipe.run.threads, options, lock, work)
+
+
 def _train(
     recipe: Recipe,
     start: Place,
@@ -118,14 +129,18 @@ def _train(
     threads: int | None,
     options: dict[str, Any],
     lock: bool = False,
+    work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     from meshwright.collectives.named import named_programs
     from meshwright.comm.mesh import Mesh
-    from meshwright.train.loop import train
 
+    if work is None:
+        from meshwright.train.loop import train
+
+        work = train
     if threads is not None:
         torch.set_num_threads(threads)
     keep_freed_memory()
@@ -147,12 +162,12 @@ def _train(
         if lock:
             _lock_for_all(directory, start, store)
             _write_ranks(directory, start, store)
-            if store is not None:
+            if store is not None and start.started_by != rendezvous.LAUNCHER:
                 calls = HostCalls.agree(directory, start, store)
         layout = recipe.parsed_layout
         programs = named_programs(recipe.collectives, layout, recipe.where)
         mesh = Mesh.create(layout, device, timeout, programs)
-        return train(recipe, mesh, directory, **options)
+        return work(recipe, mesh, directory, **options)
     except RankLost as error:
         if calls is None:
             raise

@@ -8,14 +8,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig
-from meshwright.model.parameters import parameter_table
+from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.parallel.pieces import Piece
 from meshwright.train.checkpoint import catalogue
 from meshwright.train.checkpoint.agreement import Agreement
@@ -38,10 +38,21 @@ _SHARED_SECONDS = 60.0  # network filesystems show a new file on another machine
 _MAXIMUM_CANDIDATES = 256
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds of a model beside the state of its training. `small_files`: configuration and tokenizer,
+    the same in every checkpoint. `check`: `UserError` for the directory of a checkpoint that holds another model."""
+
+    table: ParameterTable
+    small_files: Mapping[str, bytes]
+    check: Callable[[Path], None]
+
+
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank makes one and makes the same calls in the same order.
 
-    `directory`: the run's checkpoints/, on a filesystem that all ranks see (checked here: `UserError`). `dtype`: of the
+    `directory`: the run's checkpoints/, on a filesystem that all ranks see (checked here: `UserError`). `contents`: of
+    the model, or the configuration of one of ours. `dtype`: of the
     weights under their Hugging Face names ("float32", "bfloat16"). `keep`: how many of the newest stay; `keep_best`:
     the one with the lowest validation loss as well. `log` gets lines for a person. `shard_bytes`: largest size of one
     model file. `timeout_seconds`: how long a save waits for another rank's part.
@@ -51,7 +62,7 @@ class Checkpointer:
         self,
         directory: Path,
         mesh: Mesh,
-        config: ModelConfig,
+        contents: ModelConfig | Contents,
         *,
         dtype: str = "float32",
         keep: int = 2,
@@ -62,7 +73,7 @@ class Checkpointer:
         shard_bytes: int = SHARD_BYTES,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        self.directory, self.config, self.log = Path(directory), config, log
+        self.directory, self.log = Path(directory), log
         self.stall_seconds = 0.0
         """How long the last `save` held up training, waiting for an earlier save not counted."""
         self._mesh, self._background = mesh, background
@@ -74,13 +85,15 @@ class Checkpointer:
         self._fault: BaseException | None = None
         self._saves = 0
         self._told: set[str] = set()  # lines about damaged checkpoints, each said once
-        table = parameter_table(config)
-        files = model_files(table, dtype, shard_bytes)
-        small_files = _small_files(config, dtype, tokenizer_directory)
+        if isinstance(contents, ModelConfig):
+            contents = model_contents(contents, dtype, tokenizer_directory)
+        self._contents = contents
+        files = model_files(contents.table, dtype, shard_bytes)
+        small_files = dict(contents.small_files)
         if files.index is not None:
             small_files[INDEX] = files.index
         self._target = Target(
-            self.directory, mesh.rank, mesh.world_size, table, files, small_files, dtype, keep, keep_best,
+            self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, dtype, keep, keep_best,
             timeout_seconds, log,
         )  # fmt: skip
         self._token = self._meet()
@@ -205,24 +218,9 @@ class Checkpointer:
 
     def _load(self, path: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
         catalogue.open_checkpoint(path)
-        self._check_config(path)
+        self._contents.check(path)
         load_pieces(path, pieces, self._mesh.rank, self._mesh.world_size)
         return read_state(path)
-
-    def _check_config(self, path: Path) -> None:
-        """`UserError` that names the first field in which the checkpoint's model is another one."""
-        found = ModelConfig.from_path(path / "config.json")
-        wanted = ModelConfig.from_huggingface(self.config.to_huggingface())  # as it looks after a round trip
-        ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
-        if wanted.positions == "rope":
-            ignored.add("max_positions")
-        for field in dataclasses.fields(ModelConfig):
-            there, here = getattr(found, field.name), getattr(wanted, field.name)
-            if field.name not in ignored and there != here:
-                raise UserError(
-                    f"checkpoint {path} holds a model with {field.name} = {there}, the recipe says {here}; "
-                    "use the same model or another run.directory"
-                )
 
     def _say_once(self, line: str) -> None:
         key = line.partition(" is damaged")[0]
@@ -272,6 +270,28 @@ class Checkpointer:
             if marker.parent.is_dir():
                 os.listdir(marker.parent)  # makes a network filesystem look again
         return True
+
+
+def model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
+    """What a checkpoint holds of one of our models."""
+    small_files = _small_files(config, dtype, tokenizer_directory)
+    return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
+
+
+def _check_config(config: ModelConfig, path: Path) -> None:
+    """`UserError` that names the first field in which the checkpoint's model is another one."""
+    found = ModelConfig.from_path(path / "config.json")
+    wanted = ModelConfig.from_huggingface(config.to_huggingface())  # as it looks after a round trip
+    ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
+    if wanted.positions == "rope":
+        ignored.add("max_positions")
+    for field in dataclasses.fields(ModelConfig):
+        there, here = getattr(found, field.name), getattr(wanted, field.name)
+        if field.name not in ignored and there != here:
+            raise UserError(
+                f"checkpoint {path} holds a model with {field.name} = {there}, the recipe says {here}; "
+                "use the same model or another run.directory"
+            )
 
 
 def _small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:

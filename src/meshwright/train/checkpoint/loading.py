@@ -19,9 +19,10 @@ from meshwright.parallel.pieces import Piece
 from meshwright.train.checkpoint.catalogue import open_checkpoint
 from meshwright.train.checkpoint.files import opened
 from meshwright.train.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
+from meshwright.train.checkpoint.model_files import DTYPE_CODES
 from meshwright.train.checkpoint.slices import Range, Read, blocks_of, intersections, kinds, plan_reads, read_index
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
 _THREADS = 4
 
 

@@ -15,8 +15,21 @@ from meshwright.model.parameters import ParameterTable, Row
 from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint.files import json_bytes
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-DTYPE_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+DTYPE_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
@@ -46,7 +59,6 @@ class ModelFiles:
     files: tuple[ModelFile, ...]
     places: dict[str, Place]
     index: bytes | None
-    item_bytes: int
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,13 +83,15 @@ def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> t
 
 
 def model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """The files that hold the rows of `table` in `dtype` ("float32", "bfloat16"), each of at most `shard_bytes` of
-    tensors (a larger tensor has a file of its own). Rows stay in the table's order."""
-    code = DTYPE_CODES[dtype]
+    """The files that hold the rows of `table` in `dtype` ("float32", "bfloat16"; a row that is `kept` in its own), each
+    of at most `shard_bytes` of tensors (a larger tensor has a file of its own). Rows stay in the table's order, wider
+    dtypes first, so that every element lies at a multiple of its size."""
+    codes = {row.name: DTYPE_CODES[row.kept or dtype] for row in table.rows}
+    in_order = sorted(table.rows, key=lambda row: -ITEM_BYTES[codes[row.name]])
     shards: list[list[Row]] = [[]]
     filled = 0
-    for row in table.rows:
-        size = row.numel * ITEM_BYTES[code]
+    for row in in_order:
+        size = row.numel * ITEM_BYTES[codes[row.name]]
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
@@ -86,15 +100,15 @@ def model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTE
     files, places = [], {}
     for number, rows in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header, offsets, size = safetensors_header((row.name, code, row.shape) for row in rows)
+        header, offsets, size = safetensors_header((row.name, codes[row.name], row.shape) for row in rows)
         files.append(ModelFile(name, header, size))
         places.update({row.name: Place(name, offsets[row.name], row) for row in rows})
     index = None
     if len(shards) > 1:
-        total = table.numel * ITEM_BYTES[code]
+        total = sum(row.numel * ITEM_BYTES[codes[row.name]] for row in table.rows)
         weight_map = {name: place.file for name, place in sorted(places.items())}
         index = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
-    return ModelFiles(tuple(files), places, index, ITEM_BYTES[code])
+    return ModelFiles(tuple(files), places, index)
 
 
 def disk_runs(

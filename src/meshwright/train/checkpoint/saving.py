@@ -147,7 +147,6 @@ class Save:
         ]
 
     def _write_model(self) -> None:
-        dtype = getattr(torch, self.target.dtype)
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
@@ -164,6 +163,7 @@ class Save:
             for piece in self.snapshot.pieces:
                 if piece.kind == "master":
                     place = self.target.files.places[piece.name]
+                    dtype = getattr(torch, place.row.kept or self.target.dtype)
                     for start, part in _cut(piece.tensor, place.row.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values

@@ -135,6 +135,8 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
         unknown = by_name.keys() - {row.name for row in table.rows}
         assert not unknown, f"{kind}: no such rows in the table: {sorted(unknown)}"
         for row in table.rows:
+            if kind != "master" and row.kept is not None:
+                continue  # nothing trains it
             found = by_name.get(row.name, [])
             width = next((part.columns.of for part in found if part.columns), row.numel)
             column = 0  # columns side by side, and in each of them ranges one after the other

@@ -1,0 +1,119 @@
+"""The parameter table of a foreign module, derived from its `named_parameters()`, and the units that it is sharded by.
+
+A unit is a module whose parameters come and go together under ZeRO-3. What lies in none (small modules, parameters of
+the module itself, parameters that several modules share) is together the unit `REST`, which stays for a whole pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.errors import UserError
+from meshwright.model.foreign import REST, ForeignParameter, KeptValue, module_table
+from meshwright.model.parameters import ParameterTable
+
+ChooseUnit = Callable[[str, nn.Module], bool]
+"""Whether a module, given its name and itself, is a unit of its own."""
+
+SMALL = 1 / 32
+"""Of all parameters: a module with less stays in `REST`, unless it is one of a list of modules."""
+LARGE = 1 / 4
+"""A list's module with more, and with a list inside, is not one unit: its inner modules are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What there is to know of a module: its table, the modules that are units, and the values that are kept beside
+    (buffers that a checkpoint has, and frozen parameters)."""
+
+    table: ParameterTable
+    units: Mapping[str, nn.Module]
+    kept: tuple[KeptValue, ...]
+
+
+def derive(
+    module: nn.Module,
+    choose: ChooseUnit | None = None,
+    decays: Callable[[str, nn.Parameter], bool] | None = None,
+) -> Derived:
+    """The table of a module. `choose` says which modules are units, unless by their sizes; `decays`: to which
+    parameters weight decay applies, unless to those of two dims and more. `UserError` where the module cannot be
+    trained."""
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    if not trained:
+        raise UserError("the module has no parameter with requires_grad: there is nothing to train")
+    uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+    total = sum(each.numel() for each in trained.values())
+    units: dict[str, nn.Module] = {}
+    _find_units(module, "", total, choose, units)
+    unit_of: dict[int, str] = {}
+    for name, unit in units.items():
+        inside = Counter(id(each) for _, each in unit.named_parameters(remove_duplicate=False))
+        unit_of |= {key: name for key, count in inside.items() if count == uses[key]}  # shared inside is not shared
+    decays = decays or (lambda name, parameter: parameter.ndim > 1)
+    parameters = [
+        ForeignParameter(name, tuple(each.shape), unit_of.get(id(each), REST), decays(name, each))
+        for name, each in trained.items()
+    ]
+    table = module_table(parameters)
+    kept = tuple(
+        KeptValue(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in kept_values(module, saved=True).items()
+    )
+    return Derived(table, {name: unit for name, unit in units.items() if name in table.units}, kept)
+
+
+def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
+    """Frozen parameters and buffers by name, as they are now; with `saved` those that a checkpoint has: no buffer that
+    is not persistent, nothing without elements."""
+    frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
+    not_saved: set[str] = set()
+    if saved:
+        for prefix, inner in module.named_modules():
+            not_saved |= {f"{prefix}.{name}".lstrip(".") for name in inner._non_persistent_buffers_set}
+    buffers = {name: each for name, each in module.named_buffers() if name not in not_saved}
+    return {name: each for name, each in (frozen | buffers).items() if each.numel() or not saved}
+
+
+def check_values(module: nn.Module) -> None:
+    """`UserError` with the first value that cannot be trained or saved."""
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise UserError(f"{name} is not initialised yet (a lazy module): run the module once where it is built")
+        if value.device.type == "meta":
+            raise UserError(f'{name} has no values (device "meta"): build the module on a device with memory')
+        if value.is_complex() or value.layout != torch.strided:
+            raise UserError(f"{name} is {value.dtype} in layout {value.layout}: real, dense tensors can be trained")
+        if value.requires_grad and not value.numel():
+            raise UserError(f"{name} has no elements: give it requires_grad=False")
+
+
+def _find_units(
+    module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
+) -> None:
+    """The outermost modules below `module` that are units. A list is never called, so it is none."""
+    listed = isinstance(module, nn.ModuleList)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if any(child is unit for unit in found.values()):
+            continue  # in two places: it is one module all the same
+        called = type(child).forward is not nn.Module.forward
+        trained = any(each.requires_grad for each in child.parameters())
+        wanted = choose(path, child) if choose is not None else _by_size(child, total, listed)
+        if called and trained and wanted:
+            found[path] = child
+        else:
+            _find_units(child, f"{path}.", total, choose, found)
+
+
+def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
+    size = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
+    if listed:
+        return not (lists and size > LARGE * total)
+    return size >= SMALL * total and not lists

@@ -1,0 +1,137 @@
+"""The samples of a foreign module's data: which rank reads which, when, and how they become a batch.
+
+The order is a function of (seed, global sample number) alone (`data/order.py`), and so are the random numbers that a
+data set draws: a run goes on bit for bit, on another layout too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from meshwright.data.order import SampleOrder
+from meshwright.errors import UserError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Samples(Protocol):
+    """Anything with a length and an item for each number below it: a list, a torch or Hugging Face data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def check_samples(data: Any, what: str) -> int:
+    """How many samples there are. `UserError` where they cannot be numbered."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise UserError(
+            f"{what} is a {type(data).__name__}: a list or a data set with len() and items by number is needed, so "
+            "that every rank finds its samples and a run goes on where it stopped"
+        )
+    if not len(data):
+        raise UserError(f"{what} has no samples")
+    return len(data)
+
+
+def seed_for(seed: int, *what: object) -> int:
+    """The seed of the random numbers that something draws."""
+    text = "meshwright " + " ".join(map(str, (seed, *what)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def draw_from(seed: int, device: torch.device) -> None:
+    """Have torch, numpy and Python draw what belongs to `seed` from here on."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch on the device; its real numbers in `dtype` where that is narrower than float32."""
+    narrow = dtype if dtype.itemsize < 4 else None
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        to = narrow if value.is_floating_point() else None
+        return value.to(device, dtype=to or value.dtype, non_blocking=True)
+
+    return tree_map(move, batch)
+
+
+class TrainingSamples:
+    """The micro-batches of this rank: rank after rank, micro-batch after micro-batch, of each step of `batch`
+    samples."""
+
+    def __init__(
+        self, data: Samples, seed: int, batch: int, ranks: int, rank: int, parts: int, collate: Collate, workers: int
+    ) -> None:
+        self._data, self._seed, self._collate, self._workers = data, seed, collate, workers
+        self._order = SampleOrder(seed, len(data))
+        self._batch, self._rank, self._share, self._parts = batch, rank, batch // ranks, parts
+        self._loaded: Iterator[Any] | None = None
+        self._next = 0
+
+    def step(self, step: int) -> Iterator[tuple[int, int, Any]]:
+        """The micro-batches of a step: number of the first sample, how many samples, and what `collate` made of
+        them."""
+        if self._loaded is None or step != self._next:
+            numbered = _Numbered(self._data, self._seed)
+            loader: DataLoader[Any] = DataLoader(
+                numbered,  # type: ignore[arg-type]
+                batch_sampler=_Following(self._numbers, step),  # type: ignore[arg-type]
+                num_workers=self._workers,
+                collate_fn=self._collate,
+                pin_memory=torch.cuda.is_available(),
+            )
+            self._loaded = iter(loader)
+        self._next = step + 1
+        for part in self._numbers(step):
+            yield part[0][0], len(part), next(self._loaded)
+
+    def _numbers(self, step: int) -> list[list[tuple[int, int]]]:
+        """Of each micro-batch of a step the global numbers and the samples."""
+        numbers = step * self._batch + self._rank * self._share + np.arange(self._share)
+        samples = self._order.sample(numbers)
+        pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
+        size = self._share // self._parts
+        return [pairs[first : first + size] for first in range(0, len(pairs), size)]
+
+
+class _Following:
+    """Endless batches of numbers from a step on, for a `DataLoader`."""
+
+    def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
+        self._numbers, self._step = numbers, step
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self._step
+        while True:
+            yield from self._numbers(step)
+            step += 1
+
+
+class _Numbered:
+    """Samples by (global number, sample): what a sample draws depends on its number alone."""
+
+    def __init__(self, data: Samples, seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        number, sample = place
+        draw_from(seed_for(self._seed, "sample", number), torch.device("cpu"))
+        return self._data[sample]
+
+    def __len__(self) -> int:
+        return len(self._data)
