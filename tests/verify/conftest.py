@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
 from meshwright.verify import run
+from meshwright.verify.problem import scaled_down
 
 
 class KeptRanks:
@@ -38,3 +40,9 @@ def kept_ranks() -> Iterator[None]:
         yield
     for ranks in KeptRanks.started.values():
         ranks.close()
+
+
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are made smaller still: every call site is there, and several times a step."""
+    monkeypatch.setattr(run, "scaled_down", partial(scaled_down, layers=2))

@@ -115,7 +115,11 @@ def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callab
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2 zero1 mb2", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp4:nosp", "tp2 cp2"]
+    "layout",
+    [
+        *("dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp2 cp2"),
+        *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp2 zero1 mb2", "tp4:nosp")),
+    ],
 )
 def test_a_right_layout_passes_in_float64_and_float32(layout):
     document = verify(layout, model="qwen3-0.6b")
@@ -124,17 +128,18 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "layers"),
     [
-        "dp2 mb2",
-        "dp4 zero3 hs2",
-        pytest.param("tp2", marks=pytest.mark.slow),
-        pytest.param("tp4:nosp", marks=pytest.mark.exhaustive),
-        pytest.param("cp2", marks=pytest.mark.exhaustive),
-        pytest.param("cp2:ulysses", marks=pytest.mark.exhaustive),
+        *((text, 2) for text in ("dp2 mb2", "dp4 zero3 hs2", "tp2")),
+        *(
+            pytest.param(text, 5, marks=pytest.mark.exhaustive)
+            for text in ("dp2 mb2", "dp4 zero3 hs2", "tp2", "tp4:nosp", "cp2", "cp2:ulysses")
+        ),
     ],
 )
-def test_every_planted_fault_is_caught_or_declared_neutral(layout):
+def test_every_planted_fault_is_caught_or_declared_neutral(layout, layers, request):
+    if layers == 2:
+        request.getfixturevalue("two_layers")
     document = verify(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
