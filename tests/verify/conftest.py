@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
-from meshwright.verify import run
-from meshwright.verify.problem import scaled_down
+from meshwright.verify import mutations, run
 
 
 class KeptRanks:
@@ -43,6 +41,6 @@ def kept_ranks() -> Iterator[None]:
 
 
 @pytest.fixture
-def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are made smaller still: every call site is there, and several times a step."""
-    monkeypatch.setattr(run, "scaled_down", partial(scaled_down, layers=2))
+def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of the kinds that a step shows; those that several steps must show take most of the time."""
+    monkeypatch.setattr(mutations, "KINDS", ("skip", "double", "wrong group"))

@@ -45,8 +45,10 @@ def test_every_fault_of_a_mixture_is_noticed():
     assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
 
 
-@pytest.mark.usefixtures("two_layers")
-def test_every_fault_of_experts_that_are_spread_is_noticed():
+@pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
+    if kinds == "fewer":
+        request.getfixturevalue("fewer_kinds")
     document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
     mutations = document["mutations"]
     assert document["passed"], mutations["missed"]
