@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON :=  # a Python 3.11 or newer to make the environment with; found on its own unless said
 BIN := $(VENV)/bin
+WORKERS := 2  # processes that run tests, a file of them at a time; many tests wait for others more than they compute
 BENCHMARKS := $(filter-out $(addprefix bench/,common.py contenders.py layouts_page.py llama_dtensor.py namespaces.py peers.py plan_accuracy.py synthetic.py traffic.py),$(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
@@ -16,7 +17,7 @@ demo: $(VENV)/.ready-run  ## Train a small model of Python code on two processes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
 
 test: $(VENV)/.ready-test  ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.ready-lint  ## Check style and formatting
 	$(BIN)/ruff check

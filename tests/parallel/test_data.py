@@ -232,11 +232,11 @@ def test_bf16_parameters_keep_float32_gradients(ranks, truth, layout):
     check(results, truth, 0.06, 4 if layout == "dp4 mb2" else 1)
 
 
-def test_compiled_blocks_find_gathered_parameters(truth):
+@pytest.mark.parametrize("layout", ["dp2 zero3 ac:full", pytest.param("dp2 zero3", marks=pytest.mark.exhaustive)])
+def test_compiled_blocks_find_gathered_parameters(truth, layout):
     """Parameters that come and go under compiled blocks, recomputed too."""
     with LocalRanks(2) as pair:
-        check(pair.run(one_step, "dp2 zero3", torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
-        check(pair.run(one_step, "dp2 zero3 ac:full", torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
+        check(pair.run(one_step, layout, torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fully_shard"])

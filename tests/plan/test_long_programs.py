@@ -21,7 +21,7 @@ def step(model: str, layout: Layout, pp_rank: int) -> Ledger:
     return ledger(MODELS[model], layout, batch=batch, sequence=512, precision="bf16", rank=rank, device="cuda")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("schedule", REPEATING)
 def test_a_few_rounds_show_every_moment(schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
     if ranks == 1 and schedule != "1f1b":

@@ -25,10 +25,12 @@ def run(ranks: LocalRanks, place: Path, layout: str, **changes):
     [("dp2 fp32", OTHERS), ("dp4 zero1 fp32 mb2", RING), ("dp4 zero3 hs2 fp32", OTHERS), ("dp2 zero2 mb2 bf16", RING)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_programs_learn_what_the_native_calls_learn(tmp_path: Path, layout: str, table: dict[str, str]):
-    with LocalRanks(2 if "dp2" in layout else 4) as ranks:
-        native = run(ranks, tmp_path / "native", layout)
-        named = run(ranks, tmp_path / "named", layout, collectives=table)
+def test_programs_learn_what_the_native_calls_learn(
+    two: LocalRanks, four: LocalRanks, tmp_path: Path, layout: str, table: dict[str, str]
+):
+    ranks = two if "dp2" in layout else four
+    native = run(ranks, tmp_path / "native", layout)
+    named = run(ranks, tmp_path / "named", layout, collectives=table)
     assert not any(outcome["error"] for outcome in native + named)
     for one, other in zip(cases.trace(tmp_path / "native"), cases.trace(tmp_path / "named"), strict=True):
         assert one[:1] == other[:1] and one[1:4] == pytest.approx(other[1:4], rel=1e-4)
@@ -65,9 +67,8 @@ def test_every_rank_ends_with_the_same_bits(tmp_path: Path):
             assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), algorithm
 
 
-def test_a_run_goes_on_with_another_program(tmp_path: Path):
-    with LocalRanks(2) as ranks:
-        text = cases.recipe(tmp_path, "dp2 zero1 fp32", train_steps=4, checkpoint_every=2, collectives=RING).to_toml()
-        ranks.run(cases.train, text, 2)
-        again = run(ranks, tmp_path, "dp2 zero1 fp32", checkpoint_every=2, collectives=OTHERS)
+def test_a_run_goes_on_with_another_program(two: LocalRanks, tmp_path: Path):
+    text = cases.recipe(tmp_path, "dp2 zero1 fp32", train_steps=4, checkpoint_every=2, collectives=RING).to_toml()
+    two.run(cases.train, text, 2)
+    again = run(two, tmp_path, "dp2 zero1 fp32", checkpoint_every=2, collectives=OTHERS)
     assert not again[0]["error"] and again[0]["result"]["step"] == 4

@@ -120,6 +120,13 @@ def run_without_error(*where: Any, **changes: Any) -> list[dict[str, Any]]:
     return outcomes
 
 
+def traced_and_generated(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of compiled models, given a `fault`: none of their code generated (on one device test_training.py has it
+    generated), and, exhaustively, all."""
+    generated = pytest.param("", id="generated", marks=[pytest.mark.slow, pytest.mark.exhaustive])
+    return pytest.mark.parametrize("fault", [pytest.param("without_generated_code", id="traced"), generated])(test)
+
+
 def assert_same_steps(place: Path, expected: Path, steps: int | None = None) -> None:
     """The same steps within rounding, or the first `steps` of `expected`: number, loss, norm, learning rate,
     validation loss."""
@@ -159,6 +166,12 @@ def same(a: Values, b: Values) -> bool:
 
 
 # --- faults
+
+
+def without_generated_code(run: loop.Run) -> None:
+    """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
+    run.trainer.model.compile_blocks(backend="aot_eager")
+    run.trainer.model._loss_options["compiled"] = False  # it would go through inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:

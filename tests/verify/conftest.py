@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
-from meshwright.verify import run
+from meshwright.verify import mutations, run
 
 
 class KeptRanks:
@@ -38,3 +38,9 @@ def kept_ranks() -> Iterator[None]:
         yield
     for ranks in KeptRanks.started.values():
         ranks.close()
+
+
+@pytest.fixture
+def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of the kinds that a step shows; those that several steps must show take most of the time."""
+    monkeypatch.setattr(mutations, "KINDS", ("skip", "double", "wrong group"))

@@ -15,27 +15,22 @@ from meshwright.verify.problem import scaled_down
 MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 
 
+SOME = [
+    ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"), ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
+    ("dots-llm1", "dp2 zero1 mb4"), ("qwen2-moe-tiny", "tp4 ac:selective"),
+    ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"), ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
+    ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
+    ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"), ("dots-llm1", "dp3 ep3"),
+]  # fmt: skip
+MORE = [
+    ("mixtral-8x7b-v0.1", "dp1 mb4"), ("qwen2-moe-tiny", "dp2 mb2"), ("qwen3-30b-a3b", "dp3 zero1"),
+    ("dots-llm1", "dp4 zero3 mb2 ac:full"), ("mixtral-8x7b-v0.1", "tp2"), ("dots-llm1", "dp2 tp2 zero1"),
+    ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("mixtral-8x7b-v0.1", "dp1 mb4"),
-        ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"),
-        ("qwen2-moe-tiny", "dp2 mb2"),
-        ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
-        ("qwen3-30b-a3b", "dp3 zero1"),
-        ("dots-llm1", "dp2 zero1 mb4"),
-        ("dots-llm1", "dp4 zero3 mb2 ac:full"),
-        ("mixtral-8x7b-v0.1", "tp2"),
-        ("qwen2-moe-tiny", "tp4 ac:selective"),
-        ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"),
-        ("dots-llm1", "dp2 tp2 zero1"),
-        ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
-        ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"),
-        ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
-        ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
-        ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
-        ("dots-llm1", "dp3 ep3"),
-    ],
+    ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
 )
 def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
     document = verify(layout, model=name)
@@ -50,8 +45,10 @@ def test_every_fault_of_a_mixture_is_noticed():
     assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
 
 
-@pytest.mark.slow
-def test_every_fault_of_experts_that_are_spread_is_noticed():
+@pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
+    if kinds == "fewer":
+        request.getfixturevalue("fewer_kinds")
     document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
     mutations = document["mutations"]
     assert document["passed"], mutations["missed"]
