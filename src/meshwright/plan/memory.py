@@ -109,7 +109,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
             precision=STORED.get(problem.precision, problem.precision),
             rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
-            device=problem.cluster.kind,
+            device=problem.cluster.kind, pairs=problem.pairs,
         )  # fmt: skip
         items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
         peak, moment = found.peak_bytes, found.moment
