@@ -129,8 +129,8 @@ def test_a_template_that_looks_into_a_text_that_spells_a_token_refuses_it():
 def test_a_template_that_does_not_say_which_part_is_the_answer_is_refused_with_the_remedy():
     """One that shows earlier answers shorter than the last, as those of models that think."""
     source = (
-        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}{{ m.content }}"
-        "{% endif %};{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}"
+        "{{ m.content }}{% endif %};{% endfor %}"
     )
     template = ChatTemplate(source, {}, frozenset(), "it")
     one = [Message("user", "Q"), Message("assistant", "A")]
