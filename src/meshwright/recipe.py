@@ -182,9 +182,7 @@ SCHEMA = Schema(
     Recipe,
     elsewhere={
         "batch_size": "train.batch",
-        "beta": "train.preference_beta",
         "d_model": "model.hidden",
-        "dpo_beta": "train.preference_beta",
         "dtype": "layout",
         "eps": "train.epsilon",
         "grad_clip": "train.clip",
