@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -298,3 +299,22 @@ def test_reading_a_recipe_is_quick_and_needs_no_torch():
     begun = processor_time.of_ended_processes()
     subprocess.run([sys.executable, "-c", program], check=True)
     assert processor_time.of_ended_processes() - begun < 2.0
+
+
+def test_what_is_minimised_follows_from_the_records_and_may_not_contradict_them(tiny_recipe: Path):
+    assert load_recipe(tiny_recipe).objective == "next-token"
+    pairs = "data.records=preference"
+    assert load_recipe(tiny_recipe, [pairs]).objective == "dpo"
+    assert load_recipe(tiny_recipe, [pairs, "train.objective=ipo"]).objective == "ipo"
+    for overrides, said in (
+        ([pairs, "train.objective=next-token"], "would learn the rejected responses too"),
+        (["train.objective=dpo"], 'it needs data.records = "preference", not "text"'),
+        (["data.records=chat", "train.objective=ipo"], 'it needs data.records = "preference", not "chat"'),
+        ([pairs, "train.objective=dop"], 'unknown objective "dop"; did you mean "dpo"?'),
+        ([pairs, "train.objective=ipo", "train.preference_smoothing=0.1"], 'belongs to objective "dpo"'),
+        ([pairs, "train.loss_type=ipo"], "did you mean train.objective?"),
+        ([pairs, "train.label_smoothing=0.1"], "did you mean train.preference_smoothing?"),
+        ([pairs, "train.preference_beta=0"], "above 0"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_recipe(tiny_recipe, overrides)

@@ -197,6 +197,8 @@ SCHEMA = Schema(
         "grad_clip": "train.clip",
         "hidden_size": "model.hidden",
         "intermediate_size": "model.intermediate",
+        "label_smoothing": "train.preference_smoothing",
+        "loss_type": "train.objective",
         "lr": "train.learning_rate",
         "max_grad_norm": "train.clip",
         "max_steps": "train.steps",

@@ -202,3 +202,13 @@ def test_gpt3_on_1024_a100_takes_about_the_published_month():
     config = dataclasses.replace(preset("gpt3-175b"), vocabulary=51200)
     found = step_time(config, layout, of("a100-80", 1024), 2048, 1536, engine="megatron", simulate=False)
     assert found.seconds * 300e9 / 2048 / 1536 / 86400 == pytest.approx(34, rel=0.15)
+
+
+def test_a_loss_of_pairs_makes_the_logits_once_more():
+    """One product of the head in the forward pass, where the next token's loss keeps its gradients."""
+    plain, pairs = (told("llama-3-8b", "dp8", pairs=flag).breakdown["compute"] for flag in (False, True))
+    config, tokens = preset("llama-3-8b"), 64 // 8 * 4096
+    fastest = 2 * tokens * config.hidden * config.vocabulary / 989e12
+    assert fastest < pairs - plain < 3 * fastest
+    again = "pp2:gpipe mb4 ac:full"  # they are made again anyway
+    assert told("llama-3-8b", again, pairs=True).seconds == told("llama-3-8b", again).seconds

@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
-from meshwright.plan.models import model_of
+from meshwright.plan.models import is_recipe, model_of, recipe_of
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
@@ -113,9 +113,11 @@ def problem_of(
     config = model_of(model)
     chosen = precision or default_precision(where)
     where.peak(chosen)
+    pairs = is_recipe(model) and recipe_of(str(model)).objective != "next-token"
     return Problem(
-        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents
-    )
+        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
+        pairs,
+    )  # fmt: skip
 
 
 def evaluate(
@@ -199,6 +201,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append(f"{MASKED_SHARE:.0%} of the tokens are taken to be masked: the head sees these alone")
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
+    if problem.pairs:
+        found.append("time is that of next-token training: a loss of preferences makes the head's logits once more")
     if problem.precision == "fp8":
         found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
     if problem.compile and not memory.compiled:

@@ -31,7 +31,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What is planned: a model's training step of `batch` sequences of `sequence` tokens on a cluster. optimizer as
-    in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average."""
+    in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs: whether pairs of
+    responses are learnt from, and not the next token."""
 
     config: ModelConfig
     cluster: Cluster
@@ -42,6 +43,7 @@ class Problem:
     optimizer: str = "adamw"
     precision: str = "bf16"
     documents: float = 1.0
+    pairs: bool = False
 
 
 class Way(NamedTuple):
