@@ -62,6 +62,17 @@ class Recipe(Table):
     _source_path: Path | None = PrivateAttr(default=None)
     _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_weights(cls, tables: Any) -> Any:
+        """Weights mean nothing with other tokens than those that they were trained on: their own unless said."""
+        model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
+        if not isinstance(model, Mapping) or not isinstance(data, Mapping):
+            return tables
+        if model.get("load_weights") is True and isinstance(model.get("from"), str) and "tokenizer" not in data:
+            return {**tables, "data": {**data, "tokenizer": model["from"]}}
+        return tables
+
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
         if self.train.validate_every and not self.data.validation_fraction:

@@ -15,6 +15,8 @@ from meshwright.cli.terminal import printable, rendered
 from meshwright.cli.tokenizer_text import tables, tokens_line
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from meshwright.data import PreparedData
 
 _LINES = 10  # of one document, in the picture of a batch
@@ -139,6 +141,8 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     from rich.console import Group
     from rich.table import Table
 
+    from meshwright.data.prepared import packing_line
+
     splits = Table(box=None, pad_edge=False, header_style="bold")
     splits.add_column("split")
     for name in ("documents", "tokens", "bytes", "bytes per token", f"samples of {summary['sequence']:,}", "shards"):
@@ -154,6 +158,10 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
         facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {printable(example)})" if example else ""))
+    for name, split in summary["splits"].items():
+        if "packing" in split and split["documents"]:
+            line = packing_line(split["packing"], split["sequences"], summary["sequence"])
+            facts.add_row(f"packed {name}", line)
     for kind, count in summary["masked"].items():
         facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
@@ -196,7 +204,7 @@ def _picture(row: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
     masked = set(row["masked_targets"])
-    length = row["documents"][-1]["stop"]
+    length = row["documents"][-1]["stop"] + row.get("padding", 0)
     title = Text.assemble(
         (f"\nsample {row['sample']:,}", "bold"), f": {length:,} tokens, {row['target_tokens']:,} of them have a target"
     )
@@ -206,12 +214,28 @@ def _picture(row: Mapping[str, Any]) -> Any:
     for number, document in enumerate(row["documents"]):
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
-        for line in _shortened(printable(document["text"])):
+        for line in _marked(document) if "parts" in document else map(Text, _shortened(printable(document["text"]))):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
-        if document["stop"] - 1 in masked:
+        if "parts" not in document and document["stop"] - 1 in masked:
             table.add_row("", Text("┴ no target: what follows is another document", style="red"))
+    if padding := row.get("padding"):
+        table.add_row("", Text(f"┴ {padding:,} tokens of padding", style="red"))
     return Group(title, table)
+
+
+def _marked(document: Mapping[str, Any]) -> list[Text]:
+    """The lines of an example, what is trained on of it between ⟦ and ⟧."""
+    from rich.text import Text
+
+    whole = Text()
+    for part in document["parts"]:
+        text = printable(part["text"])
+        whole.append(f"⟦{text}⟧" if part["trained"] else text, style="bold green" if part["trained"] else "")
+    lines = list(whole.split("\n", allow_blank=True))
+    if len(lines) <= 2 * _LINES:
+        return lines
+    return [*lines[:_LINES], Text(f"⋯ {len(lines) - 2 * _LINES} more lines ⋯"), *lines[-_LINES:]]
 
 
 def _shortened(text: str) -> list[str]:

@@ -51,10 +51,15 @@ def _text(result: dict[str, Any]) -> str:
         f"checkpoint     {result['checkpoint']}",
         f"loss           {result['loss']:.4f} nats per token ({result['tokens']:,} tokens)",
         f"perplexity     {result['perplexity']:.2f}",
-        f"bits per byte  {result['bits_per_byte']:.3f} "
-        f"({result['bytes']:,} bytes of {result['documents']:,} documents)",
     ]
-    if result["lossy_documents"]:
+    if result["bits_per_byte"] is None:
+        lines.append(f"records        {result['documents']:,}, of which the responses count")
+    else:
+        lines.append(
+            f"bits per byte  {result['bits_per_byte']:.3f} "
+            f"({result['bytes']:,} bytes of {result['documents']:,} documents)"
+        )
+    if result.get("lossy_documents"):
         lines.append(
             f"warning        {result['lossy_documents']:,} of these documents are not what their tokens decode to: the "
             "tokenizer loses some of their text, and bits per byte do not pay for it"

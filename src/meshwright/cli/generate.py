@@ -18,10 +18,12 @@ from meshwright.errors import UserError
     "meshwright generate runs/quickstart --prompt 'def main(' --max-tokens 100",
     "meshwright generate runs/quickstart --prompt 'import ' --temperature 0.8 --top-p 0.95 --seed 7",
     "meshwright generate runs/quickstart --prompt 'import ' --layout pp2",
+    "meshwright generate runs/fine_tune --chat --prompt 'What is a mesh?'",
     "meshwright generate runs/quickstart --prompt - --device cpu < prompt.txt",
 )
 @click.argument("checkpoint")
 @click.option("--prompt", required=True, help="The text to continue; -: standard input, without its last line's end.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's turn, the text the answer, by the chat template.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens, at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the k most likely; 0: all.")
@@ -33,6 +35,7 @@ from meshwright.errors import UserError
 def command(
     checkpoint: str,
     prompt: str,
+    chat: bool,
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -56,14 +59,15 @@ def command(
         if layout is not None:
             device_or_layout(device, layout)
             generation, directory = generate_split(
-                checkpoint, layout, prompt, max_tokens, sampling, echo=not as_json, log=_say
+                checkpoint, layout, prompt, max_tokens, sampling, chat=chat, echo=not as_json, log=_say
             )
         else:
             generator = Generator.from_directory(checkpoint, device=device, log=_say)
             directory = generator.directory
-            for number, (piece, generation) in enumerate(generator.stream(prompt, max_tokens, sampling)):  # noqa: B007
+            pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
+            for number, (piece, generation) in enumerate(pieces):  # noqa: B007
                 if not as_json:
-                    print(piece if number else prompt + piece, end="", flush=True)
+                    print(piece if number or chat else prompt + piece, end="", flush=True)
             if not as_json:
                 print(flush=True)
         if not as_json:

@@ -96,7 +96,7 @@ class PackedExamples(TokenRows):
         """[documents, 2]: where each begins and ends in the tokens of all shards."""
         starts = [self._index(shard)[:, 0].astype(np.int64) for shard in self.shards]
         begins = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, self._bounds[:-1])])
-        return np.stack([begins, np.append(begins[1:], self.tokens)], axis=1)
+        return np.stack([begins, np.append(begins[1:], self.tokens)[: len(begins)]], axis=1)
 
     @cached_property
     def plan(self) -> Plan:

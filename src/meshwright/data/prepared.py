@@ -223,6 +223,8 @@ def packing_line(report: dict[str, int], rows: int, sequence: int) -> str:
         return f"{count:,} example{'' if count == 1 else 's'}"
 
     parts = [f"{examples(report['trained'])} in {rows:,} row{'' if rows == 1 else 's'} of {sequence + 1:,} tokens"]
+    if rows:
+        parts[0] += f", {1 - report['padding'] / (rows * (sequence + 1)):.0%} full"
     if report["truncated"]:
         parts.append(f"{examples(report['truncated'])} longer than a row cut at the end")
     if report["too_long"]:

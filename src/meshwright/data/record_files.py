@@ -97,7 +97,8 @@ class _ListBuffer:
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
         self._parser = json.JSONDecoder()
         self.text, self.at, self._ended = "", 0, False
-        self._more()
+        while not self.text and not self._ended:
+            self._more()
         self.text = self.text.removeprefix("\ufeff")
 
     def _more(self) -> None:

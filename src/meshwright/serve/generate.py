@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from meshwright.data.examples import ExampleEncoder
+from meshwright.data.records import Message
 from meshwright.data.special_tokens import named_in, special_tokens, text_encoder
 from meshwright.errors import UserError
 from meshwright.model.cache import KeyValueCache
@@ -109,17 +111,33 @@ class Generator:
             raise UserError("an empty prompt needs a model with a begin or end token; give a prompt")
         return tokens
 
+    def encode_question(self, question: str) -> list[int]:
+        """The tokens of a user's turn and of what comes before the answer, by the chat template in the directory; what
+        ends the answer ends the text from now on. `UserError`: there is no template."""
+        assert self.directory is not None, "a chat template lies in a directory"
+        template = ExampleEncoder.of_directory(self.directory)
+        if (end := template.turn_end()) is not None:
+            self.ends |= {end}
+        return template.prompt([Message("user", question)])
+
     def stream(
-        self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, cached: bool = True
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        *,
+        cached: bool = True,
+        chat: bool = False,
     ) -> Iterator[tuple[str, Generation]]:
         """Continue `prompt`: yields each new piece of text (whole characters) with the generation so far.
 
-        The last pair holds the final figures. `cached=False` reads the whole text again for every token. `UserError`
-        when the prompt leaves no position for a new token.
+        The last pair holds the final figures. `cached=False` reads the whole text again for every token. `chat`: the
+        prompt is a user's turn, and the text the answer to it. `UserError` when the prompt leaves no position for a new
+        token.
         """
         if max_tokens < 1:
             raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
-        tokens = self.encode(prompt)
+        tokens = self.encode_question(prompt) if chat else self.encode(prompt)
         positions = self.model.config.max_positions
         if len(tokens) >= positions:
             raise UserError(
@@ -139,10 +157,16 @@ class Generator:
         yield piece, generation
 
     def generate(
-        self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, cached: bool = True
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        *,
+        cached: bool = True,
+        chat: bool = False,
     ) -> Generation:
         """Continue `prompt` and return when it is done; see `stream`."""
-        *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached)
+        *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached, chat=chat)
         return generation
 
     def _tokens(

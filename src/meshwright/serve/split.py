@@ -24,12 +24,14 @@ def generate_split(
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     *,
+    chat: bool = False,
     echo: bool = False,
     check_hashes: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Generation, Path]:
     """Continue `prompt` with the model in `directory` on local ranks, over gloo: the generation, and where the model
-    lies. Other arguments as in `Generator`. echo: prompt and text go to standard output as they come.
+    lies. Other arguments as in `Generator`. echo: prompt (unless it is a `chat`) and text go to
+    standard output as they come.
 
     Raises UserError for a layout of more than tp and pp, or one that does not fit the model.
     """
@@ -37,21 +39,22 @@ def generate_split(
     reading = reading_layout(layout, ModelConfig.from_path(directory))
     threads = max(1, (os.cpu_count() or 1) // reading.world_size)
     with LocalRanks(reading.world_size, threads=threads) as ranks:
-        given = str(directory), str(reading), prompt, max_tokens, sampling, echo
+        given = str(directory), str(reading), prompt, max_tokens, sampling, chat, echo
         return ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0], directory
 
 
 def _on_rank(
-    directory: str, layout: str, prompt: str, max_tokens: int, sampling: Sampling | None, echo: bool
+    directory: str, layout: str, prompt: str, max_tokens: int, sampling: Sampling | None, chat: bool, echo: bool
 ) -> Generation:
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh)
     generator = Generator.of_model(split, split.config, Path(directory))
     generation = Generation(prompt)
     echo = echo and mesh.rank == 0
-    for number, (piece, generation) in enumerate(generator.stream(prompt, max_tokens, sampling)):  # noqa: B007
+    pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
+    for number, (piece, generation) in enumerate(pieces):  # noqa: B007
         if echo:
-            sys.stdout.write(piece if number else prompt + piece)
+            sys.stdout.write(piece if number or chat else prompt + piece)
             sys.stdout.flush()
     if echo:
         print(flush=True)

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
+from meshwright.data import PackedExamples, PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
@@ -52,7 +52,8 @@ def evaluate(
     `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
     the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
 
-    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens.
+    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
+    the responses are evaluated, and `bits_per_byte` is None.
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
@@ -69,15 +70,17 @@ def evaluate(
     result: dict[str, Any] = {
         "loss": nats / count,
         "perplexity": math.exp(min(nats / count, 700.0)),
-        "bits_per_byte": nats / math.log(2) / tokens.bytes,
+        "bits_per_byte": None,
         "tokens": count,
         "bytes": tokens.bytes,
         "documents": tokens.documents,
-        "lossy_documents": _lossy(prepared, tokens),
         "sequence": tokens.sequence,
         "data": data,
         "checkpoint": str(directory),
     }
+    if isinstance(tokens, PackedExamples):  # of which only the responses count, and not all of their bytes
+        return result
+    result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _lossy(prepared, tokens)}
     if with_xz:
         result["xz_bits_per_byte"] = xz_bits_per_byte(tokens.texts())
     return result
@@ -143,6 +146,8 @@ def held_out(
         split, seed = "train", 0
     default = part.sequence if from_recipe else LONGEST_ROW
     length = min(sequence or default, config.max_positions)
+    if part.records != "text":  # whose rows depend on it
+        part = part.model_copy(update={"sequence": length})
     prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if (prepared.tokenizer_directory / "tokenizer.json").read_bytes() != (checkpoint / "tokenizer.json").read_bytes():
         part = part.model_copy(update={"tokenizer": str(checkpoint)})

@@ -239,10 +239,13 @@ class Run:
 
 
 def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
-    """The recipe's model; one that does not say where texts begin and end learns it from the tokenizer."""
+    """The recipe's model; one that does not say where texts begin and end learns it from the tokenizer, and what ends
+    its turns from the template that it is trained with."""
     config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary)
     if config.eos_token is None:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
+    if data.turn_end is not None and data.turn_end not in config.eos_tokens:
+        config = dataclasses.replace(config, more_eos_tokens=(*config.more_eos_tokens, data.turn_end))
     return config
 
 

@@ -4,7 +4,7 @@ before a process is started. Free of torch."""
 from __future__ import annotations
 
 from meshwright.data.tokenizer import least_vocabulary
-from meshwright.model.config import config_from_recipe
+from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
 from meshwright.recipe import Recipe
 
@@ -15,6 +15,8 @@ def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> Non
     that it can have, since one that is trained may find less in the text than it was allowed."""
     layout = recipe.parsed_layout
     layout.refuse_unbuilt()
+    if recipe.model.load_weights:  # whose tokenizer may be the data's: what is wrong with the directory is said first
+        ModelConfig.from_path(recipe.model.from_path or "")
     vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
