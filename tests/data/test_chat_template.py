@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.chat_template import ChatTemplate, TemplateError, find_template
+from meshwright.data.chat_template import ChatTemplate, TemplateError, check_tokens, find_template
 from meshwright.data.examples import ExampleEncoder
 from meshwright.data.reading import Document
 from meshwright.data.records import Example, Message
@@ -163,6 +163,13 @@ def test_templates_run_in_a_sandbox():
 def test_a_template_that_is_not_there_is_refused(name: str, problem: str):
     with pytest.raises(UserError, match=problem):
         find_template(name, None, "bpe")
+
+
+def test_chatml_needs_its_tokens():
+    check_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
+    check_tokens("instruction", set(), "gpt2")
+    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
+        check_tokens("chatml", {"<|im_start|>"}, "gpt2")
 
 
 def test_a_file_that_is_no_template_is_refused_with_its_line(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -18,6 +18,7 @@ from meshwright.errors import UserError
 from meshwright.names import TEMPLATES, nearest
 
 _BEGIN, _END = "\U0010fff0", "\U0010fff1"  # around what a template says is generated; private use, not in texts
+_NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
 _FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand here while a template is looked through
 
 
@@ -210,6 +211,16 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         return path.read_text("utf-8"), str(path)
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"data.template: {path} cannot be read: {error}") from None
+
+
+def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
+    """`UserError` unless the tokenizer called `tokenizer` has the special tokens that the template itself writes."""
+    missing = [token for token in _NEEDED.get(name, ()) if token not in special]
+    if missing:
+        raise UserError(
+            f'data.template = "{name}" writes {" and ".join(missing)}, which are no special tokens of the tokenizer '
+            f'"{tokenizer}": any text could spell them; set data.template = "instruction", or add them to it'
+        )
 
 
 def _environment() -> Any:

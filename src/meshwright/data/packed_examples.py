@@ -107,7 +107,7 @@ class PackedExamples(TokenRows):
         lengths = np.diff(self._documents).reshape(-1, self.pieces)
         long = lengths.sum(axis=1) > room
         if self.too_long == "refuse" and long.any():
-            raise self._refused(int(np.flatnonzero(long)[0]), int(long.sum()), room)
+            raise self._refused(int(np.flatnonzero(long)[0]), int(long.sum()), int(lengths.sum(axis=1).max()), room)
         targets = self._targets()
         before, kept = targets.copy(), lengths.copy()
         for number in np.flatnonzero(long).tolist():
@@ -195,14 +195,14 @@ class PackedExamples(TokenRows):
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(pairwise(ends))
 
-    def _refused(self, number: int, count: int, room: int) -> UserError:
+    def _refused(self, number: int, count: int, longest: int, room: int) -> UserError:
         begins, ends = self._documents[number * self.pieces], self._documents[(number + 1) * self.pieces - 1]
         size = int(ends[1] - begins[0])
         beginning = self.decode(self._read(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
         more = f", and so are {count - 1:,} more" if count > 1 else ""
         return UserError(
             f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {size:,} tokens, more than "
-            f"the {room:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to {size - 1}, or "
+            f"the {room:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to {longest - 1}, or "
             'set data.too_long to "truncate" or "drop"'
         )
 

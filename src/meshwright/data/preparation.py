@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.blocked_words import digest
-from meshwright.data.chat_template import find_template
+from meshwright.data.chat_template import check_tokens, find_template
 from meshwright.data.cleaning import Rewriter
 from meshwright.data.contents import Contents
 from meshwright.data.decontamination import digests
@@ -112,6 +112,8 @@ class _Job:
         if recipe.template_name is not None:
             own = self.tokenizer_files.chat_template if self.tokenizer_files else None
             self.template = find_template(recipe.template_name, own, recipe.tokenizer)
+            special = self.tokenizer_files.load().special if self.tokenizer_files else frozenset[str]()
+            check_tokens(recipe.template_name, special, recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
         self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
         self.directory = cache / self.key[:32]
