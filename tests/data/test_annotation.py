@@ -127,7 +127,7 @@ def test_labels_that_doccano_wrote_arrive_with_its_own_fields():
     assert first["annotation"]["prompt"] == ["directive"] and first["annotation"]["response"] == ["commissive"]
     assert second["annotation"]["refuses"] is True and second["annotation"]["should_refuse"] is False
     assert second["annotation"]["by"] == "doccano"
-    assert second["annotation"]["tool"] == {"doccano": {"id": 2, "Comments": ["sure?"]}}
+    assert second["annotation"]["tool"] == {"doccano classify": [{"id": 2, "Comments": ["sure?"]}]}
     assert (summary["labelled"], summary["changed"]) == (2, 2)
 
 
@@ -167,12 +167,19 @@ def test_what_prodigy_adds_is_kept_and_goes_out_again():
     row |= {**ADDED, "accept": ["response:commissive", "response:expressive"]}
     [record], summary = back([PLAIN], [row], "prodigy")
     assert record["annotation"]["response"] == ["commissive", "expressive"] and record["annotation"]["prompt"] == []
-    assert record["annotation"]["tool"] == {"prodigy": ADDED} and record["source"] == PLAIN["source"]
+    assert record["annotation"]["tool"] == {"prodigy classify": [ADDED]} and record["source"] == PLAIN["source"]
     assert summary["changed"] == 1
     [again] = export_rows(placed([record]), "prodigy", "classify")
     assert {key: again[key] for key in ADDED} == ADDED
     [record_again], summary = back([record], [{**again, "answer": "accept"}], "prodigy")
     assert record_again == record and summary["changed"] == 0
+    # The hashes of one task are not those of another, nor of a text with another response.
+    [spans] = export_rows(placed([record]), "prodigy", "spans")
+    assert not set(ADDED) & set(spans)
+    [rewriting] = rows_of([record], "prodigy", "rewrite")
+    [rewritten], _ = back([record], [{**rewriting, "user_input": "Better."}], "prodigy")
+    [again] = export_rows(placed([rewritten]), "prodigy", "classify")
+    assert rewritten["output"] == "Better." and not set(ADDED) & set(again)
 
 
 def test_tokens_that_prodigy_adds_to_spans_are_not_kept():

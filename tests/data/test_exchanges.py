@@ -113,7 +113,9 @@ def test_lines_lists_and_compressed_files_hold_the_same_records(tmp_path: Path):
     ("name", "data", "said"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": ', "a.jsonl:2: not JSON"),
-        ("a.jsonl", b"[1, 2]", "record 1: not an object"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\r\n \n", "is empty"),
+        ("a.jsonl", b"\xef\xbb\xbf [1, 2]", "record 1: not an object"),
         ("a.jsonl", b'"text"\n', "a.jsonl:1: not an object"),
         ("a.jsonl", b'{"a": "\xff"}', "a.jsonl:1: not UTF-8 (byte 7)"),
         ("a.json", b'[{"a": 1},', "a.json: not JSON"),

@@ -80,7 +80,7 @@ def made(tmp_path: Path, model=self_instruct_model, count: int = 12, **options):
 
 
 def test_eight_tasks_are_shown_two_of_them_the_models_own(tmp_path: Path):
-    _, server = made(tmp_path, count=200)
+    _, server = made(tmp_path, count=100)
     prompts = [request["messages"][0]["content"] for request in server.requests]
     prompts = [prompt for prompt in prompts if prompt.startswith("Here are")]
     people = {record["instruction"] for _, record in SEEDS}
@@ -89,7 +89,7 @@ def test_eight_tasks_are_shown_two_of_them_the_models_own(tmp_path: Path):
         shown = re.findall(r"^\d+\. (.*)$", prompt, re.MULTILINE)
         assert len(shown) == len(set(shown)) == 8
         own[sum(task not in people for task in shown)] += 1
-    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 16  # none in the first round: there are none yet
+    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 8  # none in the first round: there are none yet
     assert len(set(prompts)) == len(prompts)
 
 
@@ -252,12 +252,12 @@ def test_each_round_evolves_what_the_last_one_made_and_answers_it(tmp_path: Path
 
 
 def test_the_six_ways_are_taken_with_equal_chances_and_each_says_something_else(tmp_path: Path):
-    _, summary, server = evolved(tmp_path, rounds=4, count=120)
+    _, summary, server = evolved(tmp_path, rounds=4, count=60)
     counts = summary["by_method"]
     assert set(counts) == set(METHODS) and len(METHODS) == 6
-    # 480 draws: 80 each, standard deviation 8.2
-    assert all(abs(count - 80) < 5 * 8.2 for count in counts.values())
-    prompts = {re.sub(r"<task>.*", "", r["messages"][0]["content"], flags=re.DOTALL) for r in server.requests[:120]}
+    # 240 draws: 40 each, standard deviation 5.8
+    assert all(abs(count - 40) < 5 * 5.8 for count in counts.values())
+    prompts = {re.sub(r"<task>.*", "", r["messages"][0]["content"], flags=re.DOTALL) for r in server.requests[:60]}
     assert len(prompts) == 6
 
 

@@ -114,11 +114,11 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
     from meshwright.data.balance import balance as report_balance
     from meshwright.data.balance import parse_target
     from meshwright.data.balance_page import balance_page
-    from meshwright.data.exchanges import read_rows
+    from meshwright.data.exchanges import each_row
 
     with answering(as_json) as answer:
         wanted = parse_target(target)
-        records = ((str(file), where, record) for file in files for where, record in read_rows(file))
+        records = ((str(file), where, record) for file in files for where, record in each_row(file))
         report = report_balance(records, wanted, by)
         parts = [_balance(name, group) for name, group in report["groups"].items()]
         if html is not None:

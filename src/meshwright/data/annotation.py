@@ -56,8 +56,9 @@ def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> 
                 raise UserError(f"{where}: the prompt is empty, which doccano refuses; leave the record out")
             yield {**row, "label": _doccano_label(task, said, sides)}
         else:
-            kept = said.tool.get("prodigy", {})
-            yield {**row, **_prodigy_fields(task, said, sides), **(kept[0] if isinstance(kept, list) else kept)}
+            own = said.tool.get(f"prodigy {task}")  # of one annotator's row: which of several it should be is not known
+            kept = own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], dict) else {}
+            yield {**row, **_prodigy_fields(task, said, sides), **kept}
 
 
 def import_rows(
@@ -114,7 +115,7 @@ def import_rows(
             summary["disputed"].append(names[place])
         if decided is not None:
             fields = [row.fields for row in came if row.value is not None]
-            changed = _with_value(record, decided, before[place], tool, fields, where)
+            changed = _with_value(record, decided, before[place], f"{tool} {task}", fields, where)
             summary["labelled"] += 1
             summary["changed"] += _said(before[place], sides[place], decided) != decided
             record = changed
@@ -174,9 +175,7 @@ def _doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, wh
         raise UserError(f'{where}: "label" is not a list, as doccano writes it')
     fields = {key: value for key, value in row.items() if key not in _OWN["doccano"]}
     suggested = _doccano_label(task, before, sides)
-    if not label and (
-        not suggested or task == "rewrite"
-    ):  # nobody was here, or said that nothing holds: it looks alike
+    if not label and (task == "rewrite" or not suggested):  # nobody was here, or nothing holds: it looks alike
         return Row("unlabelled", None, fields)
     if task != "rewrite":
         return Row("labelled", _value(row, task, label, sides, where), fields)
@@ -305,23 +304,27 @@ def _said(before: Annotation, sides: Exchange, like: Value) -> Value | None:
 
 
 def _with_value(
-    record: Record, value: Value, before: Annotation, tool: str, fields: list[dict[str, Any]], where: str
+    record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """The record with what was decided of it. A response that was rewritten loses what was said of the old one."""
+    """The record with what was decided of it. A response that was rewritten loses what was said of the old one.
+
+    source: tool and task; fields: what the tool added to each of the rows.
+    """
     said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
-    by: str | None = tool
+    kept: Mapping[str, Any] = before.tool
+    by: str | None = source.partition(" ")[0]
     if isinstance(value, str):
         if value != exchange(record, where).response:
             record = with_response(record, value, where)
             spans = None if before.spans is None else tuple(span for span in before.spans if span.side == "prompt")
             said |= {"response": None, "refuses": None, "spans": spans}
+            kept = {}  # hashes of a text that is no more
         by = before.by
     elif isinstance(value, tuple):
         said["spans"] = value
-        by = before.by if before.judged else tool
+        by = before.by if before.judged else by
     else:
         said |= from_labels(set(value), where)
-    kept: Mapping[str, Any] = before.tool
     if any(fields):
-        kept = {**before.tool, tool: fields[0] if len(fields) == 1 else fields}
+        kept = {**kept, source: fields}
     return annotated(record, Annotation(**said, by=by, tool=kept))

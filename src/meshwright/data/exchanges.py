@@ -77,9 +77,33 @@ def record_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
+def each_row(path: Path) -> Iterator[tuple[str, Record]]:
+    """(where, record) of each record of a file, JSON Lines or one JSON list, compressed or not. `UserError`."""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name a file of records")
+    [file] = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
+    try:
+        with open_stream(file) as stream:
+            head = stream.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
+            if not head:
+                raise UserError(f"{path} is empty: it holds no records")
+            if head.startswith(b"["):
+                yield from _list(path, stream.read())
+                return
+            for number, line in json_lines(file, stream):
+                where = f"{path}:{number}"
+                yield where, _object(_parsed(line.rstrip(b"\r\n"), where), where)
+    except EOFError:
+        raise UserError(f"{path}: the {compression(file)} file is cut short, its end is missing") from None
+    except decoding_errors() as error:
+        raise UserError(f"{path}: not a readable {compression(file)} file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def read_rows(path: Path) -> list[tuple[str, Record]]:
-    """(where, record) of each record of a JSON Lines file or of one JSON list (`.json`), compressed or not."""
-    return list(_rows(path))
+    """All that `each_row` yields."""
+    return list(each_row(path))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -96,26 +120,6 @@ def json_line(row: Mapping[str, Any]) -> bytes:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
         return json.dumps(row).encode() + b"\n"
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Record]]:
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; name a file of records")
-    [file] = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
-    try:
-        with open_stream(file) as stream:
-            if stream.peek(1)[:1] == b"[":
-                yield from _list(path, stream.read())
-                return
-            for number, line in json_lines(file, stream):
-                where = f"{path}:{number}"
-                yield where, _object(_parsed(line.rstrip(b"\r\n"), where), where)
-    except EOFError:
-        raise UserError(f"{path}: the {compression(file)} file is cut short, its end is missing") from None
-    except decoding_errors() as error:
-        raise UserError(f"{path}: not a readable {compression(file)} file ({error})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
