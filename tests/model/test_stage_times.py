@@ -50,8 +50,8 @@ def test_attention_has_no_weight_gradients_and_the_head_none_that_wait():
     assert (inputs / forward, weights / forward) == pytest.approx((1 + core, 1 - core), rel=0.01)
     last = times("gpt2", 4, 4)[:, -1]
     whole = sum(forward_flops_per_token(preset("gpt2"), 1024).values()) / 4
-    assert last[2] + last[1] - 2 * head_flops(config) / whole == pytest.approx(
-        2 * (last[0] - head_flops(config) / whole), abs=0.01
+    assert last[2] + last[1] - 2 * head_flops(config, 1024) / whole == pytest.approx(
+        2 * (last[0] - head_flops(config, 1024) / whole), abs=0.01
     )
 
 

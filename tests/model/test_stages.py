@@ -17,7 +17,7 @@ MODELS = ("gpt2", "llama-3-8b", "gemma-2-2b", "mixtral-8x7b-v0.1")
 
 def cost(config, stage: Stage, sequence: int) -> float:
     total = sum(sum(layer_flops(config, layer, sequence).values()) for layer in stage.layers)
-    return total + stage.first * 2.0 * config.hidden + stage.last * head_flops(config)
+    return total + stage.first * 2.0 * config.hidden + stage.last * head_flops(config, sequence)
 
 
 def all_cuts(config, count: int):
