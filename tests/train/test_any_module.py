@@ -68,6 +68,11 @@ def test_units_that_are_reached_into_or_used_twice_stay_for_the_pass(two):
     assert outcomes[0]["held"] == {"layers.0", "layers.1", "layers.2"} == outcomes[1]["held"]
 
 
+def test_what_is_measured_may_reach_where_the_loss_does_not(two):
+    for found, whole, held in two.run(cases.evaluated_elsewhere):
+        assert found == pytest.approx(whole, rel=1e-12) and held == {"layers.2"}
+
+
 def test_a_script_may_choose_the_units():
     assert derive(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 
