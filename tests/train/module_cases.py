@@ -66,7 +66,8 @@ class Outside(nn.Module):
         x = self.layers[3](x)
         x = functional.linear(x, self.layers[1].weight).tanh()
         x = self.layers[0](self.layers[2](self.layers[0](x)).relu())
-        return x + self.layers[1](x)
+        x = x + self.layers[1](x)
+        return functional.linear(x, self.layers[2].weight)  # which it has left long ago
 
 
 class Again(nn.Module):
@@ -360,6 +361,40 @@ def statistics_of_one_step() -> bool:
         ]
         trainer.step()
         return torch.allclose(trainer.module[0].running_mean, 0.1 * (means[0] + means[1]) / 2, rtol=1e-12)
+
+
+def evaluated_elsewhere() -> tuple[float, float, set[str]]:
+    """What is measured of a module by a way that its loss does not go, before a step and on one device."""
+    mesh = Mesh.create(Layout.parse("dp2 zero3"), "cpu", 60.0)
+    with closing(mesh):
+        data = _pair(_real(10), _real(10))[:8]
+
+        def norm(module: nn.Module, batch: Any) -> torch.Tensor:
+            return functional.linear(batch[0], module.layers[2].weight).square().sum()
+
+        chosen = task("computed again", build=double(Straight), data=data, validation=data, measures={"norm": norm})
+        trainer = build_trainer(chosen, recipe("dp2 zero3", validation_sequences=8), mesh)
+        draw_from(seed_for(SEED, "module"), torch.device("cpu"))
+        alone = double(Straight)()
+        whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
+        trainer.validate()
+        first = trainer.measured["norm"]
+        trainer.validate()
+        assert trainer.measured["norm"] == first
+        return first, whole, trainer.passes.units.held
+
+
+class Straight(nn.Module):
+    """One layer after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def refused(directory: str, case: str) -> None:

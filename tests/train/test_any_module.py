@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.parallel.module_table import derive
 from meshwright.train.checkpoint import newest, verify_checkpoint
 from meshwright.train.module import load
+from meshwright.train.report import write_report
 from tests.train import module_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,7 +65,12 @@ def test_four_ranks_in_two_groups_too(four, plain):
 def test_units_that_are_reached_into_or_used_twice_stay_for_the_pass(two):
     outcomes = two.run(cases.train_on_ranks, "outside", "dp2 zero3")
     assert outcomes[0]["units"] == tuple(f"layers.{number}" for number in range(4))
-    assert outcomes[0]["held"] == {"layers.0", "layers.1"} == outcomes[1]["held"]
+    assert outcomes[0]["held"] == {"layers.0", "layers.1", "layers.2"} == outcomes[1]["held"]
+
+
+def test_what_is_measured_may_reach_where_the_loss_does_not(two):
+    for found, whole, held in two.run(cases.evaluated_elsewhere):
+        assert found == pytest.approx(whole, rel=1e-12) and held == {"layers.2"}
 
 
 def test_a_script_may_choose_the_units():
@@ -132,6 +138,11 @@ def test_a_checkpoint_holds_the_whole_module(two, undisturbed):
     assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples shake a little
     assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
+
+
+def test_its_report_speaks_of_samples(undisturbed):
+    page = write_report(undisturbed[0]).read_text()
+    assert "samples per second (median)" in page and "tokens" not in page.partition("<h2>Recipe")[0]
 
 
 def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class ModuleUnits:
         self._buffers = {name: buffers for name in units for buffers in needs[name]}
         self.sharded = any(each.zero == 3 for each in self._buffers.values())
         self.held = {REST} & set(units)
-        self._settled = False  # whether all ranks agree on `held`
+        self._settled = {True: False, False: False}  # whether all agree on `held`, in training and in evaluation
         self._found: set[str] = set()
         self._entered: set[str] = set()  # in this forward
         self._to_come: deque[str] = deque()  # what this pass has not begun to gather
@@ -66,31 +66,26 @@ class ModuleUnits:
             yield
             return
         self._keeps_last = backward_follows
+        settled = self._settled[backward_follows]
         self._entered = set()
         held = [name for name in self._order if name in self.held]
         self._to_come = deque([*held, *(name for name in self._order if name not in self.held)])
         for name in held:
             self.come_to(name)
         if backward_follows:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield from self._watched()
+            hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         else:
-            yield from self._watched()
+            hooks = nullcontext()
+        with hooks, nullcontext() if settled else _Watch(self._used):
+            yield
         self._come_to_the_rest()
-        if not self._settled:
-            self._settle(axis)
+        if not settled:
+            self._settled[backward_follows] = self._settle(axis)
         for name in self._order:
             if self._stays(name):
                 self._buffers[name].need()
             else:
                 self._buffers[name].release()
-
-    def _watched(self) -> Iterator[None]:
-        if self._settled:
-            yield
-            return
-        with _Watch(self._used):
-            yield
 
     @contextmanager
     def backward(self, gradients: GradientSums) -> Iterator[None]:
@@ -176,13 +171,16 @@ class ModuleUnits:
             self._found.add(name)
             self.come_to(name)
 
-    def _settle(self, axis: Axis) -> None:
-        """From now on units are held that any rank has found to be used otherwise than between enter and leave."""
-        flags = torch.tensor([int(name in self._found) for name in self._order], device=self._device)
+    def _settle(self, axis: Axis) -> bool:
+        """From now on units are held that any rank has found to be used otherwise than between enter and leave. Whether
+        any rank has gone through a unit at all."""
+        found = [*(int(name in self._found) for name in self._order), len(self._entered)]
+        flags = torch.tensor(found, device=self._device)
         all_reduce(flags, axis, HELD_SITE)
-        self.held |= {name for name, flag in zip(self._order, flags.tolist(), strict=True) if flag}
-        self._settled = True
+        *found, entered = flags.tolist()
+        self.held |= {name for name, flag in zip(self._order, found, strict=True) if flag}
         self.release()  # ranks may have kept different ones
+        return entered > 0
 
     @property
     def _device(self) -> torch.device:

@@ -34,7 +34,7 @@ def _built(task: Task, seed: int, layout: Layout, device: torch.device) -> nn.Mo
     draw_from(seed_for(seed, "module"), device)
     module = task.build()
     if not isinstance(module, nn.Module):
-        raise UserError(f"build gives a {type(module).__name__}: a torch.nn.Module is needed")
+        raise UserError(f"build gives {type(module).__name__}: a torch.nn.Module is needed")
     check_values(module)
     module.to(device)
     if not module.training:  # as from_pretrained leaves it
