@@ -33,6 +33,13 @@ class SyntheticTokens:
         )
 
 
+class InTurn:
+    """Stands where `MixtureOrder` stands: sample after sample."""
+
+    def sample(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers
+
+
 class SyntheticData:
     """Stands where `PreparedData` stands."""
 
@@ -41,6 +48,9 @@ class SyntheticData:
 
     def split(self, name: str) -> SyntheticTokens:
         return SyntheticTokens(self._shape)
+
+    def order(self) -> InTurn:
+        return InTurn()
 
 
 def synthetic_recipe(shape: dict[str, int], layout: str, compile_blocks: bool, **model: Any) -> Recipe:

@@ -4,6 +4,9 @@ happens to the run. Read back with the libraries' own readers."""
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,7 +34,9 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uri(home) -> str:
-    return f"sqlite:///{home}/mlflow.db"
+    uri = f"sqlite:///{home}/mlflow.db"
+    pytest.importorskip("mlflow.tracking").MlflowClient(tracking_uri=uri).search_experiments()  # makes the database
+    return uri
 
 
 def track(uri: str) -> dict:
@@ -131,6 +136,39 @@ def test_a_run_that_crashes_and_goes_on_is_one_run_with_each_step_once(two, home
             assert [step for step, _ in seen[key]] == [step for step, _ in values], key
     assert found.info.status == "FINISHED"
     assert found.data.params["train.steps"] == "6" and found.data.tags["resumed.train.steps"] == "8"
+
+
+@pytest.mark.slow
+def test_rank_0_killed_by_the_system_leaves_no_gap_and_nothing_twice(home, uri):
+    """As a person runs it: two processes, a signal that nobody can answer, started again by the launcher."""
+    pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
+    place = home / "killed"
+    (place / "run").mkdir(parents=True)
+    recipe = cases.recipe(place, "dp2 zero1 fp32", checkpoint_every=2, train_steps=16, track=track(uri))
+    (place / "tiny.toml").write_text(recipe.to_toml())
+    running = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", str(place / "tiny.toml"), "--restarts", "1"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while (RunDirectory(place / "run").last_step() or 0) < 5:
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+        os.kill(RunDirectory(place / "run").read_ranks()[0], signal.SIGKILL)
+        _, errors = running.communicate(timeout=150)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "starting again (1 of 1)" in errors, errors
+    assert "resumed from step-" in errors and "tracker" not in errors, errors
+    expected = written(place)
+    found, figures = in_mlflow(uri, place / "run")
+    for seen in (in_tensorboard(place)[0], figures):
+        assert [step for step, _ in seen["loss"]] == list(range(1, 17))
+        same_figures({"loss": seen["loss"]}, {"loss": expected["loss"]})
+    assert found.info.status == "FINISHED"
 
 
 def test_a_run_that_is_told_to_stop_is_stopped_and_says_where_it_saved(two, home, uri):
