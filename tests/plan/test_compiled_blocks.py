@@ -9,6 +9,11 @@ from collections import Counter
 import pytest
 
 from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.plan.estimate import evaluate
+from meshwright.plan.saved import saved_activations
+from tests.plan.ledger_cases import Step, measure
 from tests.plan.saved_cases import Case, Watched, watch
 from tests.plan.test_saved import DOCUMENTS, NOT_HOOKED, model
 
@@ -51,3 +56,43 @@ def test_ranks_keep_their_parts_of_compiled_blocks() -> None:
             case = Case(config, layout, backend=PARTITIONED)
             for found in ranks.run(watch, case):
                 check(case, found)
+
+
+SMALL_HEAD = dataclasses.replace(
+    preset("llama-tiny"), tied=False, vocabulary=256, hidden=128, layers=2
+)  # then memory is highest in a layer, not in the loss
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_compiled_step_is_what_the_allocator_saw() -> None:
+    """`bench/compiled_memory.py` does so in every way."""
+    step = Step(SMALL_HEAD, "dp1", 4, 128, dtype="bfloat16", compiled=True)
+    found = measure(step)
+    passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
+    assert said == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert found.predicted.compiled
+
+
+def told(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
+    one = evaluate(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile)
+    return one.memory.peak_bytes, one.warnings
+
+
+def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
+    warning = ("memory is that of blocks that are not compiled",)
+    eager, compiled = (told("llama-3-8b", "dp8 zero3 bf16", compile)[0] for compile in (False, True))
+    assert compiled < 0.75 * eager
+    assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()
+    assert told("llama-3-8b", "dp4 zero3 pp2:1f1b mb4 bf16")[1] == ()
+    for name, layout in (("llama-3-8b", "dp4 zero1 pp2:zb-h1 mb4 bf16"), ("mixtral-8x7b-v0.1", "dp8 zero3 bf16")):
+        assert told(name, layout) == (told(name, layout, False)[0], warning)
+
+
+def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:
+    """Results of three of its four products (the gradient of the last one's is the layer's own), attention's, and its
+    input: two bytes a number. Eager it keeps 3.5 times as much (`test_saved`)."""
+    config = preset("llama-3-8b")
+    saved = saved_activations(config, Layout(), 1, 8192, parameter_dtype="bfloat16", compiled=True)
+    layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))
+    t, h, f, q, kv = 8192, 4096, 14336, 4096, 1024
+    assert layer == 2 * t * (h + (q + 2 * kv) + q + h + 2 * f)

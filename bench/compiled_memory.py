@@ -1,0 +1,96 @@
+"""The planner's peak of steps whose blocks are compiled, beside what PyTorch's record of its allocator saw on a CPU.
+
+    python bench/compiled_memory.py [--only TEXT]
+
+Families, ways to recompute, types and the axes of two ranks, each a few steps of a small model; the limit is 5 % of the
+peak. Beside it stands the part of a step that comes and goes: states, which are known exactly, are left out of it, and
+what the same step holds of blocks that are not compiled, by the ledger. Compiling takes ten minutes or more. Writes
+`bench/results/compiled_memory.json`; exit code 1 when a peak is beyond the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.plan.ledger import ledger
+from tests.plan.ledger_cases import Step, measure
+
+LIMIT = 0.05
+WIDE = {"llama-tiny": {"hidden": 128}, "gpt2-tiny": {"hidden": 128, "intermediate": 512, "head_dim": 16}}
+ONE = [
+    *(("llama-tiny", f"dp1{again}", "bfloat16", 4, 256) for again in ("", " ac:selective", " ac:full")),
+    ("llama-tiny", "dp1", "float32", 4, 256), ("llama-tiny", "mb2", "bfloat16", 8, 128),
+    ("gpt2-tiny", "dp1", "float32", 4, 128), ("gpt2-tiny", "dp1 ac:full", "bfloat16", 4, 128),
+    ("qwen2-tiny", "dp1 ac:selective", "float32", 4, 128), ("qwen3-tiny", "dp1", "bfloat16", 4, 128),
+    ("mistral-tiny", "dp1", "bfloat16", 4, 256),
+]  # fmt: skip
+TWO = [
+    *(("llama-tiny", layout, "float32", 4, 256) for layout in (
+        "tp2", "tp2 ac:selective", "cp2", "cp2:ulysses", "cp2:ulysses ac:full", "dp2 zero1", "dp2 zero3")),
+    ("llama-tiny", "dp2 zero2 mb2", "bfloat16", 8, 128), ("llama-tiny", "tp2 ac:full", "bfloat16", 4, 256),
+    ("llama-tiny", "pp2 mb4", "float32", 16, 128),
+]  # fmt: skip
+
+
+def step_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> Step:
+    layers = 4 if "pp" in layout else 2
+    config = dataclasses.replace(preset(name), vocabulary=256, tied=False, layers=layers, **WIDE.get(name, {}))
+    return Step(config, layout, batch, sequence, dtype=dtype, compiled=True)
+
+
+def line_of(name: str, step: Step, rank: int, found: Any) -> dict[str, Any]:
+    eager = ledger(
+        step.config, Layout.parse(step.layout), batch=step.batch, sequence=step.sequence, parameter_dtype=step.dtype,
+        rank=rank,
+    )  # fmt: skip
+    said, passing = found.predicted, found.peak - found.before
+    line = {
+        "model": name, "layout": step.layout, "dtype": step.dtype, "rows": step.batch, "sequence": step.sequence,
+        "rank": rank, "peak_bytes": found.peak, "predicted_peak_bytes": said.peak_bytes,
+        "error": round(said.peak_bytes / found.peak - 1, 5), "passing_bytes": passing,
+        "passing_error": round((said.peak_bytes - said.between_steps) / passing - 1, 5),
+        "passing_bytes_if_not_compiled": eager.peak_bytes - eager.between_steps,
+    }  # fmt: skip
+    print(line, file=sys.stderr, flush=True)
+    return line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
+    only = parser.parse_args().only
+    lines: list[dict[str, Any]] = []
+    for count, cases in ((1, ONE), (2, TWO)):
+        chosen = [case for case in cases if only in f"{case[0]} {case[1]}"]
+        if not chosen:
+            continue
+        with LocalRanks(count, timeout=900) as ranks:
+            for case in chosen:
+                step = step_of(*case)
+                for rank, found in enumerate(ranks.run(measure, step)):
+                    lines.append(line_of(case[0], step, rank, found))
+                if not only:  # what was measured stays if the rest is not waited for
+                    write_result("compiled_memory", summary(lines))
+    return 0 if summary(lines)["largest_error"] <= LIMIT else 1
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    errors, passing = ([abs(line[name]) for line in lines] for name in ("error", "passing_error"))
+    return {
+        "limit": LIMIT, "ranks_measured": len(lines), "largest_error": max(errors), "largest_passing_error": max(passing),
+        "lines": lines,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
