@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from meshwright.comm import local
+
 # Models here are so small that threads wait for each other longer than they compute. Torch reads this when it is
 # loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests start hundreds of processes. Where bytecode is not kept, each of them compiles the package anew, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Nearly all ranks of tests compute a model: the server that they are forked from loads what they would load one by one.
+local._SERVER_CODE = local._SERVER_CODE.replace(
+    "; serve(", "; import meshwright.train.loop, meshwright.verify.ranks; serve("
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

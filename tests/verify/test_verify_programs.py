@@ -30,7 +30,10 @@ def test_a_layout_with_programs_computes_what_one_device_computes(
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10
 
 
-def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path):
+@pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path, kinds: str, request: pytest.FixtureRequest):
+    if kinds == "fewer":
+        request.getfixturevalue("fewer_kinds")
     document = verify(load_recipe(tiny_recipe, ["layout=dp4 zero1 hs2", *OTHERS]), mutate=True)
     assert document["passed"] and document["mutations"]["missed"] == []
     assert document["mutations"]["caught"] >= 16
