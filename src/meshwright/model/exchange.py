@@ -42,8 +42,6 @@ class Exchange:
         self.ep, self.etp = axes.ep, axes.etp
         self.held = experts // self.ep.size
 
-    # What goes where is known only when it runs: it stays outside of compiled graphs.
-    @torch.compiler.disable
     def __call__(
         self,
         x_NH: torch.Tensor,
@@ -104,6 +102,17 @@ class Exchange:
                 f"call, in {COUNTS_SITE} (axis {axis.name}): the ranks are not at the same place"
             )
         return told[:, :-1]
+
+
+def stay_out_of_graphs() -> None:
+    """Have compiled graphs leave exchanges out: what goes where is known only when they run. To be called before
+    anything is compiled, and not sooner: it loads the compiler, over a second."""
+    if not _disabled:
+        Exchange.__call__ = torch.compiler.disable(Exchange.__call__)  # type: ignore[method-assign]
+        _disabled.append(True)
+
+
+_disabled: list[bool] = []
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Axes
 from meshwright.comm.operators import gather_from, reduce_from
+from meshwright.model import exchange, weight_gradients
 from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.chunks import keeps_head_gradient
@@ -227,6 +228,8 @@ class Transformer(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made
         for one shape; a batch of another shape, or the first one that packs several documents, adds another."""
+        exchange.stay_out_of_graphs()
+        weight_gradients.stay_out_of_graphs()
         options = {"dynamic": False, **options}
         self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
         if self.final_norm is not None:

@@ -168,5 +168,12 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Te
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
-_uncompiled = torch.compiler.disable(_apply)
-"""What a compiled graph leaves out: a compiled backward pass could not put anything into a queue."""
+_uncompiled = _apply
+
+
+def stay_out_of_graphs() -> None:
+    """Have compiled graphs leave out what puts something into a queue, which a compiled backward pass could not. To be
+    called before anything is compiled, and not sooner: it loads the compiler, over a second."""
+    global _uncompiled
+    if _uncompiled is _apply:
+        _uncompiled = torch.compiler.disable(_apply)
