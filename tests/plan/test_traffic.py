@@ -120,8 +120,8 @@ def test_what_pairs_of_responses_send_is_predicted_too(tmp_path):
     lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {
-        "source": str(tmp_path / "pairs.jsonl"), "records": "preference", "template": "instruction", "tokenizer": "bytes",
-        "sequence": 256, "cache": str(tmp_path / "cache"),
+        "source": str(tmp_path / "pairs.jsonl"), "records": "preference", "template": "instruction",
+        "tokenizer": "bytes", "sequence": 256, "cache": str(tmp_path / "cache"),
     }  # fmt: skip
     data["clean"] = {"exact_duplicates": False}
     with LocalRanks(4) as ranks:
