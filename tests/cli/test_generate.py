@@ -54,6 +54,20 @@ def test_a_prompt_comes_from_standard_input_too(
     assert "--prompt -: standard input is not UTF-8 text (byte 4)" in outcome.errors
 
 
+def test_a_question_is_put_through_the_chat_template(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+    asked = ("--prompt", "there </s> was", "--chat", "--max-tokens", 3)
+    outcome = command_line("generate", stories, *asked)
+    assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+    assert "its tokenizer comes without a chat template" in outcome.errors
+    model = tmp_path / "model"
+    shutil.copytree(stories, model, copy_function=shutil.copyfile)
+    template = "{{ bos_token }}{% for m in messages %}Once upon a time, {{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    answer = command_line("generate", model, *asked)
+    plain = command_line("generate", stories, "--prompt", "Once upon a time, there </s> was", "--max-tokens", 3)
+    assert plain.output == f"Once upon a time, there </s> was{answer.output}"
+
+
 def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
     draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
     texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 2)]

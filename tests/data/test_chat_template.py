@@ -118,6 +118,19 @@ def test_no_text_becomes_a_special_token(pairs, style: str, kind: str):
                 assert sum(one in special for one in with_theirs) > harmless
 
 
+@pytest.mark.parametrize("source, content", [("<|{}|>", "x"), ("{}x|>", "<|"), ("<|x{}", "|>"), ("<|{}", " x|> ")])
+def test_a_special_token_half_of_which_is_text_is_text(source: str, content: str):
+    before, after = source.split("{}")
+    template = ChatTemplate(
+        f"{{% for m in messages %}}{before}{{{{ m.content | trim }}}}{after}{{% endfor %}}",
+        {},
+        frozenset({"<|x|>"}),
+        "",
+    )
+    rendered = template.rendered([Message("user", content)], prompt=True)
+    assert (rendered.text, rendered.own) == ("<|x|>", [])
+
+
 def test_a_template_that_looks_into_a_text_that_spells_a_token_refuses_it():
     source = "{% for m in messages %}{{ '<|a|>' + (m.content.split('</t>')[-1]) }}{% endfor %}"
     template = ChatTemplate(source, {}, frozenset({"<|a|>"}), "it")

@@ -16,6 +16,7 @@ from meshwright.data import prepare, record_files
 from meshwright.data.reading import Reader
 from meshwright.data.records import Message, Records
 from meshwright.data.sources import find_files
+from meshwright.data.tokenizer_report import tokenizer_report
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe, Recipe
 from meshwright.toml import read_toml
@@ -192,6 +193,37 @@ def test_a_long_list_is_read_in_little_memory_and_a_record_of_many_megabytes_in_
     path.write_text(json.dumps([{"instruction": "Q" * 20_000_000, "output": "A"}]))
     [document] = read(path, "instruction")
     assert len(document.text) == 20_000_003
+
+
+def test_a_record_that_no_tokenizer_could_hold_is_refused_and_left_out_on_request(tmp_path: Path):
+    records = [{"instruction": "Q" * 17_000_000, "output": "A"}, {"instruction": "Q", "output": "A"}]
+    settings = {"records": "instruction", "tokenizer": "bytes", "sequence": 80, "validation_fraction": 0.0}
+    path = write(tmp_path / "data.jsonl", records)
+    settings |= {"source": str(path), "cache": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"data.jsonl:1: .* 17,000,003 characters.* data.clean.maximum_characters"):
+        prepare(DataRecipe(**settings))
+    data = prepare(DataRecipe(**settings, clean={"maximum_characters": 1000}))
+    assert data.summary()["dropped"]["length"] == 1 and data.split("train").documents == 1
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_what_a_tokenizer_does_to_records_is_reported(tmp_path: Path, kind: str):
+    path = write(tmp_path / "data.jsonl", RECORDS[kind])
+    recipe = DataRecipe(
+        source=str(path),
+        records=kind,
+        template="instruction",
+        tokenizer="bytes",
+        sequence=250,
+        validation_fraction=0.5,
+        cache=str(tmp_path / "cache"),
+    )
+    data = prepare(recipe)
+    report = tokenizer_report(recipe, data)
+    [text] = data.documents("validation")
+    assert text in [document.text for document in read(path, kind)]
+    assert report["round_trip"]["exact"] == report["round_trip"]["documents"] == 1
+    assert report["tokens"] == data.summary()["tokens"] > report["bytes"]
 
 
 def test_files_that_hold_no_records_are_refused(tmp_path: Path):

@@ -17,6 +17,8 @@ from meshwright.data.special_tokens import template_encoder
 from meshwright.data.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
 
+LONGEST_EXAMPLE = 1 << 24  # characters; tokenizers need a hundred bytes for each, and no row is as long
+
 
 class ExampleEncoder:
     """Makes of a record the tokens of prompt and response; of a preference record those of both its responses."""
@@ -44,6 +46,11 @@ class ExampleEncoder:
         branches = []
         for document in documents:
             assert document.example is not None, document.name
+            if len(document.text or "") > LONGEST_EXAMPLE:
+                raise UserError(
+                    f"{document.name}: the record has {len(document.text or ''):,} characters, more than "
+                    f"{LONGEST_EXAMPLE:,}; shorten it, or set data.clean.maximum_characters, which leaves such out"
+                )
             prompt, of_it = document.example.prompt, document.example.branches
             branches.append((len(of_it), (document.text or "").encode()))
             try:

@@ -5,11 +5,11 @@ Shapes: B rows, S tokens in a row. A row has room for S + 1 tokens: the last one
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,12 @@ class PackedExamples(TokenRows):
         """Counts: `examples` there are, `trained` ones, `truncated` of these; `too_long` and `without_response`, left
         out; `targets`, and `lost_targets` of truncated and dropped examples; `padding`, tokens of all rows."""
         return self.plan.report
+
+    def texts(self) -> Iterator[str]:
+        """The text of each record, in order; see `Example.text`."""
+        return itertools.islice(
+            super().texts(), 0, None, self.pieces
+        )  # that of all its documents stands with the first
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
@@ -198,7 +204,7 @@ class PackedExamples(TokenRows):
     def _examples_by_source(self) -> list[tuple[int, int]]:
         """Of each source that is kept apart, its first example and one past its last."""
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
-        return list(pairwise(ends))
+        return list(itertools.pairwise(ends))
 
     def _refused(self, number: int, count: int, longest: int, room: int) -> UserError:
         begins, ends = self._documents[number * self.pieces], self._documents[(number + 1) * self.pieces - 1]

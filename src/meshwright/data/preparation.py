@@ -290,7 +290,7 @@ class _Job:
             else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
-            keep_text=self.template is None and (self.keep_text or split == "validation"),
+            keep_text=self.keep_text or split == "validation",
         )
         shards = packer.pack(
             every_few_seconds(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import decoders
 
+from meshwright.data.packed import PackedTokens
 from meshwright.data.prepared import PreparedData
 from meshwright.data.special_tokens import unknown_token
 from meshwright.data.survey import SPLITS
@@ -24,7 +25,8 @@ _AT_LEAST = (1, 10, 100, 1000, 10_000)
 
 
 def tokenizer_report(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
-    """What the tokenizer of `data`, prepared from `recipe`, made of its text, as JSON. Framing tokens are not counted.
+    """What the tokenizer of `data`, prepared from `recipe`, made of its text, as JSON. Framing tokens are not counted,
+    those of the template of records are.
 
     `sources`: for each of the sources its documents, bytes, tokens and bytes_per_token, both splits together. `used`,
     `unused`: how many tokens of the vocabulary occur, and how many do not; `unused_tokens` names the first of these.
@@ -106,8 +108,9 @@ def _counts(data: PreparedData) -> NDArray[np.int64]:
         split = data.split(name)
         for part in split.token_batches():
             counts += np.bincount(part, minlength=data.vocabulary)
-        counts[data.tokenizer.start] -= split.documents
-        counts[data.tokenizer.end] -= split.documents
+        if isinstance(split, PackedTokens):
+            counts[data.tokenizer.start] -= split.documents
+            counts[data.tokenizer.end] -= split.documents
     return counts
 
 
@@ -115,10 +118,11 @@ def _sources(data: PreparedData) -> list[dict[str, Any]]:
     """What became of each source: documents, bytes, tokens and bytes per token, of both splits."""
     found = []
     shards = {name: iter(data.split(name).shards) for name in SPLITS}  # which are cut where a source ends
+    framing = 2 if isinstance(data.split("train"), PackedTokens) else 0
     for source, record in zip(data.sources, data.manifest["sources"], strict=True):
         mine = [shard for name in SPLITS for shard in islice(shards[name], record["shards"][name])]
         documents, size = sum(shard.documents for shard in mine), sum(shard.bytes for shard in mine)
-        tokens = sum(shard.tokens for shard in mine) - 2 * documents  # without the two that frame each
+        tokens = sum(shard.tokens for shard in mine) - framing * documents
         found.append(
             {
                 "source": source.name or source.path,
