@@ -312,7 +312,6 @@ def test_what_is_minimised_follows_from_the_records_and_may_not_contradict_them(
         (["data.records=chat", "train.objective=ipo"], 'it needs data.records = "preference", not "chat"'),
         ([pairs, "train.objective=dop"], 'unknown objective "dop"; did you mean "dpo"?'),
         ([pairs, "train.objective=ipo", "train.preference_smoothing=0.1"], 'belongs to objective "dpo"'),
-        ([pairs, "train.loss_type=ipo"], "did you mean train.objective?"),
         ([pairs, "train.label_smoothing=0.1"], "did you mean train.preference_smoothing?"),
         ([pairs, "train.preference_beta=0"], "above 0"),
     ):

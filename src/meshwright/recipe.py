@@ -198,7 +198,6 @@ SCHEMA = Schema(
         "hidden_size": "model.hidden",
         "intermediate_size": "model.intermediate",
         "label_smoothing": "train.preference_smoothing",
-        "loss_type": "train.objective",
         "lr": "train.learning_rate",
         "max_grad_norm": "train.clip",
         "max_steps": "train.steps",

@@ -154,6 +154,14 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(two: LocalRanks, ho
         cases.assert_same_steps(place, alone)
 
 
+def test_without_held_out_pairs_training_has_its_reference_all_the_same(two: LocalRanks, home: Path):
+    data = changes(home)["data"] | {"validation_fraction": 0.0}
+    outcomes = run(two, home, "none held out", "dp2 fp32", train_steps=1, train_validate_every=0, data=data)
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    found = load_file(home / "none held out" / "run" / "reference.safetensors")
+    assert len(found["train"]) > 200 and found["train"].all() and len(found["validation"]) == 0
+
+
 def broken_off(home: Path, alone: Path, name: str) -> Path:
     """A run of which two of its four steps are saved, as `alone` began."""
     place = home / name

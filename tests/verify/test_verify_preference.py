@@ -64,8 +64,13 @@ def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
     assert spoilt("cp2", Fault("loss.responses", "all_reduce", kind)) is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2 zero2 mb2", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("dp2 zero2 mb2", marks=pytest.mark.slow),
+        pytest.param("tp2", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
+    ],
+)
 def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, layout: str):
     document = verified(tiny_recipe, layout, mutate=True)
     assert document["passed"] and document["mutations"]["missed"] == []

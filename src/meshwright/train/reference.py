@@ -122,6 +122,8 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
 
 def together(responses: Responses, mesh: Mesh) -> None:
     """Every rank has put in what it found, each row on one rank alone: give them to all."""
+    if not responses.values.size:
+        return
     values = torch.from_numpy(responses.values).to(mesh.device)
     collectives.all_reduce(values, mesh.world, REFERENCE_SITE)
     responses.values[:] = values.cpu().numpy()
