@@ -59,7 +59,7 @@ def start(place: Path, *words: object, **options) -> subprocess.Popen:
 
 def outcome(place: Path, *words: object) -> tuple[int, str, str]:
     process = start(place, *words)
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=900)
     return process.returncode, output, errors
 
 
