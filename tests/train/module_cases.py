@@ -136,6 +136,13 @@ def t5() -> nn.Module:
     )
 
 
+def compiled() -> nn.Module:
+    """Traced and differentiated as torch.compile does it, and run as it is."""
+    module = Straight()
+    module.compile(backend="aot_eager")
+    return module
+
+
 def _classes(module: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(module(batch[0]), batch[1])
 
@@ -180,6 +187,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, list[Any], Any]] = {
     "tied": (Tied, _classes, _pair(_whole(23, 5), _whole(23)), None),
     "outside": (Outside, _targets, _pair(_real(10), _real(10)), None),
     "computed again": (Again, _targets, _pair(_real(10), _real(10)), None),
+    "compiled": (compiled, _targets, _pair(_real(10), _real(10)), None),
     "lstm": (Recurrent, _classes, _pair(_real(7, 6), _whole(4)), None),
     "convolution": (convolution, _classes, _pair(_real(2, 6, 6), _whole(5)), None),
     "bert": (bert, _sequences, _pair(_whole(31, 9), _whole(4)), None),

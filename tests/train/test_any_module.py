@@ -73,6 +73,12 @@ def test_what_is_measured_may_reach_where_the_loss_does_not(two):
         assert found == pytest.approx(whole, rel=1e-12) and held == {"layers.2"}
 
 
+def test_a_unit_is_a_module_of_a_list_or_a_large_one_and_shares_nothing():
+    assert derive(cases.Tied()).table.units == ("(rest)", *(f"blocks.{number}" for number in range(4)))
+    assert derive(cases.convolution()).table.units == ("(rest)", "0", "4")
+    assert derive(cases.Recurrent()).table.units == ("(rest)", "lstm")
+
+
 def test_a_script_may_choose_the_units():
     assert derive(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 

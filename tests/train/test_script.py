@@ -59,7 +59,7 @@ def start(place: Path, *words: object, **options) -> subprocess.Popen:
 
 def outcome(place: Path, *words: object) -> tuple[int, str, str]:
     process = start(place, *words)
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=900)
     return process.returncode, output, errors
 
 
@@ -134,7 +134,7 @@ def test_torchrun_starts_the_same_script(place):
 def test_the_example_learns_to_tell_packages_apart(tmp_path, starter):
     script = REPOSITORY / "examples" / "bert_classifier.py"
     words = (*MESHWRIGHT, *starter) if starter[0] == "run" else (*TORCHRUN, "--standalone", "--nproc-per-node", 2)
-    short = ("train.steps=60", "train.validation_sequences=300")
+    short = ("train.steps=100", "train.validation_sequences=500")
     code, output, errors = outcome(tmp_path, *words, script, *short)
     assert code == 0, errors
     accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])

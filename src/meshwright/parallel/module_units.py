@@ -147,6 +147,7 @@ class ModuleUnits:
         while self._to_come:
             self._buffers[self._to_come.popleft()].fetch()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         buffers = self._buffers[name]
         self._entered.add(name)
@@ -155,6 +156,7 @@ class ModuleUnits:
             self._found.add(name)  # for the second time
         self.come_to(name)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._backward:  # computed again: its backward follows
             return

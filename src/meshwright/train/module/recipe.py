@@ -23,9 +23,7 @@ class ModuleRecipe(Recipe):
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
         if self.train.compile:
-            raise ValueError(
-                "train.compile is for Meshwright's own models; call torch.compile where the module is built"
-            )
+            raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
         if self.train.objective not in (None, "next-token"):
             raise ValueError(
                 f'train.objective "{self.train.objective}" is for models of Meshwright; the script gives the loss here'
