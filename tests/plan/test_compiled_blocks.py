@@ -43,6 +43,8 @@ def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> No
         check(case, watch(case))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_ranks_keep_their_parts_of_compiled_blocks() -> None:
     names = ("llama-tiny", "qwen3-tiny")
     layouts = (
