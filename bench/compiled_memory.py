@@ -88,7 +88,8 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     errors, passing = ([abs(line[name]) for line in lines] for name in ("error", "passing_error"))
     return {
         "limit": LIMIT, "ranks_measured": len(lines), "largest_error": max(errors),
-        "largest_passing_error": max(passing), "lines": lines,
+        "largest_passing_error": max(passing),
+        "lines": lines,
     }  # fmt: skip
 
 

@@ -11,8 +11,12 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
+from meshwright.model.stage_times import program_for
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
+from meshwright.plan.bubbles import SPLIT_SCHEDULES
 from meshwright.plan.estimate import evaluate
 from meshwright.plan.saved import saved_activations
+from meshwright.program.pipeline import Kind
 from tests.plan.ledger_cases import Step, measure
 from tests.plan.saved_cases import Case, Watched, watch
 from tests.plan.test_saved import DOCUMENTS, NOT_HOOKED, model
@@ -39,6 +43,8 @@ def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> No
         check(case, watch(case))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_ranks_keep_their_parts_of_compiled_blocks() -> None:
     names = ("llama-tiny", "qwen3-tiny")
     layouts = (
@@ -96,3 +102,11 @@ def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:
     layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))
     t, h, f, q, kv = 8192, 4096, 14336, 4096, 1024
     assert layer == 2 * t * (h + (q + 2 * kv) + q + h + 2 * f)
+
+
+def test_schedules_whose_backwards_are_split_are_those_whose_programs_split_them() -> None:
+    for name in SCHEDULES:
+        if name not in ASYNCHRONOUS_SCHEDULES:
+            program = program_for(Layout.parse(f"pp4:{name} mb8"), dataclasses.replace(SMALL_HEAD, layers=8), 64)
+            split = bool((program.steps.kind == Kind.INPUT_GRADIENT).any())
+            assert split == (name in SPLIT_SCHEDULES), name

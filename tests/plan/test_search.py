@@ -27,6 +27,9 @@ from meshwright.plan.text import found_text
 
 PROBLEMS = {
     "dense": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256),
+    "compiled": Problem(
+        preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256, engine("meshwright", compile=True), True
+    ),
     "mixture": Problem(preset("mixtral-8x7b-v0.1"), cluster("32xa100-80"), 4096, 128),
     "megatron": Problem(preset("gpt3-175b"), cluster("128xa100-80"), 2048, 512, engine("megatron")),
     "one node": Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16"),

@@ -3,7 +3,10 @@ form for a search. Of a layout that is looked at, the ledger says it tensor by t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
@@ -126,6 +129,19 @@ class KeptBytes:
         longest = max(loss_chunks(tokens, min(width, config.vocabulary), self.device))
         at_once = longest if self.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
         return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout, way.rows)
+
+
+class KeptOfWays:
+    """`Kept` of many ways at once: [ways, kinds of layers], or [ways]."""
+
+    def __init__(self, problem: Problem, ways: Sequence[Way], kinds: Sequence[LayerKind]) -> None:
+        of = KeptBytes(problem)
+        memory = [of.of(way) for way in ways]
+        self.layer = np.array([[each.layers[kind] for kind in kinds] for each in memory])
+        self.queued_layer = np.array([[each.split[kind] for kind in kinds] for each in memory])
+        self.first = np.array([each.first for each in memory])
+        self.last = np.array([each.last for each in memory])
+        self.head, self.passing = (np.array([getattr(each, name) for each in memory]) for name in ("head", "passing"))
 
 
 def bytes_each(problem: Problem) -> StateBytes:

@@ -8,7 +8,7 @@ ZeRO and the number of ranks is arithmetic on arrays over ways.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.model.stages import Stage, stages_of
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.plan.bubbles import closed_makespan, in_flight, places_of
+from meshwright.plan.bubbles import SPLIT_SCHEDULES, closed_makespan, in_flight, places_of
 from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import gradient_waits, update_bytes, updated, zero_calls
 from meshwright.plan.measured_rates import Chosen
 from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
-from meshwright.plan.micro_memory import KeptBytes, state_sizes
+from meshwright.plan.micro_memory import KeptOfWays, state_sizes
 from meshwright.plan.rates import Collectives, Cost, Group, Rates
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Pipe, Problem, Way, pipes, ways
@@ -57,7 +57,8 @@ def screen(problem: Problem) -> Priced:
         here = _Ranks(work, ranks)
         stages: dict[tuple[Any, ...], _Stages] = {}
         for pipe in (pipe for pipe in every if pipe.ranks == ranks):
-            key = pipe.chunks, tuple(map(tuple, places_of(pipe.schedule, ranks, pipe.chunks)))
+            cut = problem.compile and pipe.schedule in SPLIT_SCHEDULES
+            key = cut, pipe.chunks, tuple(map(tuple, places_of(pipe.schedule, ranks, pipe.chunks)))
             if key not in stages:
                 stages[key] = _Stages(here, pipe)
             blocks += [(*found, np.full(len(found[0]), numbers[pipe])) for found in _priced(here, stages[key], pipe)]
@@ -95,13 +96,10 @@ class _Ways:
                 last = np.array([each.last(kept).sum(axis=1) for kept in (False, True)])
                 ends[key] = each.first().sum(axis=1), last
         self.first, self.last = (np.array([ends[_ends(way)][which] for way in self.ways]) for which in (0, 1))
-        kept = KeptBytes(problem)
-        memory = [kept.of(way) for way in self.ways]
-        self.kept_layer = np.array([[each.layers[kind] for kind in self.kinds] for each in memory])
-        self.queued_layer = np.array([[each.split[kind] for kind in self.kinds] for each in memory])
-        self.kept_first = np.array([each.first for each in memory])
-        self.kept_last = np.array([each.last for each in memory])
-        self.head, self.passing = (np.array([getattr(each, name) for each in memory]) for name in ("head", "passing"))
+        whole = KeptOfWays(problem, self.ways, self.kinds)
+        uncompiled = KeptOfWays(replace(problem, compile=False), self.ways, self.kinds) if problem.compile else whole
+        self.memory = {False: whole, True: uncompiled}
+        """By whether backwards are split: that cuts compiled blocks into pieces (`ledger`)."""
 
         def column(of: Any) -> Array:
             return np.array([of(way.layout) for way in self.ways])
@@ -238,6 +236,7 @@ class _Stages:
     def __init__(self, here: _Ranks, pipe: Pipe) -> None:
         of, config, at = here.of, here.of.problem.config, here.at
         self.here = here
+        self.memory = memory = of.memory[pipe.schedule in SPLIT_SCHEDULES]
         self.replicas = 2 if pipe.schedule in BIDIRECTIONAL_SCHEDULES else 1
         self.count = pipe.ranks * pipe.chunks
         rows: dict[tuple[Any, ...], int] = {}
@@ -263,10 +262,10 @@ class _Stages:
         self.last = np.array([each.last for each in self.examples])
         sizes = np.array([[one.of_stage(config, stage) for stage in self.examples] for one in of.held])
         self.dense, self.spread = (sizes[of.mesh[at], :, part] for part in (0, 1))
-        ends = np.outer(of.kept_first[at], self.first) + np.outer(of.kept_last[at], self.last)
+        ends = np.outer(memory.first[at], self.first) + np.outer(memory.last[at], self.last)
         # [ways, ranks] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
-        self.kept = (np.einsum("wk,sk->ws", of.kept_layer[at], self.of_kind) + ends) @ self.ranks.stages.T
-        self.queued = np.einsum("wk,sk->ws", of.queued_layer[at], self.of_kind) @ self.ranks.stages.T
+        self.kept = (np.einsum("wk,sk->ws", memory.layer[at], self.of_kind) + ends) @ self.ranks.stages.T
+        self.queued = np.einsum("wk,sk->ws", memory.queued_layer[at], self.of_kind) @ self.ranks.stages.T
         self._times: dict[tuple[bool, int, bool], Floats] = {}
         self._once: dict[tuple[bool, int, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
@@ -324,7 +323,7 @@ class _Stages:
         """Bytes [ways] of the head's gradient that ranks of a kind keep of each micro-batch."""
         if at_once or not self.ranks.stages[number] @ self.last:
             return 0.0
-        return np.where(self._keeps(at_once), self.here.of.head[self.here.at], 0.0)
+        return np.where(self._keeps(at_once), self.memory.head[self.here.at], 0.0)
 
     def _keeps(self, at_once: bool) -> Array:
         """Whether the head's gradient is formed in the forward, [ways]."""
@@ -396,4 +395,4 @@ def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int
 
 def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool) -> Floats:
     stay, layer = stages.states(zero, inside)
-    return np.asarray((stay + kept).max(axis=1) + here.of.passing[here.at] + layer, dtype=np.float64)
+    return np.asarray((stay + kept).max(axis=1) + stages.memory.passing[here.at] + layer, dtype=np.float64)
