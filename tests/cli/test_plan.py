@@ -107,7 +107,7 @@ def test_requests_are_answered_by_the_line(tmp_path: Path):
 
 def test_a_recipe_of_preferences_is_told_what_is_not_priced(tiny_recipe: Path):
     arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--layout", "dp1")
-    assert "preferences" not in run(*arguments)
+    assert "a loss of preferences" not in run(*arguments)
     tiny_recipe.write_text(tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"'))
     assert "a loss of preferences makes the head's logits once more" in run(*arguments)
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -154,6 +155,8 @@ def _train(
         device = choose_device(recipe.run.device, start.local_rank or 0)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
+    elif start.ranks > 1:
+        _compile_apart(start)
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
@@ -179,6 +182,15 @@ def _train(
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _compile_apart(start: Place) -> None:
+    """Give each rank of a host a place for its compiled code, unless the environment names one for all: ranks that
+    compile for a CPU at once may load a library that another is still writing (torch 2.13)."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    rank = start.rank if start.local_rank is None else start.local_rank
+    place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 def _find_the_way(start: Place, store: Any) -> None:
