@@ -169,8 +169,15 @@ def test_only_one_process_prepares_and_the_others_say_that_they_wait(corpus: Pat
     alive: dict[str, bool] = {}
 
     def log(line: str) -> None:
+        if not alive:
+            alive[line] = holder.poll() is None
+            threading.Timer(0.5, holder.kill).start()  # a lock dies with its owner
+            return
+        try:  # who is killed lets go of its files a moment before it has ended
+            holder.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            pass
         alive[line] = holder.poll() is None
-        threading.Timer(0.5, holder.kill).start()  # a lock dies with its owner
 
     prepare(data, log=log)
     holder.wait()
