@@ -98,10 +98,11 @@ def test_the_prediction_of_bytes_has_the_program_of_the_model():
 
 
 def test_whoever_has_a_model_asks_for_its_program(repository: Path):
-    """Only how deep a model is to be made for a program, `verify` asks without one."""
+    """Without one ask only `verify`, how deep a model is to be made for a program, and who trains a foreign module."""
     asking = set()
     for path in (repository / "src" / "meshwright").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "meshwright.schedules.library":
-                asking |= {path.stem for alias in node.names if alias.name == "program_of"}
-    assert asking == {"stage_times", "run"}
+                place = path.relative_to(repository / "src" / "meshwright").as_posix()
+                asking |= {place for alias in node.names if alias.name == "program_of"}
+    assert asking == {"model/stage_times.py", "verify/run.py", "train/module/trainer.py"}

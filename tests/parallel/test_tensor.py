@@ -209,7 +209,10 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
     hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
     cuts = [
-        [chunk.tokens for chunk in loss._chunks(hidden, targets, loss._Head(weight, 0, Mesh.single(), False, 250))]
+        [
+            chunk.tokens
+            for chunk in loss._chunks(hidden, targets, loss._Head(weight, None, 0, Mesh.single(), False, 250))
+        ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]
     assert cuts[0] == cuts[1] and len(cuts[0]) == 12
