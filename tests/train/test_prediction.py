@@ -67,7 +67,7 @@ def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_
     train = SimpleNamespace(batch=8, compile=False, optimizer="adamw", momentum=0.0)
     trainer = SimpleNamespace(
         recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout, config=preset("gpt2"),
-        tokens=SimpleNamespace(document_mask=False),
+        tokens=SimpleNamespace(document_mask=False), preference=None,
     )  # fmt: skip
     told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
     assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)

@@ -73,7 +73,7 @@ class Run:
         self.recipe, self.mesh, self.journal = recipe, mesh, journal
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
-        self.profile = Profile(recipe, mesh, run_directory, journal.say)
+        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
         self._new_curve: str | None = None
 
     def run(self) -> dict[str, Any]:
