@@ -18,7 +18,7 @@ LAYOUTS = (
 
 
 def test_ranks_that_are_well_agree_about_every_call_of_every_layout():
-    with _Bench("float32", lambda line: None, CollectivesRecipe()) as bench:
+    with _Bench("float32", lambda line: None, CollectivesRecipe(), None) as bench:
         for text in LAYOUTS:
             layout = Layout.parse(text)
             name, config = _default_models(layout, mixture=False)[0]
