@@ -31,6 +31,8 @@ def listed(tmp_path: Path) -> str:
         ("xc.r.u.d", None),
         ("あの馬鹿が", "馬鹿"),
         ("STRASSE", "strasse"),
+        ("これはdratです", "drat"),
+        ("这是c.r.u.d吗", "c.r.u.d"),
         ("", None),
     ],
 )

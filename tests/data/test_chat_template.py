@@ -159,6 +159,28 @@ def test_what_a_template_says_against_a_record_is_said_with_the_record(pairs):
         list(pair.ours.pieces([document]))
 
 
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 1.5 ** 9999 }}", "{{ messages[9].a.b }}", "{{ 'a' + 1 }}"])
+def test_what_goes_wrong_inside_a_template_is_said_of_the_record(source: str):
+    with pytest.raises(TemplateError, match="^does not take it: "):
+        ChatTemplate(source, {}, frozenset(), "it").render([Message("user", "Q")])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_token_that_ends_a_turn_is_found_with_and_without_white_space_marked_behind_it(pairs, style: str):
+    pair = pairs(style)
+    assert pair.theirs.convert_ids_to_tokens(pair.ours.turn_end()) == {"gemma": "<end_of_turn>"}.get(
+        style, pair.style.eos
+    )
+    source = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content + END }}"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    for end, found in ((f"{pair.style.eos}\n", pair.style.eos), ("\n", None), (f"{pair.style.eos}.", None)):
+        template = ChatTemplate(source.replace("END", repr(end)), {}, pair.ours.template.special, "it")
+        number = ExampleEncoder(pair.ours.tokenizer, template).turn_end()
+        assert (number if number is None else pair.theirs.convert_ids_to_tokens(number)) == found
+
+
 def test_templates_run_in_a_sandbox():
     template = ChatTemplate("{{ messages.__class__.__mro__ }}", {}, frozenset(), "it")
     with pytest.raises(TemplateError, match="unsafe"):

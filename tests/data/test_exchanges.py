@@ -134,6 +134,11 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path: Path):
     (tmp_path / "chats.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"did you mean .*chats\.jsonl"):
         read_rows(tmp_path / "chat.jsonl")
+    (tmp_path / "chats2.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"chats\*.jsonl is a pattern that 2 files fit; name the files"):
+        read_rows(tmp_path / "chats*.jsonl")
+    (tmp_path / "chats[2].jsonl").write_text('{"a": 1}')
+    assert [row for _, row in read_rows(tmp_path / "chats[2].jsonl")] == [{"a": 1}]
     with pytest.raises(UserError, match="is a directory"):
         read_rows(tmp_path)
     with pytest.raises(UserError, match="cannot write"):

@@ -85,6 +85,7 @@ def test_a_long_text_is_cut_after_blank_lines_where_it_can(file):
         ("a.jsonl", b"{}", 'no key "text" (the line has no keys)'),
         ("a.jsonl", b'{"text": ["a"]}', ':1: "text" is ["a"], not a string'),
         ("a.jsonl", b"[" * 100_000, ":1: not JSON"),
+        ("a.jsonl", b'{"text": "a", "id": %s}' % (b"1" * 5000), ":1: not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(file, name: str, data: bytes, said: str):

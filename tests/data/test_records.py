@@ -99,7 +99,7 @@ def test_every_way_to_write_a_preference_is_the_same_prompt_and_two_answers():
         ),
         ("instruction", {"instruction": "Q", "output": None}, '"output" is null, not a string'),
         ("instruction", {"instruction": "Q", "input": 3, "output": "A"}, '"input" is the number 3, not a string'),
-        ("instruction", ["Q", "A"], 'is a list of 2, not an object as in {"instruction": "..."'),
+        ("instruction", ["Q", "A"], 'is a list of 2, not an object; right is {"instruction": "..."'),
         ("chat", {"messages": "Q"}, "\"messages\" is the string 'Q', not a list of messages"),
         ("chat", {"messages": []}, '"messages" is an empty list'),
         ("chat", {"text": "Q"}, 'no key "messages" .it has "text".'),
@@ -170,6 +170,15 @@ def test_a_damaged_json_list_is_refused_with_the_record(tmp_path: Path, text: st
     path.write_text(text)
     with pytest.raises(UserError, match=problem):
         read(path, "instruction")
+
+
+def test_a_number_of_thousands_of_digits_is_named_with_its_record(tmp_path: Path):
+    text = '{"instruction": "Q", "output": "A", "id": %s}' % ("1" * 5000)
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.json").write_text(f"[{text}]")
+    for name, where in (("a.jsonl", ":1: the record"), ("a.json", ": record 1:")):
+        with pytest.raises(UserError, match=rf"{name}{where}.* not JSON .*digits"):
+            read(tmp_path / name, "instruction")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])

@@ -161,6 +161,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_named(checkpoint: Path, 
     (tmp_path / "large").mkdir()
     write_tokenizer(tmp_path / "large", "bpe", 300, None, iter(["many words, many merges " * 30]))
     shutil.copy(tmp_path / "large" / "tokenizer.json", checkpoint / "tokenizer.json")
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    shutil.copy(tmp_path / "large" / "tokenizer_config.json", checkpoint / "tokenizer_config.json")
     generator = Generator.from_directory(checkpoint)
-    with pytest.raises(UserError, match="the tokenizer gives token 2.., but the model's vocabulary has 257"):
-        generator.generate("many words, many merges")
+    for chat in (False, True):
+        with pytest.raises(UserError, match="the tokenizer gives token 2.., but the model's vocabulary has 257"):
+            generator.generate("many words, many merges", chat=chat)
+
+
+def test_a_model_without_a_chat_template_is_asked_for_a_text_to_continue(checkpoint: Path):
+    with pytest.raises(UserError, match=r"without a chat template, .* give a text to be continued \(without --chat\)"):
+        Generator.from_directory(checkpoint).generate("Q", chat=True)

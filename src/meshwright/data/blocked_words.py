@@ -8,8 +8,10 @@ from pathlib import Path
 from meshwright.data.files import sha256_of_file
 from meshwright.errors import UserError
 
-_WORD = re.compile(r"\w+")
-_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]")
+# Scripts that put no spaces between words: Thai, Lao, Myanmar, Khmer, kana, Han.
+_JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff"
+_LETTER = rf"[^\W{_JOINED}]"  # of the others
+_WORD = re.compile(rf"{_LETTER}+")
 
 
 class BlockedWords:
@@ -28,7 +30,7 @@ class BlockedWords:
         listed = {line.strip().casefold() for line in lines} - {""}
         if not listed:
             raise UserError(f"data.clean.blocked_words: {path} lists no word; it has one a line")
-        self.words = {word for word in listed if _WORD.fullmatch(word) and not _joined(word)}
+        self.words = {word for word in listed if _WORD.fullmatch(word)}
         self.phrases = sorted(listed - self.words)
 
     def first(self, text: str) -> str | None:
@@ -47,15 +49,8 @@ def digest(path: str) -> str:
         raise _unreadable(path, error) from None
 
 
-def _joined(word: str) -> bool:
-    """Whether a word is of a script that writes words without spaces between them."""
-    return any(
-        "\u0e00" <= one <= "\u0eff" or "\u1000" <= one <= "\u109f" or "\u3040" <= one <= "\u9fff" for one in word
-    )
-
-
 def _stands_alone(phrase: str, text: str) -> bool:
-    edge = r"(?!)" if _joined(phrase) else r"\w"
+    edge = r"(?!)" if re.search(f"[{_JOINED}]", phrase) else _LETTER
     return re.search(rf"(?<!{edge}){re.escape(phrase)}(?!{edge})", text) is not None
 
 

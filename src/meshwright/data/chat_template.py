@@ -103,7 +103,15 @@ class ChatTemplate:
 
         try:
             marked = self._template.render(messages=messages, add_generation_prompt=prompt, **self.named)
-        except (JinjaError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise TemplateError(f"does not take it: {error}") from None
         parts = re.split(f"([{_BEGIN}{_END}])", marked)
         text, spans, begin = "", [], 0

@@ -35,7 +35,10 @@ class ExampleEncoder:
         found = find_tokenizer(str(directory))
         assert found is not None, directory
         if (source := found.chat_template) is None:
-            raise UserError(f"{directory}: its tokenizer comes without a chat template")
+            raise UserError(
+                f"{directory}: its tokenizer comes without a chat template, so nothing says how a turn is written; "
+                "give a text to be continued (without --chat), or put a chat_template.jinja there"
+            )
         tokenizer = found.load()
         where = where or f"the chat template of {directory}"
         return cls(tokenizer, ChatTemplate(source, found.named_tokens(), tokenizer.special, where))
@@ -73,14 +76,18 @@ class ExampleEncoder:
         return [int(token) for token in tokens]
 
     def turn_end(self) -> int | None:
-        """The token that ends the assistant's turn, if it is a special one."""
+        """The token that ends the assistant's turn, if it is a special one; white space may be marked behind it."""
         try:
             rendered = self.template.rendered([Message("user", "A?"), Message("assistant", "B.")])
         except TemplateError:
             return None
         ((tokens, trained),) = self._encode([rendered])
-        last = int(tokens[trained.nonzero()[0][-1]])
-        return last if self.tokenizer.tokenizer.id_to_token(last) in self.tokenizer.special else None
+        for token in tokens[trained != 0][::-1].tolist():
+            if self.tokenizer.tokenizer.id_to_token(token) in self.tokenizer.special:
+                return int(token)
+            if self.tokenizer.decode([token]).strip():
+                break
+        return None
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         named = [_renamed(one, self._names) for one in rendered]

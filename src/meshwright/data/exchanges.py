@@ -81,7 +81,10 @@ def each_row(path: Path) -> Iterator[tuple[str, Record]]:
     """(where, record) of each record of a file, JSON Lines or one JSON list, compressed or not. `UserError`."""
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
-    [file] = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
+    files = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
+    if not path.expanduser().exists():
+        raise UserError(f"{path} is a pattern that {len(files)} files fit; name the files of records one by one")
+    [file] = files
     try:
         with open_stream(file) as stream:
             head = stream.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()

@@ -234,7 +234,7 @@ def _json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (UnicodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
         raise UserError(f"{where}: not JSON ({error})") from None
     return _text_under(value, key, where, setting)
 

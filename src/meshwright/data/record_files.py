@@ -64,7 +64,7 @@ def _lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileReco
             yield FileRecord(place, where, json.loads(line.rstrip(b"\r\n").decode(encoding, "surrogateescape")))
         except json.JSONDecodeError as error:
             yield FileRecord(place, where, None, f"is not JSON ({error.msg} at column {error.colno})")
-        except (UnicodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
             yield FileRecord(place, where, None, f"is not JSON ({error})")
 
 
@@ -141,6 +141,8 @@ class _ListBuffer:
                     ) from None
             except RecursionError:
                 raise self.broken(number, "it is nested too deeply") from None
+            except ValueError as error:  # a number of thousands of digits
+                raise self.broken(number, str(error)) from None
             else:
                 return value
             if len(self.text) - self.at >= LONGEST_LINE:

@@ -70,7 +70,7 @@ class Records(NamedTuple):
     def example(self, record: Any) -> Example:
         """The conversation of a record. `Malformed` says what is wrong with it."""
         if not isinstance(record, dict):
-            raise Malformed(f"is {_said(record)}, not an object as in {self.shown()}")
+            raise Malformed(f"is {_said(record)}, not an object")
         match self.kind:
             case "instruction":
                 return self._instruction(record)

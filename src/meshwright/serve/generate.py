@@ -102,11 +102,9 @@ class Generator:
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind the start token; none of them is special, whatever the prompt spells."""
-        tokens = self._encoder.encode(prompt, add_special_tokens=False).ids
-        size = self.model.config.vocabulary
-        if tokens and max(tokens) >= size:
-            raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")
-        tokens = ([] if self.start is None else [self.start]) + tokens
+        tokens = ([] if self.start is None else [self.start]) + self._known(
+            self._encoder.encode(prompt, add_special_tokens=False).ids
+        )
         if not tokens:
             raise UserError("an empty prompt needs a model with a begin or end token; give a prompt")
         return tokens
@@ -118,7 +116,14 @@ class Generator:
         template = ExampleEncoder.of_directory(self.directory)
         if (end := template.turn_end()) is not None:
             self.ends |= {end}
-        return template.prompt([Message("user", question)])
+        return self._known(template.prompt([Message("user", question)]))
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The tokens, all of which the model has. `UserError`: it has not."""
+        size = self.model.config.vocabulary
+        if tokens and max(tokens) >= size:
+            raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")
+        return tokens
 
     def stream(
         self,
