@@ -113,8 +113,8 @@ def main() -> None:
         validation=held_out,
         measures={"accuracy": lambda model, batch: (model.logits(batch[0]).argmax(-1) == batch[1]).sum()},
     )
-    if result is not None:  # rank 0
-        most = Counter(int(label) for _, label in held_out).most_common(1)[0][1] / len(held_out)
+    if result is not None and result["validation_accuracy"] is not None:  # rank 0, which has validated
+        most = max(Counter(int(label) for _, label in held_out).values()) / len(held_out)
         print(
             f"accuracy on passages of held-out files: {result['validation_accuracy']:.1%} "
             f"(always the most frequent package: {most:.1%})"

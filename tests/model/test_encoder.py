@@ -344,6 +344,7 @@ def of_the_hub(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     old["cls.seq_relationship.weight"], old["cls.seq_relationship.bias"] = torch.ones(2, 128), torch.ones(2)
     old["bert.pooler.dense.weight"], old["bert.pooler.dense.bias"] = torch.ones(128, 128), torch.ones(128)
+    old["qa_outputs.weight"], old["qa_outputs.bias"] = torch.ones(2, 128), torch.ones(2)  # of BertForQuestionAnswering
     old["bert.embeddings.position_ids"] = torch.arange(512)[None]
     return old
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from meshwright.train.module.recipe import module_recipe
 from meshwright.train.module.run import ModuleRun
 from meshwright.train.module.task import Task
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.trackers import TrackedRun
 
 __all__ = ["Layout", "refuse_for_module"]
 
@@ -249,11 +252,12 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
     mesh = Mesh.create(Layout.parse(layout), "cpu", 60.0)
     with closing(mesh):
         trainer = build_trainer(task(name, **changes.pop("task", {})), recipe(layout, **changes), mesh)
-        verdicts = []
+        verdicts, sent, predicted_sent = [], [], []
         for _ in range(STEPS):
             mesh.record.clear()
             verdicts.append(trainer.step())
-        sent = mesh.record.sent_by_site()
+            sent.append(mesh.record.sent_by_site())
+            predicted_sent.append(trainer.predicted_traffic())
         return {
             "losses": [verdict.loss for verdict in verdicts],
             "norms": [verdict.gradient_norm for verdict in verdicts],
@@ -262,8 +266,8 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
                 for piece in trainer.pieces(owned=True)
                 if piece.kind == "master"
             ],
-            "sent": sent,
-            "predicted_sent": trainer.predicted_traffic(),
+            "sent": sent[1:],  # the first step finds out what units are used for
+            "predicted_sent": predicted_sent[1:],
             "memory": trainer.memory(),
             "predicted_memory": trainer.predicted_bytes(),
             "units": trainer.table.units,
@@ -285,7 +289,9 @@ def assembled(outcomes: list[dict[str, Any]], like: dict[str, torch.Tensor]) -> 
 # --- whole runs
 
 
-def run(directory: str, layout: str, name: str = "dropout", crash_after: int = 0, **train: Any) -> dict[str, Any]:
+def run(
+    directory: str, layout: str, crash_after: int = 0, track: dict[str, Any] | None = None, **train: Any
+) -> dict[str, Any]:
     """A run of a module with dropout and running statistics in float32, as `fit` makes it; the process "dies" after a
     step if told to."""
     torch.set_num_threads(1)
@@ -294,6 +300,7 @@ def run(directory: str, layout: str, name: str = "dropout", crash_after: int = 0
         "run": {"seed": SEED, "directory": directory},
         "train": {"steps": 6, "batch": BATCH, "learning_rate": 0.01, "validate_every": 3} | train,
         "checkpoint": {"every": 2, "background": False},
+        "track": track or {},
     }
     found = module_recipe(tables)
     mesh = Mesh.create(found.parsed_layout, "cpu", 60.0)
@@ -319,6 +326,32 @@ def run(directory: str, layout: str, name: str = "dropout", crash_after: int = 0
             for piece in running.trainer.pieces(owned=True)
         ]
         return {"result": result, "pieces": pieces}
+
+
+def profiled_and_tracked(directory: str) -> dict[str, Any]:
+    """The same with its steps 3 and 4 watched, and all told to a tracker."""
+    track = {"to": [f"{__name__}:Told"], "options": {f"{__name__}:Told": {"file": f"{directory}/told.jsonl"}}}
+    return run(directory, "dp2 zero3", track=track, profile="3:4")
+
+
+class Told:
+    """A tracker that writes down what it is told."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
+        self._write(recipe=dict(recipe))
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        self._write(step=step, values=dict(values))
+
+    def finish(self, status: str) -> None:
+        self._write(status=status)
+
+    def _write(self, **what: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(what) + "\n")
 
 
 class Noisy(nn.Module):

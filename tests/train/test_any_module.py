@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import torch
 from meshwright.errors import UserError
 from meshwright.parallel.module_table import derive
 from meshwright.train.checkpoint import newest, verify_checkpoint
-from meshwright.train.module import load
+from meshwright.train.module import fit, load
 from meshwright.train.report import write_report
 from tests.train import module_cases as cases
+from tests.train.test_profile import Trace, read
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -105,7 +107,7 @@ def undisturbed(two, tmp_path_factory):
 
 
 def test_a_run_that_was_killed_ends_where_an_undisturbed_one_does_bit_for_bit(two, undisturbed, tmp_path):
-    two.run(cases.run, str(tmp_path), "dp2 zero3", "dropout", 5)  # after the checkpoint of step 4
+    two.run(cases.run, str(tmp_path), "dp2 zero3", 5)  # after the checkpoint of step 4
     assert newest(tmp_path / "checkpoints").step == 4
     outcomes = two.run(cases.run, str(tmp_path), "dp2 zero3")
     assert_equal_states(outcomes, undisturbed[1])
@@ -117,7 +119,7 @@ def test_a_run_that_was_killed_ends_where_an_undisturbed_one_does_bit_for_bit(tw
 
 def test_a_run_goes_on_on_another_layout_with_the_samples_that_follow(two, undisturbed, tmp_path):
     """Dropout is drawn for a micro-batch, whose samples are the same here; sums are in another order."""
-    two.run(cases.run, str(tmp_path), "dp2 zero3", "dropout", 5)
+    two.run(cases.run, str(tmp_path), "dp2 zero3", 5)
     (outcome,) = [cases.run(str(tmp_path), "dp1 mb2")]
     whole = state_of([outcome])
     for (kind, name, start, stop), value in state_of(undisturbed[1]).items():
@@ -159,7 +161,66 @@ def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):
     assert two.run(cases.statistics_of_one_step) == [True, True]
 
 
+# --- told and watched
+
+
+def test_its_profile_has_its_steps_and_its_trackers_its_figures(two, undisturbed, tmp_path):
+    outcomes = two.run(cases.profiled_and_tracked, str(tmp_path))
+    assert_equal_states(outcomes, undisturbed[1])  # it changes nothing
+    [directory] = (tmp_path / "profile").iterdir()
+    trace = Trace(read(directory / "all-ranks.json.gz"))
+    assert list(trace.processes.values()) == ["rank 0", "rank 1"]
+    for rank in (0, 1):
+        assert [event["name"] for event in trace.steps(rank)] == ["F0", "B0", "F0", "B0"]
+        outer = [name for name, kind, _ in trace.of(f"rank {rank}: steps") if kind == "step"]
+        assert outer == ["step 3", "step 4"]
+        calls = {event["name"] for event in trace.calls(rank)}
+        assert calls >= {"data.targets", "data.parameters", "data.gradients", "module.buffers", "step.verdict"}
+
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in steps if line.get("profiled")] == [3, 4]
+    assert all(line["samples_per_second"] == pytest.approx(cases.BATCH / line["seconds"]) for line in steps)
+    result = outcomes[0]["result"]
+    measured = [line["samples_per_second"] for line in steps if not line.get("profiled")]
+    assert result["samples_per_second"] == statistics.median(measured)
+    for known in (*steps, result):
+        assert not known.keys() & {"tokens_per_second", "mfu", "flops_per_token", "flops_convention"}
+    validated = [line for line in steps if "validation_loss" in line]
+    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and what is saved
+    assert all(0 <= line["validation_accuracy"] <= 1 for line in validated)
+    assert result["validation_accuracy"] == validated[-1]["validation_accuracy"]
+
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert told[0]["recipe"]["layout"] == "dp2 zero3 fp32" and told[0]["recipe"]["train.batch"] == cases.BATCH
+    assert not any(key.startswith(("model.", "data.")) for key in told[0]["recipe"])
+    assert told[-1] == {"status": "finished"}
+    figures = [(line["step"], line["values"]) for line in told[1:-1]]
+    for line in steps:
+        (values,) = [values for step, values in figures if step == line["step"] and "loss" in values]
+        for key in ("loss", "samples_per_second", "validation_loss", "validation_accuracy"):
+            assert values.get(key) == line.get(key)
+    assert figures[-1][1]["checkpoint"].endswith("step-000006")
+
+
 # --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"track": {"to": ["tensorbord"]}}, 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
+        ({"train": {"profile": "2", "profile_ranks": [1]}}, "there is no rank 1"),
+        ({"measures": {"loss": len}}, 'call the measure other than "loss"'),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_anything_is_made(tables, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = {"steps": 2, "batch": 2, "learning_rate": 0.01} | tables.get("train", {})
+    wanted = {"layout": "dp1", "train": train, "track": tables.get("track", {})}
+    with pytest.raises(UserError, match=said):
+        fit(cases.Noisy, cases._classes, cases.NOISY, recipe=wanted, measures=tables.get("measures"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,8 @@ def refused(tiny_recipe: Path, *overrides: str) -> str:
 def test_mistakes_are_one_line_before_anything_is_started(tiny_recipe, monkeypatch):
     said = refused(tiny_recipe, "track.to=['tensorbord']")
     assert 'track.to: unknown tracker "tensorbord"; did you mean "tensorboard"?' in said
-    assert "cannot be loaded: No module named 'nowhere'" in refused(tiny_recipe, "track.to=['nowhere:Tracker']")
+    said = refused(tiny_recipe, "track.to=['nowhere:Tracker']")
+    assert "cannot be loaded: No module named 'nowhere'; install it, or have PYTHONPATH name its directory" in said
     assert 'names "mlflow" twice' in refused(tiny_recipe, "track.to=['mlflow', 'mlflow']")
     said = refused(tiny_recipe, "track.to=['mlflow']", "track.options.mlflow.urii=http://there")
     assert 'track.options.mlflow: unknown option "urii"; did you mean uri?' in said

@@ -115,7 +115,7 @@ BASE_PREFIX = {
 }
 
 # Heads that a file may hold beside the one that is computed (BERT's own files do), as their names begin.
-OTHER_HEADS = {"bert": ("pooler.", "cls.", "classifier.")}
+OTHER_HEADS = {"bert": ("pooler.", "cls.", "classifier.", "qa_outputs.")}
 
 # Older names of the same tensors: what a name ends with, and what it ends with today.
 FORMER_ENDINGS = {

@@ -21,20 +21,24 @@ def module_calls(
     held: Collection[str] = (),
     averaged: int = 0,
     copied: int = 0,
+    looked_at: int = 0,
 ) -> Counter[tuple[str, str]]:
     """Bytes that `rank` sends in one step whose update takes place, by call site and axis. held: units beside `REST`
     that stay for a whole micro-batch, because they are used outside of their modules; averaged, copied: numbers in
-    buffers that change in a step, of real and of whole numbers."""
-    return _ModuleStep(table, ModulePartition.whole(table), layout, work, rank).step({REST, *held}, averaged, copied)
+    buffers that change in a step, of real and of whole numbers; looked_at: buffers of which ranks tell
+    each other whether the step has changed them."""
+    step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
+    return step.step({REST, *held}, averaged, copied, looked_at)
 
 
 class _ModuleStep(DataCalls):
-    def step(self, held: Collection[str], averaged: int, copied: int) -> Counter[tuple[str, str]]:
+    def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
         passes = self.layout.micro_batches
         self.reduce("data.targets", "data", 1, 8)
         for unit in self.table.units:
             self.gradients(unit, passes)
         self.gathers(held, passes)
+        self.reduce("module.buffers.changed", "data", looked_at, 8)
         for numel in (averaged, copied):
             self.reduce("module.buffers", "data", numel, 8)
         self.verdict()

@@ -22,6 +22,13 @@ def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> Non
     vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+    check_watching(recipe)
+
+
+def check_watching(recipe: Recipe) -> None:
+    """`UserError` for ranks to profile that the layout does not have, and for trackers that cannot be made; of any
+    recipe, whatever it trains."""
+    layout = recipe.parsed_layout
     if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
         where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"
         raise UserError(f"{where}: there is no rank {beyond[0]}: the layout has ranks 0 to {layout.world_size - 1}")

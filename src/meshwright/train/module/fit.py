@@ -21,6 +21,7 @@ from meshwright.train.module.data import Collate, Samples
 from meshwright.train.module.recipe import module_recipe
 from meshwright.train.module.run import check_task, train_module
 from meshwright.train.module.task import Loss, Measure, Task
+from meshwright.train.refusals import check_watching
 
 
 def fit(
@@ -64,6 +65,7 @@ def fit(
     task = Task(build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers)
     check_task(task, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
+    check_watching(found)
     start = script.place(found.run.rendezvous)
     if start.ranks == 1 and found.parsed_layout.world_size > 1:
         ranks = found.parsed_layout.world_size

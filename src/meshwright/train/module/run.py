@@ -165,6 +165,8 @@ def check_task(task: Task, recipe: ModuleRecipe) -> None:
         check_samples(task.validation, "validation")
     elif recipe.train.validate_every:
         raise UserError("train.validate_every needs validation data: give fit a data set as validation")
+    if "loss" in task.measures:
+        raise UserError('measures: validation_loss is the mean of the loss itself; call the measure other than "loss"')
     if task.reduction not in ("mean", "sum"):
         raise UserError(f'reduction should be "mean" or "sum", not {task.reduction!r}')
     if task.workers < 0:

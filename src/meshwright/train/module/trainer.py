@@ -234,6 +234,7 @@ class ModuleTrainer(Trainer):
             held=passes.units.held,
             averaged=averaged,
             copied=copied,
+            looked_at=self.values.looked_at(),
         )
 
     def _work(self) -> Work:

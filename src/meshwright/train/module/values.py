@@ -38,6 +38,7 @@ class KeptValues:
         self.changing: set[str] = set()
         """The buffers that a step has changed on any rank."""
         self._looks = 0
+        self._looking = False
 
     def begin_step(self) -> None:
         """Remember the buffers that the step may change. At the steps 1, 2, 4, 8 ... of this process all are looked
@@ -74,6 +75,10 @@ class KeptValues:
         for name in self.changing:
             sizes[not buffers[name].is_floating_point()] += buffers[name].numel()
         return sizes[0], sizes[1]
+
+    def looked_at(self) -> int:
+        """How many buffers the last step has compared."""
+        return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
         """Bytes that they take."""

@@ -81,7 +81,9 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
         for part in attribute.split("."):
             made = getattr(made, part)
     except (ImportError, AttributeError) as error:
-        raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}') from None
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        hint = "; install it, or have PYTHONPATH name its directory" if missing else ""
+        raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}{hint}') from None
     if name in BUILT_IN:
         for package in made.packages:
             if find_spec(package) is None:
