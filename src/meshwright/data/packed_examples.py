@@ -5,6 +5,7 @@ Shapes: B rows, S tokens in a row. A row has room for S + 1 tokens: the last one
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,14 @@ class PackedExamples(TokenRows):
         """Counts: `examples` there are, `trained` ones, `truncated` of these; `too_long` and `without_response`, left
         out; `targets`, and `lost_targets` of truncated and dropped examples; `padding`, tokens of all rows."""
         return self.plan.report
+
+    @property
+    def rows_sha256(self) -> str:
+        """Equal where the rows have the same tokens of the same examples in the same places."""
+        digest = hashlib.sha256()
+        for part in (self.plan.numbers, self.plan.kept, self.plan.order, self.plan.bounds):
+            digest.update(f"{part.shape} ".encode() + np.ascontiguousarray(part, "<i8").tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
