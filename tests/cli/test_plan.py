@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright.cli.main import main, meshwright
+from meshwright.model.presets import preset
 
 REQUEST = ("plan", "llama-3-8b", "--cluster", "16xh100-sxm", "--sequence", "4096", "--batch", "64")
 
@@ -86,6 +87,17 @@ def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
     line = json.dumps({"model": str(recipe), "cluster": "2xa100-80", "layout": "dp2"})
     document = json.loads(run("plan", "--jobs", "-", text=line + "\n"))
     assert (document["sequence"], document["batch"]) == (64, 8)
+
+
+def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_would_have(tmp_path: Path):
+    config = {**preset("llama-tiny").to_huggingface(), "vocab_size": 300, "bos_token_id": None, "eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'layout = "auto"\n[model]\nfrom = "{tmp_path}"\nload_weights = true\n'
+        '[data]\nsource = "stdlib"\nsequence = 64\n[train]\nsteps = 3\nbatch = 8\nlearning_rate = 1e-3\n'
+    )
+    assert json.loads(run("plan", str(recipe), "--cluster", "1xa100-80", "--json"))["layouts"][0]["fits"]
 
 
 def test_requests_are_answered_by_the_line(tmp_path: Path):

@@ -241,7 +241,11 @@ def test_a_checkpoint_keeps_the_template_that_it_was_trained_with(chats: Path, t
         },
         "train": {"steps": 1, "batch": 2, "learning_rate": 1e-3},
     }
+    heard: list[str] = []
+    wanted = cases.recipe(tmp_path, "dp1 fp32", **changes)
+    lines = list(prepare(wanted.data, wanted.run.seed, log=heard.append).packing_lines())
     [outcome] = cases.run_without_error(None, tmp_path, "dp1 fp32", **changes)
+    assert [line for line in heard + outcome["said"] if " examples in " in line] == lines != [], "said once, by the run"
     checkpoint = Path(outcome["result"]["checkpoint"])
     theirs = AutoTokenizer.from_pretrained(checkpoint)
     messages = [{"role": "user", "content": "What does <|eot_id|> do?"}]

@@ -216,6 +216,11 @@ def test_a_run_that_begins_takes_up_what_an_earlier_start_left_and_nothing_else(
     assert "earlier start" not in said() and values(file.read_bytes()) == values(whole)
     other = {"run": seed["run"] | {"seed": 6}}
     assert "earlier start" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
+    other = {"data": changes(home)["data"] | {"pack": False}}
+    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same pairs in other rows"
+    assert sorted(load(file.read_bytes())["train"]) == pytest.approx(sorted(load(whole)["train"]), rel=1e-5)
+    other = {"model_norm_epsilon": 0.5}
+    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same weights in another model"
 
 
 def test_the_checksum_of_weights_sees_every_element_and_no_layout():

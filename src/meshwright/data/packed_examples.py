@@ -5,6 +5,7 @@ Shapes: B rows, S tokens in a row. A row has room for S + 1 tokens: the last one
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -101,6 +102,14 @@ class PackedExamples(TokenRows):
         return itertools.islice(
             super().texts(), 0, None, self.pieces
         )  # that of all its documents stands with the first
+
+    @property
+    def rows_sha256(self) -> str:
+        """Equal where the rows have the same tokens of the same examples in the same places."""
+        digest = hashlib.sha256()
+        for part in (self.plan.numbers, self.plan.kept, self.plan.order, self.plan.bounds):
+            digest.update(f"{part.shape} ".encode() + np.ascontiguousarray(part, "<i8").tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:

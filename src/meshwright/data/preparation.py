@@ -85,8 +85,6 @@ def prepare(
         ) from None
     data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
-    for line in data.packing_lines():
-        log(line)
     return data
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ class PreparedData:
             )
         return self._examples[name]
 
-    def packing_lines(self) -> Iterator[str]:
+    def packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
         """Of each split of records a line: examples, rows, and what was cut or left out."""
-        for name in SPLITS:
+        for name in splits:
             split = self.split(name)
             if isinstance(split, PackedExamples) and split.documents:
                 yield f"{name}: {packing_line(split.report, split.sequences, split.sequence)}"

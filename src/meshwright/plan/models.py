@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.presets import PRESETS, preset
-from meshwright.names import unknown
+from meshwright.names import TOKENIZERS, unknown
 
 if TYPE_CHECKING:
     from meshwright.layout import Layout
@@ -75,4 +75,6 @@ def config_of(recipe: Recipe) -> ModelConfig:
     """The model of a recipe; where only prepared data would say how large the tokenizer is, as large as it may get."""
     of_bytes = 257  # and the end of text
     vocabulary = recipe.model.vocabulary or (of_bytes if recipe.data.tokenizer == "bytes" else recipe.data.vocabulary)
+    if recipe.model.from_path is not None and recipe.data.tokenizer not in TOKENIZERS:
+        vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
     return config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)

@@ -158,6 +158,8 @@ def held_out(
         )
     tokens = prepared.split(split)
     tokens.sequence, tokens.document_mask = length, True
+    for line in prepared.packing_lines([split]):
+        log(line)
     return prepared, tokens
 
 

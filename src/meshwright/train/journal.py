@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +69,8 @@ class Journal:
         self.say(f"model: {model}")
         self.say(f"layout: {layout} on {count} {kind} process{'es' if count > 1 else ''}{threads}")
         self.say(f"data: {data}, {self._work_per_step():,} a step, {recipe.train.steps} steps")
+        for line in self._packed(trainer):
+            self.say(line)
         done, steps = trainer.steps_done, recipe.train.steps
         if resumed_from and done < steps:
             self.say(f"resumed from {resumed_from}: {done} of {steps} steps are done")
@@ -103,6 +106,10 @@ class Journal:
             f"hidden {config.hidden}, vocabulary {config.vocabulary}",
             f"{trainer.tokens.tokens:,} training tokens",
         )
+
+    def _packed(self, trainer: Trainer) -> Iterable[str]:
+        """Of examples in rows, what was cut or left out."""
+        return trainer.data.packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
         return predict(trainer)

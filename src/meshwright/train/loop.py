@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
+from meshwright.data.files import canonical_json
 from meshwright.data.packing import every_few_seconds
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.layout import Layout
@@ -173,7 +175,9 @@ class Run:
             return
         made_of = {
             "data_sha256": trainer.data.sha256,
+            "rows": " ".join(tokens.rows_sha256 for tokens in trainer.pair_rows.values()),
             "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
+            "model": hashlib.sha256(canonical_json(dict(trainer.config.to_huggingface()))).hexdigest(),
             "precision": trainer.layout.precision or "fp32",
         }
         begun = time.perf_counter()

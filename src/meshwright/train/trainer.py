@@ -146,11 +146,12 @@ class Trainer:
         self.preference = preference_of(recipe)
         self.reference: Reference | None = None
         """Of preference data: to be made (`make_reference`) or read before the first step."""
-        self.pairs_by_row = {
-            name: tokens.examples_by_row
+        self.pair_rows = {
+            name: tokens
             for name, tokens in (("train", self.tokens), ("validation", self.validation_tokens))
             if self.preference is not None and isinstance(tokens, PackedExamples)
         }
+        self.pairs_by_row = {name: tokens.examples_by_row for name, tokens in self.pair_rows.items()}
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()
         self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark, preference=self.preference)

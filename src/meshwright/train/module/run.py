@@ -85,6 +85,9 @@ class ModuleJournal(Journal):
         sharded = f", in {units} unit{'s' if units > 1 else ''}" if trainer.layout.zero else ""
         return f"{name}, {numel / 1e6:.2f} M trained parameters{sharded}", f"{len(trainer.task.data):,} samples"
 
+    def _packed(self, trainer: Trainer) -> Iterable[str]:
+        return ()
+
     def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
         """The result document; what is sent is predicted once more, now that it is known which buffers change."""
         self.prediction = self._predict(trainer) if self.leader else None
