@@ -34,8 +34,9 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(LLAMA, "dp1", 4, 128), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16"), Step(LLAMA, "ac:full", 4, 128),
         Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
         Step(LLAMA, "dp1", 4, 128, pairs=True), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16", pairs=True),
+        *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # no multiple of a tile's 128 queries
     ],
-    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer}{' pairs' * step.pairs}",
+    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer} {step.sequence}{' pairs' * step.pairs}",
 )  # fmt: skip
 def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
     found = measure(step)

@@ -8,6 +8,7 @@ nothing about what they hold inside, only what passes between them is counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.plan.saved_blocks import Local, masked
@@ -99,6 +100,11 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     turned = (at.config.positions == "rope" or at.config.query_key_norm) and at.layout.cp == 1
     if before:
         scores = cut.lines * (3 * x * before + 2 * wide * longest + 3 * size * x)
+        if rest := length % cut.queries:  # the last tile has fewer queries
+            sees = [min(end, longest) for end in range(cut.queries, length, cut.queries)]
+            two = [3 * x * each + 2 * wide * after for each, after in pairwise(sees)]
+            two.append(3 * x * sees[-1] + 2 * wide * longest * rest // cut.queries)
+            scores = cut.lines * (max(two) + 3 * size * x)
     else:  # a single tile: at its end, as the gradient of keys is added; of a narrow type as its scores are made
         rows = (2 if x == wide else 1) + (not turned)  # turned queries lie as products read them
         scores = cut.lines * (max(3 * x, 2 * wide) * longest + rows * size * x) + (each_key * x if x == wide else 0)
