@@ -105,10 +105,10 @@ def meshwright(place: Path, compiled: bool) -> None:
     plan, read = trainer.tokens.plan, trainer.tokens.batch
     tokens: list[int] = []
 
-    def counted(numbers: Any) -> Any:
+    def counted(numbers: Any, **options: Any) -> Any:
         sizes = [plan.kept[plan.order[plan.bounds[row] : plan.bounds[row + 1]]].sum() for row in np.asarray(numbers)]
         tokens.append(int(sum(sizes)))
-        return read(numbers)
+        return read(numbers, **options)
 
     trainer.tokens.batch = counted
     serve_turns(

@@ -181,6 +181,13 @@ def test_the_token_that_ends_a_turn_is_found_with_and_without_white_space_marked
         assert (number if number is None else pair.theirs.convert_ids_to_tokens(number)) == found
 
 
+def test_a_record_of_millions_of_characters_is_refused_before_it_is_tokenized(pairs):
+    example = Example((), ((Message("user", "Q"), Message("assistant", "A" * 1_000_001)),))
+    document = Document("chats.jsonl:7", example.text(), None, example)
+    with pytest.raises(UserError, match=r"chats.jsonl:7: .* 1,000,004 characters.*clean.maximum_characters = 1000000"):
+        list(pairs("chatml").ours.pieces([document]))
+
+
 def test_templates_run_in_a_sandbox():
     template = ChatTemplate("{{ messages.__class__.__mro__ }}", {}, frozenset(), "it")
     with pytest.raises(TemplateError, match="unsafe"):

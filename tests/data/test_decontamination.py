@@ -88,6 +88,11 @@ def test_a_set_is_whatever_a_source_may_be(evaluation: Path, tmp_path: Path):
     (tmp_path / "some" / "set.jsonl").write_bytes(lines)
     for name in ("set.parquet", "set.json", "set.jsonl.gz", "set.wet", "some", "some/*.jsonl"):
         assert EvaluationSets([str(tmp_path / name)], 13).share(QUESTION) == 1, name
+    (tmp_path / "object.json").write_text(json.dumps({"data": [{"paragraphs": [{"question": QUESTION}]}]}))
+    assert EvaluationSets([str(tmp_path / "object.json")], 13).share(QUESTION) == 1
+    (tmp_path / "cut.json").write_text('[{"a": "b"')
+    with pytest.raises(UserError, match=r"^data.clean.evaluation_sets: .*cut.json is not JSON"):
+        EvaluationSets([str(tmp_path / "cut.json")], 13)
     assert EvaluationSets(["memory://sets/*.jsonl"], 13).share(QUESTION) == 1
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(lines)[:-9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from collections import defaultdict
@@ -16,6 +17,7 @@ from meshwright.data.contents import digest_of
 from meshwright.data.reading import Reader, opened
 from meshwright.data.record_files import file_records
 from meshwright.data.sources import KEYED_FORMATS, SourceFile, find_files
+from meshwright.data.streams import Stream
 from meshwright.data.words import Hashes, Words
 from meshwright.errors import UserError
 
@@ -85,13 +87,27 @@ def _examples(file: SourceFile) -> Iterator[str]:
             yield document.text
         return
     with opened(file) as stream:
-        for record in file_records(file, stream, None, "utf-8"):
-            if record.problem is not None:
-                raise UserError(f"{_KEY}: {record.where} {record.problem}")
-            strings = list(_strings(record.value))
+        for value in _json_document(file, stream) if file.format == "json" else _records(file, stream):
+            strings = list(_strings(value))
             yield "\n".join(strings)
             if len(strings) > 1:
                 yield from strings
+
+
+def _records(file: SourceFile, stream: Stream) -> Iterator[Any]:
+    for record in file_records(file, stream, None, "utf-8"):
+        if record.problem is not None:
+            raise UserError(f"{_KEY}: {record.where} {record.problem}")
+        yield record.value
+
+
+def _json_document(file: SourceFile, stream: Stream) -> Iterator[Any]:
+    """The records of a JSON list; of another JSON document all of it."""
+    try:
+        value = json.loads(stream.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{_KEY}: {file.path} is not JSON ({error})") from None
+    yield from value if isinstance(value, list) else [value]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 
 from meshwright.data.chat_template import ChatTemplate, Rendered, TemplateError
 from meshwright.data.packing import Piece
-from meshwright.data.reading import Document
+from meshwright.data.reading import LONGEST_DOCUMENT, Document
 from meshwright.data.records import Message
 from meshwright.data.special_tokens import template_encoder
 from meshwright.data.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
-
-LONGEST_EXAMPLE = 1 << 24  # characters; tokenizers need a hundred bytes for each, and no row is as long
 
 
 class ExampleEncoder:
@@ -44,15 +42,16 @@ class ExampleEncoder:
         return cls(tokenizer, ChatTemplate(source, found.named_tokens(), tokenizer.special, where))
 
     def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
-        """`UserError`: the template does not take a record."""
+        """`UserError`: the template does not take a record, or it is too long to be tokenized in one piece."""
         rendered: list[Rendered] = []
         branches = []
         for document in documents:
             assert document.example is not None, document.name
-            if len(document.text or "") > LONGEST_EXAMPLE:
+            if (size := len(document.text or "")) > LONGEST_DOCUMENT:
                 raise UserError(
-                    f"{document.name}: the record has {len(document.text or ''):,} characters, more than "
-                    f"{LONGEST_EXAMPLE:,}; shorten it, or set data.clean.maximum_characters, which leaves such out"
+                    f"{document.name}: the record has {size:,} characters, and at most {LONGEST_DOCUMENT:,} are "
+                    f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
+                    "to leave such records out"
                 )
             prompt, of_it = document.example.prompt, document.example.branches
             branches.append((len(of_it), (document.text or "").encode()))
