@@ -12,6 +12,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.model.refuse import refuse
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from meshwright.plan import search as search_room
 from meshwright.plan.answers import document, nothing_fits
 from meshwright.plan.cluster import cluster
@@ -123,6 +124,12 @@ def test_nothing_that_was_looked_at_beats_the_best(name: str):
         )
         one = priced(problem, layout)
         assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
+
+
+def test_the_schedules_that_training_runs_are_looked_at():
+    """But for the one that keeps every micro-batch of several chunks, and the one that is itself searched for."""
+    looked_at = {pipe.schedule for pipe in screened("dense").pipes}
+    assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
 
 
 def test_a_small_space_is_searched_as_by_hand():

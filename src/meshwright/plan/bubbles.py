@@ -77,7 +77,8 @@ def in_flight(
     1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) g + 1) / v for groups
     of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     ZB-H1 holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a
-    third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1. How many of them are through their first half, and what
+    third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the
+    middle (Li and Hoefler 2021, arXiv:2107.06925, table 2). How many of them are through their first half, and what
     there is of few micro-batches, is fitted to the programs (`schedules/`).
     """
     m = np.asarray(micro_batches, dtype=np.float64)[None]
@@ -122,5 +123,6 @@ def in_flight(
         return moments((most, none), (most - 0.5, 0.5 + none), (rest, left))
     if schedule == "dualpipe":
         return moments((np.minimum(m, p + 1), none), (p - 1 + none, 1 + none), (none, p / 2 + none))
-    every = {"chimera": p, "gems": 1.0}.get(schedule, p)
-    return moments((np.minimum(m, every), none))
+    if schedule == "chimera":  # of both directions together
+        return moments((np.minimum(m, p / 2 + 1 + np.minimum(rank, after)), none))
+    return moments((np.minimum(m, 1.0 if schedule == "gems" else p), none))

@@ -76,7 +76,10 @@ ENGINES: dict[str, Engine] = {
             "src/meshwright/model: layers.py, attention.py, loss.py, recompute.py",
             selective="elementwise",
             loss_bytes=64.0,  # loss.py, _statistics and _to_gradient_, kernel by kernel
-            schedules=("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
+            schedules=(
+                *("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
+                *("interleaved-zb", "dualpipe", "chimera", "gems"),
+            ),
             zero=(0, 1, 2, 3),
         ),
         Engine(
