@@ -25,7 +25,8 @@ from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage
 from meshwright.names import unknown
 from meshwright.plan.compiled_blocks import known
-from meshwright.plan.moments import Moment, Reduction, StageMoments, Ways
+from meshwright.plan.moment import Moment, Reduction, Ways
+from meshwright.plan.moments import StageMoments
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
 from meshwright.plan.states import flats_of, kept_buffers, states
 from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of

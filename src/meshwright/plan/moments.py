@@ -8,14 +8,13 @@ for the tiles of CPU attention.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
+from meshwright.plan.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, Flat
@@ -27,51 +26,6 @@ SLICE_LOGITS = 1 << 19
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """How the names of what the head's unit keeps begin."""
-
-
-class Reduction(NamedTuple):
-    """Of a flat buffer, posted; `later`: of a micro-batch after the first, whose gradients are then added."""
-
-    flat: Flat
-    later: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """What a backward finds: whether there was one before it in the step, whose gradients are there already, whether it
-    is the last one through its stage, and the reductions that were under way `before` it."""
-
-    later: bool
-    last: bool
-    before: tuple[Reduction, ...] = ()
-
-
-FIRST_AND_LAST = Ways(later=False, last=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """`kept`: bytes that the stage's own saved activations have then; `extras`: what is there beside them. `place`: the
-    number of the unit that is worked on; `back`: whether on the way back."""
-
-    name: str
-    kept: int
-    extras: tuple[Extra, ...]
-    part: StageMoments | None = None
-    place: int = 0
-    back: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return self.kept + sum(extra.bytes for extra in self.extras)
-
-    def beside(self, more: Sequence[Extra]) -> Moment:
-        """The same with more."""
-        return replace(self, extras=(*self.extras, *more)) if more else self
-
-    def saved(self) -> list[Saved]:
-        """What `kept` is made of."""
-        return [] if self.part is None else self.part.saved_at(self.place, self.back)
 
 
 def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
