@@ -38,7 +38,7 @@ _SERVER_CODE = (
 )
 
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
-"""Imported once by the server, so that the ranks need not (the last: by the first custom operator that runs)."""
+"""Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
 
 
 class RemoteTraceback(Exception):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import collectives
+from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.mesh import Axis, axis_of
 
 
@@ -122,32 +123,32 @@ def _shorter(x: torch.Tensor, key: str, dim: int) -> torch.Tensor:
     return x.new_empty(shape)
 
 
-@torch.library.custom_op("meshwright::copy_to", mutates_args=())
+@custom_operator("meshwright::copy_to")
 def _copy_to(x: torch.Tensor, axis: str, site: str) -> torch.Tensor:
     return x.clone()
 
 
-@torch.library.custom_op("meshwright::reduce_from", mutates_args=())
+@custom_operator("meshwright::reduce_from")
 def _reduce_from(x: torch.Tensor, axis: str, site: str) -> torch.Tensor:
     return _sum(x, axis, site)
 
 
-@torch.library.custom_op("meshwright::gather_from", mutates_args=())
+@custom_operator("meshwright::gather_from")
 def _gather_from(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
     return _gather(x, axis, site, dim)
 
 
-@torch.library.custom_op("meshwright::reduce_scatter_to", mutates_args=())
+@custom_operator("meshwright::reduce_scatter_to")
 def _reduce_scatter_to(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
     return _sum_slice(x, axis, site, dim)
 
 
-@torch.library.custom_op("meshwright::split_to", mutates_args=())
+@custom_operator("meshwright::split_to")
 def _split_to(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
     return _slice(x, axis, dim)
 
 
-@torch.library.custom_op("meshwright::all_to_all", mutates_args=())
+@custom_operator("meshwright::all_to_all")
 def _all_to_all(x: torch.Tensor, axis: str, site: str, split: int, join: int) -> torch.Tensor:
     return _swap(x, axis, site, split, join)
 
@@ -219,31 +220,31 @@ _all_to_all.register_autograd(
 )
 
 
-@torch.library.custom_op("meshwright::join_from", mutates_args=())
+@custom_operator("meshwright::join_from")
 def _join_from(x: torch.Tensor, axis: str, site: str, dim: int) -> torch.Tensor:
     return _gather(x, axis, site, dim)
 
 
-@torch.library.custom_op("meshwright::slice_of", mutates_args=())
+@custom_operator("meshwright::slice_of")
 def _slice_of(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return _slice(x, axis, dim)
 
 
-@torch.library.custom_op("meshwright::exchange", mutates_args=())
+@custom_operator("meshwright::exchange")
 def _exchange(x: torch.Tensor, axis: str, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
     arrived = _rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis_of(axis), site, output_sizes, source_sizes)
     return arrived
 
 
-@torch.library.custom_op("meshwright::gather_rows", mutates_args=())
+@custom_operator("meshwright::gather_rows")
 def _gather_rows(x: torch.Tensor, axis: str, site: str, sizes: list[int]) -> torch.Tensor:
     whole = _rows(x, sum(sizes))
     collectives.all_gather_rows(whole, x.contiguous(), axis_of(axis), site, sizes)
     return whole
 
 
-@torch.library.custom_op("meshwright::reduce_scatter_rows", mutates_args=())
+@custom_operator("meshwright::reduce_scatter_rows")
 def _reduce_scatter_rows(x: torch.Tensor, axis: str, site: str, sizes: list[int]) -> torch.Tensor:
     part = _rows(x, sizes[axis_of(axis).rank])
     collectives.reduce_scatter_rows(part, x.contiguous(), axis_of(axis), site, sizes)

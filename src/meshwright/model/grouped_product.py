@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshwright.comm.custom_operator import custom_operator
+
 ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multiples of
 
 
@@ -34,10 +36,10 @@ def _product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor)
     return y_NY
 
 
-_forward = torch.library.custom_op("meshwright::grouped_product", _product, mutates_args=())
+_forward = custom_operator("meshwright::grouped_product")(_product)
 
 
-@torch.library.custom_op("meshwright::grouped_product_input", mutates_args=())
+@custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """dy W."""
     if _at_once(dy_NY, weight_EYX):
@@ -48,7 +50,7 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
     return dx_NX
 
 
-@torch.library.custom_op("meshwright::grouped_product_weight", mutates_args=())
+@custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """dyᵀ x over the rows of each expert: [E, Y, X]."""
     if _at_once(dy_NY, x_NX):

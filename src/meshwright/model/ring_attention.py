@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.comm import collectives
+from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, axis_of
 from meshwright.model.precision import at_least_float32
@@ -70,10 +71,10 @@ def _attend(
     return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
-_forward = torch.library.custom_op("meshwright::ring_attention", _attend, mutates_args=())
+_forward = custom_operator("meshwright::ring_attention")(_attend)
 
 
-@torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
+@custom_operator("meshwright::ring_attention_backward")
 def _backward(
     d_out_BNCD: torch.Tensor,
     q_BNCD: torch.Tensor,

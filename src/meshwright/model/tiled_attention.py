@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.precision import at_least_float32
 
 TILE_QUERIES = 128
@@ -75,10 +76,10 @@ def _attend(
     return out
 
 
-_forward = torch.library.custom_op("meshwright::tiled_attention", _attend, mutates_args=())
+_forward = custom_operator("meshwright::tiled_attention")(_attend)
 
 
-@torch.library.custom_op("meshwright::tiled_attention_backward", mutates_args=())
+@custom_operator("meshwright::tiled_attention_backward")
 def _backward(
     d_out_BNSD: torch.Tensor,
     q_BNSD: torch.Tensor,

@@ -52,9 +52,10 @@ class ModuleUnits:
         self._unit_of = parameters
         if not self.sharded:
             return
+        enter, leave = map(torch.compiler.disable, (self._enter, self._leave))  # not sooner: it loads the compiler
         for name, module in modules.items():
-            module.register_forward_pre_hook(partial(self._enter, name))
-            module.register_forward_hook(partial(self._leave, name))
+            module.register_forward_pre_hook(partial(enter, name))
+            module.register_forward_hook(partial(leave, name))
 
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
@@ -147,7 +148,6 @@ class ModuleUnits:
         while self._to_come:
             self._buffers[self._to_come.popleft()].fetch()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         buffers = self._buffers[name]
         self._entered.add(name)
@@ -156,7 +156,6 @@ class ModuleUnits:
             self._found.add(name)  # for the second time
         self.come_to(name)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._backward:  # computed again: its backward follows
             return

@@ -1,15 +1,18 @@
 """AdamW and SGD on flat shards: the elementwise update of torch's fused kernels, one call for all shards.
 
 A shard is a 1-D slice of a unit's flat master buffer. Its first `decay_numel` entries (matrices) get weight decay, the
-rest (norms, biases) none, so that each shard is at most two parameters of a `torch.optim` optimizer.
+rest (norms, biases) none, so that each shard is at most two tensors to torch: those that decay go in one call, those
+that do not in another. The calls are torch's functions, since its optimizer objects load the compiler, over a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 if TYPE_CHECKING:
     from meshwright.parallel.data import Shard
@@ -17,6 +20,17 @@ if TYPE_CHECKING:
 
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+
+
+class _Part(NamedTuple):
+    """What decays of a shard, or what does not: views of it, its state, how often it was updated as torch counts."""
+
+    shard: int
+    where: slice
+    weight_decay: float
+    master: torch.Tensor
+    state: dict[str, torch.Tensor]
+    updates: torch.Tensor
 
 
 class Optimizer:
@@ -31,46 +45,19 @@ class Optimizer:
         self.name = train.optimizer
         self.router_bias_rate = train.router_bias_rate
         self.step_count = 0
+        self._betas, self._epsilon, self._momentum = train.betas, train.epsilon, train.momentum
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
-        groups: list[dict] = [
-            {"params": [], "weight_decay": train.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]
-        self._views: list[tuple[torch.Tensor, int, slice]] = []
+        self._parts: list[_Part] = []
         for index, shard in enumerate(self.shards):
-            for group, part in zip(
-                groups, (slice(0, shard.decay_numel), slice(shard.decay_numel, shard.master.numel())), strict=True
-            ):
-                if part.start < part.stop:
-                    view = shard.master[part]
-                    group["params"].append(view)
-                    self._views.append((view, index, part))
-        groups = [group for group in groups if group["params"]]
-        self._torch: torch.optim.Optimizer | None = None
-        if groups and self.name == "adamw":  # a rank may own nothing of a small model
-            first, second = train.betas
-            self._torch = torch.optim.AdamW(
-                groups, lr=train.learning_rate, betas=(first, second), eps=train.epsilon, fused=True
-            )
-        elif groups:
-            # torch's SGD couples the decay to the gradient; that is what "SGD with weight decay" means everywhere.
-            self._torch = torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)
-        self._bind_state()
+            cut, end = shard.decay_numel, shard.master.numel()
+            for decay, part in ((train.weight_decay, slice(0, cut)), (0.0, slice(cut, end))):
+                if part.start < part.stop:  # a rank may own nothing of a small model
+                    state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
+                    updates = torch.zeros((), device=shard.master.device)
+                    self._parts.append(_Part(index, part, decay, shard.master[part], state, updates))
 
-    def _bind_state(self) -> None:
-        """Hand our flat state tensors (as views) to torch's optimizer."""
-        self._steps: list[torch.Tensor] = []
-        for view, index, part in self._views:
-            assert self._torch is not None
-            state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
-            if self.name == "adamw":
-                count = torch.tensor(float(self.step_count), device=view.device)
-                self._steps.append(count)
-                self._torch.state[view] = {"step": count, **state}
-            elif state:
-                self._torch.state[view] = {"momentum_buffer": state["momentum"]}
-
+    @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Update the masters in place from the shards' gradients, first multiplied by `gradient_scale` (clipping)."""
         self.step_count += 1
@@ -79,18 +66,47 @@ class Optimizer:
                 load = shard.gradient[low:high]
                 shard.master[low:high].sub_(load.sign(), alpha=self.router_bias_rate)
                 load.zero_()
-        if self._torch is None:
-            return
-        gradients = [self.shards[index].gradient[part] for _, index, part in self._views]
-        if gradient_scale != 1.0:
+        gradients = [self.shards[part.shard].gradient[part.where] for part in self._parts]
+        if gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
-        for (view, _, _), gradient in zip(self._views, gradients, strict=True):
-            view.grad = gradient
-        for group in self._torch.param_groups:
-            group["lr"] = learning_rate
-        self._torch.step()
-        for view, _, _ in self._views:
-            view.grad = None
+        update = self._adamw if self.name == "adamw" else self._sgd
+        for decay in dict.fromkeys(part.weight_decay for part in self._parts):
+            parts = [part for part in self._parts if part.weight_decay == decay]
+            update(parts, [self.shards[part.shard].gradient[part.where] for part in parts], learning_rate, decay)
+
+    def _adamw(self, parts: list[_Part], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
+        first, second = self._betas
+        adamw(
+            [part.master for part in parts],
+            gradients,
+            [part.state["exp_avg"] for part in parts],
+            [part.state["exp_avg_sq"] for part in parts],
+            [],
+            [part.updates for part in parts],
+            fused=True,
+            amsgrad=False,
+            beta1=first,
+            beta2=second,
+            lr=learning_rate,
+            weight_decay=decay,
+            eps=self._epsilon,
+            maximize=False,
+        )
+
+    def _sgd(self, parts: list[_Part], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
+        """torch's SGD couples the decay to the gradient; that is what "SGD with weight decay" means everywhere."""
+        sgd(
+            [part.master for part in parts],
+            gradients,
+            [part.state["momentum"] for part in parts if part.state],
+            fused=True,
+            weight_decay=decay,
+            momentum=self._momentum,
+            lr=learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Kind of state → one 1-D tensor per shard, the live ones: a loader fills them in place."""
@@ -99,5 +115,5 @@ class Optimizer:
     def restore_step_count(self, step_count: int) -> None:
         """Set the number of updates done (bias correction), after `state_tensors` were filled."""
         self.step_count = step_count
-        for count in self._steps:
-            count.fill_(float(step_count))
+        for part in self._parts:
+            part.updates.fill_(float(step_count))
