@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,19 +64,28 @@ def outcome(place: Path, *words: object) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run of two ranks that nothing disturbs: its place, output and errors."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "classify.py").write_text(SCRIPT)
+    code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "--json", "classify.py", 0)
+    assert code == 0, errors
+    return place, output, errors
+
+
 def losses(place: Path, run: str = "classify") -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def test_the_launcher_answers_with_the_result_of_the_last_fit(place):
-    code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "--json", "classify.py", 0)
-    assert code == 0, errors
-    document = json.loads(output)
+def test_the_launcher_answers_with_the_result_of_the_last_fit(whole, place):
+    document, errors = json.loads(whole[1]), whole[2]
     assert document["step"] == 8 and document["layout"] == "dp2 zero3 fp32" and document["schema"] == 1
     assert errors.count("before\n") == 2
     assert document["predicted"]["sent_bytes_per_step"] == document["measured"]["sent_bytes_per_step"]
     # On one rank, by python alone, it goes on where that ended; a process cannot be two ranks.
+    shutil.copytree(whole[0] / "runs", place / "runs")
     code, output, errors = outcome(place, sys.executable, "classify.py", 0, "layout=dp1 mb2", "train.steps=9")
     assert code == 0 and output.startswith("before\nloss ") and "resumed from step-000008" in errors
     assert [step for step, _ in losses(place)] == list(range(1, 10))
@@ -88,15 +98,14 @@ def test_a_mistake_is_one_line_and_a_fault_is_the_script_s_own(place, command_li
     monkeypatch.chdir(place)
     code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
     assert code == 2 and errors.strip().splitlines()[-1].startswith('meshwright: error: override "train.stepz=5"')
-    code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "fault")
+    code, _, errors = command_line("run", "classify.py", 0, "fault")
     assert code == 1 and "KeyError: 'of the script'" in errors and "classify.py" in errors
     assert command_line("run", "nowhere.py").errors == "meshwright: error: script nowhere.py does not exist\n"
     assert not (place / "runs" / "nowhere").exists()
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_it_goes_on_bit_for_bit(place):
-    assert outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0, "run.name=whole")[0] == 0
+def test_killed_and_stopped_it_goes_on_bit_for_bit(whole, place):
     command = (*MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0.3)
     run = place / "runs" / "classify"
 
@@ -116,26 +125,28 @@ def test_killed_and_stopped_it_goes_on_bit_for_bit(place):
     code, errors = after_step(5, signal.SIGTERM, "launcher")
     assert code == 143 and "after saving step" in errors
     assert outcome(place, *command)[0] == 0
-    assert losses(place) == losses(place, "whole")
+    assert losses(place) == losses(whole[0])
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_script(place):
-    assert outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0, "run.name=ours")[0] == 0
-    code, output, errors = outcome(
-        place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0, "run.name=theirs"
-    )
+def test_torchrun_starts_the_same_script(whole, place):
+    code, output, errors = outcome(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
     assert code == 0 and output.count("loss ") == 1, errors
-    assert losses(place, "ours") == losses(place, "theirs")
+    assert losses(place) == losses(whole[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", [("run", "--ranks", 2), ("torchrun",)], ids=["our launcher", "torchrun"])
-def test_the_example_learns_to_tell_packages_apart(tmp_path, starter):
+@pytest.mark.parametrize(
+    "starter",
+    [
+        pytest.param((*MESHWRIGHT, "run", "--ranks", 2), id="our launcher"),
+        pytest.param((*TORCHRUN, "--standalone", "--nproc-per-node", 2), id="torchrun", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_example_learns_to_tell_packages_apart(starter, place):
     script = REPOSITORY / "examples" / "bert_classifier.py"
-    words = (*MESHWRIGHT, *starter) if starter[0] == "run" else (*TORCHRUN, "--standalone", "--nproc-per-node", 2)
     short = ("train.steps=100", "train.validation_sequences=500")
-    code, output, errors = outcome(tmp_path, *words, script, *short)
+    code, output, errors = outcome(place, *starter, script, *short)
     assert code == 0, errors
     accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])
     assert accuracy > most + 10, output
