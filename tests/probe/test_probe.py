@@ -238,7 +238,8 @@ def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
 
 
 def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
-    effort = {"shapes": [[16, 16, 16]], "passes": [256], "vectors": [1024], "precisions": ["fp32"], "seconds": 0.002}
+    small = {"shapes": [[16, 16, 16]], "passes": [256], "pieces": [4096], "vectors": [1024]}
+    effort = {**small, "precisions": ["fp32"], "seconds": 0.002}
     found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16, "steps": 1}, log=lambda line: None)
     assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
     starts = found["measured"]["starts"]
