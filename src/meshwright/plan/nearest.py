@@ -28,9 +28,9 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """least: the layout with the least memory on its fullest rank; enough: one that fits on twice as many devices of the
-    kind, or four times ...: as few as are enough. None where nobody knows how more of them would be connected, or where
-    many more do not do."""
+    """least: the layout with the least memory on its fullest rank; enough: one that fits on twice as many devices, or
+    four times ...: as few as are enough. None where nobody knows how more of them would be connected, or where many
+    more do not do."""
 
     least: Estimate
     enough: Estimate | None

@@ -19,7 +19,7 @@ from meshwright.plan.step_time import with_bounds
 WIDE = 200
 """Characters of a line where nobody says how many there is room for."""
 
-LEAST_WORDS = 20
+LEAST_WORDS = 16
 """Characters that words need beside a table; with fewer, they go below it."""
 
 LEAST_PART = 1e-6
@@ -66,12 +66,13 @@ def _best(found: Found, width: int) -> Iterator[str]:
     names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
     widest = max(map(len, names))
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
-    indent = " " * ((widest if beside else 4) + len(figures[1]) + 4)
+    before = widest if beside else 1
+    indent = " " * (before + len(figures[1]) + 4)
     words = ("compared with the first", *found.reasons)
     for name, line, why in zip(["   layout", *names], figures, words, strict=True):
         if not beside:
             yield name
-        yield from wrapped(f"{name if beside else '':{widest if beside else 4}}  {line}  {why}", width, indent)
+        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
 def advice_text(found: Found, one: Advice) -> str:
