@@ -70,7 +70,7 @@ def test_operations_add_up_to_the_computation_of_a_step():
     rows = explain(one.problem, one.layout)
     assert 16 * sum(row.seconds for row in rows) == pytest.approx(one.time.breakdown["compute"], rel=1e-9)
     assert sum(row.share for row in rows) == pytest.approx(1)
-    assert "computation of one micro-batch: " in explain_text(one, rows)
+    assert "computation of a micro-batch: " in explain_text(one, rows)
 
 
 def test_a_time_has_its_bounds_beside_it():

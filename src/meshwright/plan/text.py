@@ -245,10 +245,11 @@ def explain_text(one: Estimate, rows: Sequence[Row], width: int = WIDE, most: in
     where = f" on rank {one.memory.pp_rank} of pp" if one.layout.pp > 1 else ""
     total = sum(row.seconds for row in rows)
     title = (
-        f"computation of one micro-batch{where}: {total * 1e3:,.4g} ms, {one.layout.micro_batches:,} "
+        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {one.layout.micro_batches:,} "
         f"micro-batch{'es' * (one.layout.micro_batches > 1)} a step"
     )
-    return "\n".join([title, *narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape")), *more])
+    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
