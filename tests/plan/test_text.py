@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from meshwright.cli.main import meshwright
 from meshwright.plan.estimate import evaluate
-from meshwright.plan.explain import explain
+from meshwright.plan.explain import busiest, explain
 from meshwright.plan.pictures import Axis
 from meshwright.plan.text import Unit, around, explain_text, wrapped
 
@@ -65,12 +65,17 @@ def test_every_tensor_is_told_with_its_stage_and_when_it_is_there():
     assert counts == {"layers.0": 31, "layers.63": 16}
 
 
-def test_operations_add_up_to_the_computation_of_a_step():
-    one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
-    rows = explain(one.problem, one.layout)
-    assert 16 * sum(row.seconds for row in rows) == pytest.approx(one.time.breakdown["compute"], rel=1e-9)
+@pytest.mark.parametrize(
+    "layout", ["dp2 tp8 mb16", "dp4 pp4 mb8 ac:full", "dp4 zero1 pp4:interleaved:3 mb8", "dp4 pp4:zb-v mb8"]
+)
+def test_operations_add_up_to_the_computation_of_a_step(layout: str):
+    one = evaluate("llama-3-8b", "16xh100-sxm", layout, sequence=4096, batch=64)
+    rank = busiest(one.problem, one.layout)
+    rows = explain(one.problem, one.layout, rank)
+    together = one.layout.micro_batches * sum(row.seconds for row in rows)
+    assert together == pytest.approx(one.time.breakdown["compute"], rel=1e-9)
     assert sum(row.share for row in rows) == pytest.approx(1)
-    assert "computation of a micro-batch: " in explain_text(one, rows)
+    assert "computation of a micro-batch" in explain_text(one.layout, rank, rows)
 
 
 def test_a_time_has_its_bounds_beside_it():

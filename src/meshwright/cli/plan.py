@@ -19,7 +19,7 @@ from meshwright.errors import UserError
 @a_command(
     "plan",
     "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512",
-    "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512 --layout 'dp8 zero1 tp8' --explain",
+    "meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 --layout 'zero1 tp8 mb64' --explain",
     "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
     "meshwright plan recipes/quickstart.toml --cluster this",
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
@@ -143,12 +143,13 @@ def command(
             document["ledger"] = ledgers(best[0])
             lines.append(ledger_text(best[0].memory, width))
         if explained and best:
-            from meshwright.plan.explain import explain
+            from meshwright.plan.explain import busiest, explain
             from meshwright.plan.text import explain_text
 
-            rows = explain(problem, best[0].layout, best[0].memory.pp_rank)
+            rank = busiest(problem, best[0].layout)
+            rows = explain(problem, best[0].layout, rank)
             document["operations"] = [row.document() for row in rows]
-            lines.append(explain_text(best[0], rows, width))
+            lines.append(explain_text(best[0].layout, rank, rows, width))
         if html:
             from meshwright.plan.page import page
 

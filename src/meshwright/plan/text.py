@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.layout import Layout
 from meshwright.plan.calibrate import RunFigures
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.estimate import Estimate, model_document
@@ -229,7 +230,7 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
     return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
-def explain_text(one: Estimate, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
+def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
     """The table of operations, longest first."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
@@ -242,11 +243,11 @@ def explain_text(one: Estimate, rows: Sequence[Row], width: int = WIDE, most: in
     ]  # fmt: skip
     rest = sum(row.share for row in rows[most:])
     more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
-    where = f" on rank {one.memory.pp_rank} of pp" if one.layout.pp > 1 else ""
+    where = f" on rank {pp_rank} of pp" if layout.pp > 1 else ""
     total = sum(row.seconds for row in rows)
     title = (
-        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {one.layout.micro_batches:,} "
-        f"micro-batch{'es' * (one.layout.micro_batches > 1)} a step"
+        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
+        f"micro-batch{'es' * (layout.micro_batches > 1)} a step"
     )
     lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
     return "\n".join([*wrapped(title, width, "  "), *lines, *more])
