@@ -59,7 +59,7 @@ def test_a_page_has_every_picture(tmp_path: Path):
     text = page.read_text()
     for title in ("Time by part", "Memory of each stage", "The pipeline", "What fills rank"):
         assert title in text, title
-    assert text.count("<svg") == 3 and "http" not in text.replace("http://www.w3.org", "")
+    assert text.count("<svg") == 4 and "Step by step" in text and "http" not in text.replace("http://www.w3.org", "")
     run(*REQUEST, "--top", "2", "--html", str(page))
     assert "Memory against time" in page.read_text() and page.read_text().count('class="best"') == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from meshwright.errors import UserError
 @a_command(
     "plan",
     "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512",
-    "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512 --layout 'dp8 zero1 tp8' --explain",
+    "meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 --layout 'zero1 tp8 mb64' --explain",
     "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
     "meshwright plan recipes/quickstart.toml --cluster this",
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
@@ -38,6 +39,9 @@ from meshwright.errors import UserError
 @click.option("--precision", help="Where the layout names none: fp32, tf32, bf16, fp16 or fp8.")
 @click.option("--documents", type=click.FloatRange(min=1), default=1.0, show_default=True, help="In a row, on average.")
 @click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
+@click.option(
+    "--ledger", "every_tensor", is_flag=True, help="Every tensor of the fullest rank (--json: of all unlike)."
+)
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
 @click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
 @click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
@@ -55,6 +59,7 @@ def command(
     precision: str | None,
     documents: float,
     explained: bool,
+    every_tensor: bool,
     html: Path | None,
     jobs: str | None,
     calibrate: bool,
@@ -87,7 +92,7 @@ def command(
     if cluster is None:
         raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
     from meshwright.plan.answers import document as document_of
-    from meshwright.plan.answers import nothing_fits
+    from meshwright.plan.answers import ledgers, nothing_fits
     from meshwright.plan.estimate import problem_of
     from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
     from meshwright.plan.text import headline
@@ -110,8 +115,9 @@ def command(
     )  # fmt: skip
     with answering(as_json) as answer:
         from meshwright.plan.estimate import priced, recipe_layout
+        from meshwright.plan.nearest import nearest
         from meshwright.plan.search import search
-        from meshwright.plan.text import estimate_text, found_text, recipe_text
+        from meshwright.plan.text import WIDE, estimate_text, found_text, ledger_text, nearest_text, recipe_text
 
         if parsed is not None:
             found, best = None, [priced(problem, parsed)]
@@ -119,26 +125,35 @@ def command(
             found = search(problem, top)
             best = list(found.best)
         document = document_of(problem, best, found)
-        lines = [headline(problem, model)]
+        lines, width = [headline(problem, model)], shutil.get_terminal_size((WIDE, 24)).columns
+        least = None
         if found is not None:
-            lines.append(found_text(found))
+            lines.append(found_text(found, width))
+            least = None if found.best else nearest(found)
         if mine is not None:
             cost = recipe_layout(problem, mine)
             document["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
             lines.append(recipe_text(cost, best[0] if best else None))
+        if least is not None:
+            document["nearest"] = least.document()
+            lines.append(nearest_text(least, width))
         if best:
-            lines.append(estimate_text(best[0]))
+            lines.append(estimate_text(best[0], width))
+        if every_tensor and best:
+            document["ledger"] = ledgers(best[0])
+            lines.append(ledger_text(best[0].memory, width))
         if explained and best:
-            from meshwright.plan.explain import explain
+            from meshwright.plan.explain import busiest, explain
             from meshwright.plan.text import explain_text
 
-            rows = explain(problem, best[0].layout, best[0].memory.pp_rank)
+            rank = busiest(problem, best[0].layout)
+            rows = explain(problem, best[0].layout, rank)
             document["operations"] = [row.document() for row in rows]
-            lines.append(explain_text(rows))
+            lines.append(explain_text(best[0].layout, rank, rows, width))
         if html:
             from meshwright.plan.page import page
 
-            write_file(html, page(problem, model, best, found))
+            write_file(html, page(problem, model, best, found, least))
             document["files"] = {"page": str(html)}
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))

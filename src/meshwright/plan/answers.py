@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.plan.estimate import Estimate, model_document
-from meshwright.plan.memory import GIB
+from meshwright.plan.memory import GIB, memory_of, unlike_ranks
 from meshwright.plan.search import MOST_PRICED, Found
 from meshwright.plan.space import Problem
 
@@ -35,6 +35,26 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
         for one in found.advice
     ]  # fmt: skip
     return told
+
+
+def ledgers(one: Estimate) -> list[dict[str, Any]]:
+    """Every tensor of each rank of the pipeline that differs from the others, when its memory is fullest. bytes: of all
+    that stand in the line; stage: of the pipeline, null where it belongs to none; first, last: from when to when."""
+    ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
+    return [
+        {
+            "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
+            "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
+            "items": [
+                {
+                    "name": item.name, "category": item.category, "shape": list(item.shape), "dtype": item.dtype,
+                    "bytes": item.bytes, "stage": item.stage, "first": item.first, "last": item.last,
+                }
+                for item in rank.items
+            ],
+        }
+        for rank in ranks
+    ]  # fmt: skip
 
 
 def nothing_fits(found: Found) -> str:

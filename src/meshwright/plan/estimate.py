@@ -1,6 +1,6 @@
 """What a layout costs before it runs: time, memory, and whether it fits.
 
-meshwright.plan.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8", sequence=8192, batch=512)
+meshwright.plan.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
 """
 
 from __future__ import annotations

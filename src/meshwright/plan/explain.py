@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.plan.memory import stages_at
+from meshwright.plan.memory import stages_at, unlike_ranks
 from meshwright.plan.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS
 from meshwright.plan.operations import Operation, operations
 from meshwright.plan.rates import Rates, attention_kernel
@@ -64,6 +64,13 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
     return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
+
+
+def busiest(problem: Problem, layout: Layout) -> int:
+    """The rank of the pipeline that has the most to compute."""
+    return max(
+        unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
+    )
 
 
 def _longest(row: Row) -> float:

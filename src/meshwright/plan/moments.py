@@ -81,6 +81,7 @@ class StageMoments:
         self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
         self.wide = max(4, self.x)
         self.fused = self.x == self.master  # products add their weight gradients to the sums themselves
+        self._by_units: dict[str, list[Saved]] = {}
         self._unit = {unit: number for number, unit in enumerate(units)}
         self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
         self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
@@ -294,9 +295,18 @@ class StageMoments:
         for name, extras in attention_backward(at, config.layer_window(number), x):
             yield f".attention{name}", [*around, *extras]
 
+    def _of(self, unit: str) -> list[Saved]:
+        """What a unit keeps where nothing is computed again: of hundreds of tensors a dozen, asked for many times."""
+        if not self._by_units:
+            for each in self.whole:
+                self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
+        return self._by_units.get(unit, [])
+
     def _used(self, names: Sequence[str]) -> Iterator[Extra]:
         """What is listed as kept and is gone by now, of tensors whose names begin so."""
-        freed = sum(each.bytes for each in self.whole if each.name.startswith(tuple(names)))
+        begin = tuple(names)
+        units = {".".join(name.split(".")[:2]) for name in begin}
+        freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
         if freed:
             yield Extra("activations", "used already", -freed)
 

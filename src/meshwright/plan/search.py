@@ -136,7 +136,7 @@ class _Decided:
             told[at], left[at] = np.inf, False
             layout = self.layout(at)
             try:
-                refuse(layout, problem.config, problem.batch, problem.sequence, planning=self.planning)
+                refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
             except UserError:
                 continue
             if needed[at] * DOUBT_BELOW > self.room:
@@ -161,13 +161,6 @@ class _Decided:
             insort(self.best, (seconds, at, layout))
         else:
             self.stopped = True
-
-    @property
-    def planning(self) -> bool:
-        """Whether layouts that `train` cannot run are wanted too: of models and engines that are only planned, and of
-        encoders, which other loops train."""
-        config = self.problem.config
-        return config.planning_only is not None or config.encoder or self.problem.engine.name != "meshwright"
 
     def _kinds(self) -> Array:
         """A number for each pipeline and about how many micro-batches it has a rank."""
@@ -230,7 +223,9 @@ def _reasons(best: list[Estimate]) -> Iterator[str]:
         more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
         worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
         less = [part for part in PARTS if more[part] <= -0.001]
-        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or "as fast"
+        most = max(PARTS, key=lambda part: more[part])
+        least = f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
+        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or least
         yield text + (
             f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
         )

@@ -45,6 +45,13 @@ class Problem:
     documents: float = 1.0
     pairs: bool = False
 
+    @property
+    def only_planned(self) -> bool:
+        """Whether layouts that `train` cannot run are wanted too: of models and engines that are only planned, and of
+        encoders, which other loops train."""
+        config = self.config
+        return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+
 
 class Way(NamedTuple):
     """A layout of one stage, and the sequences of a micro-batch."""

@@ -45,6 +45,14 @@ class StepTime:
     simulated: bool
 
 
+def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
+    """A time as the planner makes it, before any calibration: the expected one on a cluster, and its bounds."""
+    band, found = constants()["band"], cluster.calibration
+    if found is None:
+        return seconds, seconds * band["low"], seconds * band["high"]
+    return found.bounds(seconds, band["low"], band["high"])
+
+
 def step_time(
     config: ModelConfig,
     layout: Layout,
@@ -187,11 +195,9 @@ class Step:
         breakdown["data"] += self.gradients(stages, places, times)
         breakdown["optimizer"] = self.update(stages, places, optimizer)
         seconds = sum(breakdown.values())
-        band, found = constants()["band"], self.collectives.cluster.calibration
-        if found is None:
-            return StepTime(seconds, seconds * band["low"], seconds * band["high"], breakdown, simulate)
-        breakdown = {part: found.time_factor * value for part, value in breakdown.items()}
-        return StepTime(*found.bounds(seconds, band["low"], band["high"]), breakdown, simulate)
+        cluster = self.collectives.cluster
+        breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
+        return StepTime(*with_bounds(cluster, seconds), breakdown, simulate)
 
     def transfer(self) -> float:
         """Seconds of a message from stage to stage."""

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from meshwright.layout import Layout
 from meshwright.plan.calibrate import RunFigures
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.estimate import Estimate, model_document
 from meshwright.plan.explain import Row
-from meshwright.plan.memory import GIB, by_layers
-from meshwright.plan.search import MOST_PRICED, Found
+from meshwright.plan.ledger import Item
+from meshwright.plan.memory import GIB, RankMemory, by_layers
+from meshwright.plan.nearest import Nearest
+from meshwright.plan.search import MOST_PRICED, Advice, Found
 from meshwright.plan.space import Problem
+from meshwright.plan.step_time import with_bounds
+
+WIDE = 200
+"""Characters of a line where nobody says how many there is room for."""
+
+LEAST_WORDS = 16
+"""Characters that words need beside a table; with fewer, they go below it."""
+
+LEAST_PART = 1e-6
+"""Of a step: parts that take less are nothing but rounding."""
 
 
 def headline(problem: Problem, model: str) -> str:
@@ -30,33 +44,72 @@ def headline(problem: Problem, model: str) -> str:
     )
 
 
-def found_text(found: Found) -> str:
-    """The table of a search."""
-    problem = found.problem
+def found_text(found: Found, width: int = WIDE) -> str:
+    """The table of a search, in lines of `width` characters where that can be."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
-        lines.append("none of them fits" if not found.advice else "none of them fits; the fastest:")
+        lines.append("none of them fits")
     else:
-        head = ("", "layout", "step s", "low - high", "tokens/s/device", "MFU", "GiB", "compared with the first")
-        lines += table(
-            [
-                head,
-                *(
-                    _row(number, one, why)
-                    for number, (one, why) in enumerate(zip(found.best, found.reasons, strict=True), 1)
-                ),
-            ]
-        )
+        lines += _best(found, width)
     if found.undecided:
         lines.append(f"  {undecided_text(found)}")
-    room = problem.cluster.device.memory_bytes
-    for one in found.advice:
-        wants = f"{one.layout}: {one.seconds:.3g} s, but {(one.bytes - room) / GIB:.1f} GiB too much"
-        if one.instead is None:
-            lines.append(f"  {wants}; no single change makes it fit")
-        else:
-            lines.append(f"  {wants}; with {one.change} it fits: {one.instead_seconds:.3g} s")
+    if found.advice and found.best:
+        lines.append("faster, but too large:")
+        lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
     return "\n".join(lines)
+
+
+def _best(found: Found, width: int) -> Iterator[str]:
+    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
+    rows = [_row(one, unit) for one in found.best]
+    head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
+    figures = table([head, *rows])
+    names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
+    widest = max(map(len, names))
+    beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
+    before = widest if beside else 1
+    indent = " " * (before + len(figures[1]) + 4)
+    words = ("compared with the first", *found.reasons)
+    for name, line, why in zip(["   layout", *names], figures, words, strict=True):
+        if not beside:
+            yield name
+        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+
+
+def advice_text(found: Found, one: Advice) -> str:
+    """A layout that would be faster but does not fit, and what mends it."""
+    problem = found.problem
+    room = problem.cluster.device.memory_bytes
+    wants = (
+        f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
+    )
+    if one.instead is None or one.instead_seconds is None:
+        return f"{wants}; no single change makes it fit"
+    return f"{wants}; with {one.change} it fits: {around(problem, one.instead_seconds)}"
+
+
+def around(problem: Problem, seconds: float) -> str:
+    """An expected time with its bounds."""
+    _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
+    return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
+
+
+def nearest_text(found: Nearest, width: int = WIDE) -> str:
+    """What comes nearest where nothing fits."""
+    lines = ["what needs the least memory, which is still too much:", estimate_text(found.least, width)]
+    return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
+
+
+def nearest_line(found: Nearest) -> str:
+    """How many devices would be enough."""
+    enough = found.enough
+    if enough is None:
+        return "How many devices would be enough is not known."
+    memory = enough.memory.device_bytes
+    return (
+        f"Enough would be {found.devices:,} devices: {enough.layout}, "
+        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} of each."
+    )
 
 
 def undecided_text(found: Found) -> str:
@@ -65,11 +118,11 @@ def undecided_text(found: Found) -> str:
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
 
 
-def _row(number: int, one: Estimate, why: str) -> tuple[str, ...]:
+def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
     time = one.time
     return (
-        str(number), str(one.layout), f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}",
-        f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", f"{one.memory.device_bytes / GIB:.1f}", why,
+        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
+        f"{one.mfu:.1%}", unit.number(one.memory.device_bytes),
     )  # fmt: skip
 
 
@@ -79,46 +132,87 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
         return f"the recipe's own layout: {own}"
     fits = "" if own.fits else ", which does not fit"
     beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
+    memory = own.memory.device_bytes
     return (
-        f"the recipe's own layout: {own.layout}, {own.time.seconds:.4g} s{beside}; "
-        f"{own.memory.device_bytes / GIB:.1f} GiB{fits}"
+        f"the recipe's own layout: {own.layout}, {around(own.problem, own.time.seconds)}{beside}; "
+        f"{Unit.of(memory).say(memory)}{fits}"
     )
 
 
-def estimate_text(one: Estimate) -> str:
+def estimate_text(one: Estimate, width: int = WIDE) -> str:
     """One layout: its time by part, its memory by category and by item."""
     time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
-    lines = [
+    unit = Unit.of(memory.device_bytes)
+    parts = ", ".join(
+        f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
+        for part, seconds in time.breakdown.items()
+        if seconds > LEAST_PART * time.seconds
+    )
+    lines = wrapped(
         f"{one.layout}: {time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
         f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, "
-        f"{one.model_flops_per_device / 1e12:.1f} TFLOP/s a device, MFU {one.mfu:.1%}",
-        "  time: " + ", ".join(
-            f"{part} {seconds:.3g} s ({seconds / time.seconds:.0%})"
-            for part, seconds in time.breakdown.items()
-            if seconds
-        ),
-    ]  # fmt: skip
-    verdict = "fits" if one.fits else f"does not fit: {(memory.device_bytes - room) / GIB:.1f} GiB too much"
-    where = f" on rank {memory.pp_rank} of pp" if one.layout.pp > 1 else ""
-    lines.append(
-        f"  memory: {memory.device_bytes / GIB:.1f} of {room / GIB:.1f} GiB, {verdict}; "
-        f"fullest{where} at {memory.moment}"
+        f"{_flops(one.model_flops_per_device)} a device, MFU {one.mfu:.1%}",
+        width,
+        "  ",
     )
-    lines += [f"  {line}" for line in table(list(_bill(one)))]
-    lines += [f"  warning: {line}" for line in one.warnings]
+    lines += wrapped(f"  time: {parts}", width, "    ")
+    over = memory.device_bytes - room
+    verdict = "fits" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
+    where = f" on rank {memory.pp_rank} of pp" if one.layout.pp > 1 else ""
+    lines += wrapped(
+        f"  memory: {unit.say(memory.device_bytes)} of {Unit.of(room).say(room)}, {verdict}; "
+        f"fullest{where} at {memory.moment}",
+        width,
+        "    ",
+    )
+    figures = table([row[:2] for row in _bill(one, unit)])
+    for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
+        lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
+    for said in one.warnings:
+        lines += wrapped(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
 
 
-def _bill(one: Estimate) -> Iterator[tuple[str, ...]]:
-    yield "", "GiB", "of which"
+def share_text(share: float) -> str:
+    """Of a whole."""
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+    yield "", unit.name, "of which"
     memory = one.memory
     for category, size in memory.by_category().items():
         if not size:
             continue
         largest = by_layers(item for item in memory.items if item.category == category)
-        named = ", ".join(f"{item.name} {item.bytes / GIB:.2f}" for item in largest[:3] if item.bytes >= 0.005 * GIB)
-        more = f" and {len(largest) - 3} more" if len(largest) > 3 and named else ""
-        yield category, f"{size / GIB:.2f}", named + more
+        named = [f"{item.name} {unit.number(item.bytes)}" for item in largest[:3] if item.bytes >= 0.005 * unit.bytes]
+        more = f" and {len(largest) - len(named)} more" if named and len(largest) > len(named) else ""
+        yield category, unit.number(size), ", ".join(named) + more
+
+
+def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
+    """Every tensor of a rank when its memory is fullest, those of layers that are alike in a line."""
+    unit = Unit.of(memory.peak_bytes)
+    head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
+    rows = [
+        (
+            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
+            "-" if item.stage is None else str(item.stage), there(item),
+        )
+        for item in by_layers(memory.items)
+    ]  # fmt: skip
+    title = f"rank {memory.pp_rank} of pp at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "there", "type", "shape"))])
+
+
+def there(item: Item) -> str:
+    """From when to when memory holds it."""
+    return "for that moment" if item.first == item.last else f"{item.first} to {item.last}"
+
+
+def shape_text(shape: Sequence[float]) -> str:
+    """Sizes, as people write them; "-" where there are none."""
+    return " x ".join(f"{size:,.0f}" for size in shape) or "-"
 
 
 def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
@@ -136,12 +230,12 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
     return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
-def explain_text(rows: Sequence[Row], most: int = 24) -> str:
+def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
     """The table of operations, longest first."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
-            row.name, row.phase, f"{row.count:g}", " x ".join(f"{size:,.0f}" for size in row.shape),
+            row.name, row.phase, f"{row.count:g}", shape_text(row.shape),
             f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{row.intensity:,.0f}", row.bound,
             f"{row.seconds * 1e3:,.3f}", f"{row.share:.1%}",
         )
@@ -149,11 +243,18 @@ def explain_text(rows: Sequence[Row], most: int = 24) -> str:
     ]  # fmt: skip
     rest = sum(row.share for row in rows[most:])
     more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
-    return "\n".join(["one micro-batch on one rank:", *table([head, *shown]), *more])
+    where = f" on rank {pp_rank} of pp" if layout.pp > 1 else ""
+    total = sum(row.seconds for row in rows)
+    title = (
+        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
+        f"micro-batch{'es' * (layout.micro_batches > 1)} a step"
+    )
+    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need; the second one and words left, numbers right."""
+    """Columns as wide as they need; words left, numbers right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
     return [
@@ -163,6 +264,56 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
+    """The table without as many of the droppable columns, one after another, as do not fit into `width`."""
+    kept = [list(row) for row in rows]
+    lines = table(kept)
+    for name in droppable:
+        if max(map(len, lines)) <= width:
+            break
+        at = kept[0].index(name)
+        kept = [[*row[:at], *row[at + 1 :]] for row in kept]
+        lines = table(kept)
+    return lines
+
+
+def wrapped(line: str, width: int, indent: str) -> list[str]:
+    """The line in as many as it takes, those after the first indented; a word that is too long stays whole. Several
+    spaces stay several: columns stand in them."""
+    if len(line) <= width or width - len(indent) < LEAST_WORDS:
+        return [line]
+    at = line.rfind(" ", len(indent) + 1, width + 1)
+    if at < 0 or not line[:at].strip():
+        return [line]
+    return [line[:at].rstrip(), *wrapped(indent + line[at:].lstrip(), width, indent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What bytes are counted in."""
+
+    name: str
+    bytes: float
+
+    @classmethod
+    def of(cls, largest: float) -> Unit:
+        """In which the largest of several sizes has a digit before the point."""
+        return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
+
+    def number(self, size: float) -> str:
+        return f"{size / self.bytes:,.2f}"
+
+    def say(self, size: float) -> str:
+        return f"{size / self.bytes:,.1f} {self.name}"
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
 def _count(number: int) -> str:

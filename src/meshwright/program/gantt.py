@@ -96,6 +96,41 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, title:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> str:
+    """The whole of a long program in `width` pixels, its rows as low as `height` asks for: a colour for each kind of
+    step, no names. Steps of a kind are one path, so that a hundred thousand of them are a picture still."""
+    spans = [span for span in timeline.spans if span.end > span.start]
+    left = MARGIN + NAMES
+    plot = width - left - 2 * MARGIN
+    scale = plot / (timeline.end or 1.0)
+    pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
+    bar = pitch - (GAP if pitch > 12 else 1)
+    legend, top = _legend(spans, "", left, width - MARGIN, 19)
+    tall = top + len(timeline.tracks) * pitch + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mw" width="{width}" height="{tall}" '
+        f'viewBox="0 0 {width} {tall}" role="img" aria-label="{escape(timeline.title)}">',
+        f"<style>{STYLE}</style>",
+        *legend,
+    ]
+    named = -(-14 // pitch)  # so many rows to a name
+    for track, name in enumerate(timeline.tracks):
+        y = top + track * pitch
+        if track % named == 0:
+            parts.append(f'<text class="small" x="{MARGIN}" y="{y + bar / 2 + 4:.0f}">{escape(name)}</text>')
+        parts.append(f'<rect class="row" x="{left}" y="{y}" width="{plot:.1f}" height="{bar}"/>')
+    paths: dict[str, list[str]] = {}
+    for span in spans:
+        fraction = bar / span.lanes
+        above = top + span.track * pitch + span.lane * fraction
+        wide = max((span.end - span.start) * scale - 0.3, 0.3)
+        path = f"M{left + span.start * scale:.1f} {above:.1f}h{wide:.1f}v{fraction:.1f}h-{wide:.1f}z"
+        paths.setdefault(_colour(span)[0], []).append(path)
+    parts += [f'<path style="fill:{fill}" d="{"".join(path)}"/>' for fill, path in paths.items()]
+    parts += _axis(timeline.end or 1.0, scale, left, top + len(timeline.tracks) * pitch)
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def draw_html(timeline: Timeline, table: Sequence[Sequence[str]] = (), summary: str = "", arrows: bool = False) -> str:
     """A page of its own: the picture, one line of summary, a table whose first row is its head."""
     rows = "".join(
