@@ -105,8 +105,18 @@ def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_
     [
         ('tokenizer = "TOKENS"', 'family = "llama"', 1234, None),
         ('tokenizer = "bytes"', 'family = "llama"', 257, None),
-        ('tokenizer = "wordpiece"\nvocabulary = 999', 'family = "llama"', 999, "vocabulary 999: the most that the wordp"),
-        ('tokenizer = "nowhere/of/mine"', 'preset = "llama-tiny"', 2048, "vocabulary 2,048, that of llama-tiny: data.tok"),
+        (
+            'tokenizer = "wordpiece"\nvocabulary = 999',
+            'family = "llama"',
+            999,
+            "vocabulary 999: the most that the wordp",
+        ),
+        (
+            'tokenizer = "nowhere/of/mine"',
+            'preset = "llama-tiny"',
+            2048,
+            "vocabulary 2,048, that of llama-tiny: data.tok",
+        ),
         ('tokenizer = "nowhere"', 'family = "llama"\nvocabulary = 700', 700, None),
     ],
 )
@@ -130,7 +140,8 @@ def test_a_vocabulary_is_read_or_said_to_be_assumed(
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "no such file"), ("{", "no tokenizer.json"), ('{"model": {"vocab": 3}}', "no tokenizer")]
+    ("content", "why"),
+    [(None, "no such file"), ("{", "no tokenizer.json"), ('{"model": {"vocab": 3}}', "no tokenizer")],
 )
 def test_a_vocabulary_that_nothing_says_is_refused(
     tmp_path: Path, content: str | None, why: str, capsys: pytest.CaptureFixture[str]

@@ -159,6 +159,46 @@ def test_what_does_not_fit_says_what_would():
             assert one.change and one.change.split(":")[0][:2] in str(one.instead) + "another norms mb tp:nosp"
 
 
+@pytest.mark.parametrize("erring", [1.0, 0.1])
+def test_what_does_not_fit_would_be_faster_and_is_not_among_what_was_found(
+    erring: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever closed forms say of the time of what is too large."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
+    every = screen(problem)
+    too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
+    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipes])[every.pipe]] *= erring
+    monkeypatch.setattr(search_room, "screen", lambda problem: every)
+    found = search(problem, 20)
+    assert found.advice and list(found.advice) == sorted(found.advice, key=lambda one: one.seconds)
+    for one in found.advice:
+        exact = priced(problem, one.layout)
+        assert not exact.fits and one.layout not in [each.layout for each in found.best]
+        assert one.seconds == pytest.approx(exact.time.seconds) and one.seconds < found.best[0].time.seconds
+        if one.instead is not None:
+            assert one.instead_seconds == pytest.approx(priced(problem, one.instead).time.seconds)
+
+
+def test_what_fits_by_the_ledger_alone_is_found_and_not_said_to_be_too_large():
+    """Memory for a layout by its ledger, and less than its closed form asks for."""
+    problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
+    every = screened("one node")
+    needed = search_room.on_device(problem, every.bytes)
+    closed = {layout_of(problem, every.ways[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, needed)), strict=True
+    )}  # fmt: skip
+    for one in found.best:
+        exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
+        if exact * 1.03 < closed[one.layout] < exact * search_room.DOUBT_ABOVE:
+            break
+    else:
+        pytest.fail("no closed form asks for more than the ledger")
+    narrow = cluster({"device": {"like": "a100-40", "memory_bytes": exact}, "devices": 8})
+    again = search(dataclasses.replace(problem, cluster=narrow), 20)
+    assert one.layout in [each.layout for each in again.best]
+    assert one.layout not in [each.layout for each in again.advice]
+
+
 def test_where_nothing_fits_nothing_is_promised():
     found = search(dataclasses.replace(PROBLEMS["megatron"], cluster=cluster("8xa100-40"), batch=8), 3)
     assert found.best == () and found.searched > 0

@@ -73,8 +73,8 @@ def said_by(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """The model of a recipe, and what was assumed of its vocabulary; None where nothing was. A tokenizer that is trained
-    on the data is taken to get as many tokens as it may. `UserError` where nothing says how many there are."""
+    """The model of a recipe, and what was assumed of its vocabulary; None where nothing was. A tokenizer that is
+    trained on the data is taken to get as many tokens as it may. `UserError` where nothing says how many there are."""
     model, data = recipe.model, recipe.data
     assumed = None
     if model.vocabulary is not None:
@@ -104,8 +104,8 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
 
 
 def tokens_of(tokenizer: str) -> int:
-    """How many tokens a tokenizer.json, or the one of a directory, knows: one more than the highest id. `UserError` where
-    it cannot be read."""
+    """How many tokens a tokenizer.json, or the one of a directory, knows: one more than the highest id. `UserError`
+    where it cannot be read."""
     path = Path(tokenizer).expanduser()
     try:
         file = path / "tokenizer.json" if path.is_dir() else path
