@@ -174,11 +174,14 @@ def test_requests_are_answered_by_the_line(tmp_path: Path):
         assert "not JSON" in second["error"] and "a100-40" in third["error"]
 
 
-def test_a_recipe_of_preferences_is_told_what_is_not_priced(tiny_recipe: Path):
-    arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--layout", "dp1")
-    assert "a loss of preferences" not in run(*arguments)
+def test_a_recipe_of_preferences_is_priced_as_what_it_is(tiny_recipe: Path):
+    def seconds(*more: str) -> float:
+        arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--json", *more)
+        return float(json.loads(run(*arguments))["layouts"][0]["step_seconds"])
+
+    before = seconds("--layout", "dp1"), seconds()
     tiny_recipe.write_text(tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"'))
-    assert "a loss of preferences makes the head's logits once more" in run(*arguments)
+    assert seconds("--layout", "dp1") > before[0] and seconds() > before[1]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,19 @@ def test_all_at_once_is_each_by_itself(name: str):
         assert every.seconds[at] == pytest.approx(alone.seconds, rel=1e-9), str(layout)
 
 
+def test_pairs_are_searched_as_they_are_priced():
+    """Their logits are made twice."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16", pairs=True)
+    alone = step_time(
+        problem.config, (one := search(problem, 1).best[0]).layout, problem.cluster, 1024, 64, pairs=True
+    )  # fmt: skip
+    assert one.time.seconds == pytest.approx(alone.seconds)
+    tokens = 1024 * 64 / 8
+    twice = 2 * tokens * problem.config.hidden * problem.config.vocabulary / problem.cluster.peak("fp16")
+    next_token = priced(dataclasses.replace(problem, pairs=False), one.layout).time.seconds
+    assert next_token + twice < one.time.seconds < next_token + 4 * twice
+
+
 @pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
 def test_memory_in_closed_form_is_near_the_ledgers(name: str):
     """Where it is further off (few micro-batches, queues of weight gradients), the search corrects it by the ledger of

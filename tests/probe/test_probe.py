@@ -268,6 +268,8 @@ def test_where_training_steps_fail_on_a_rank_all_else_is_kept_and_it_is_named(fo
     ]
     assert [each(None, 1.0) for each in steps] == [[], []]
     assert {(each.failed["rank"], each.failed["line"]) for each in steps} == {(1, "ValueError: no such instruction")}
+    later = probe_ranks._Steps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
+    assert later(None, 1.0) == [] and later.failed["rank"] == 1
     told = {**found, "failed": steps[1].failed}
     line = "failed on rank 1 (on host-0), and predicted times will be less sure; all else was measured: ValueError: no"
     tables = cluster_tables(told, "cpu")

@@ -157,7 +157,7 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
     if step is None:
         step = Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-            in_place(problem.cluster, problem.precision, problem.engine),
+            in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
         )  # fmt: skip
     time = step.priced(problem.optimizer)
     memory = fullest(problem, layout)
@@ -204,8 +204,6 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append(problem.assumed)
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
-    if problem.pairs:
-        found.append("time is that of next-token training: a loss of preferences makes the head's logits once more")
     if problem.precision == "fp8":
         found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
     if problem.compile and not memory.compiled:

@@ -223,6 +223,7 @@ def _pipeline(one: Estimate) -> Iterator[str]:
         engine=problem.engine,
         documents=problem.documents,
         in_place=in_place(problem.cluster, problem.precision, problem.engine),
+        pairs=problem.pairs,
     )
     if short != layout:
         yield f'<p class="muted">with {short.micro_batches} of its {layout.micro_batches} micro-batches</p>'
