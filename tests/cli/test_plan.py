@@ -100,6 +100,63 @@ def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_
     assert json.loads(run("plan", str(recipe), "--cluster", "1xa100-80", "--json"))["layouts"][0]["fits"]
 
 
+@pytest.mark.parametrize(
+    ("data", "model", "parameters_of", "said"),
+    [
+        ('tokenizer = "TOKENS"', 'family = "llama"', 1234, None),
+        ('tokenizer = "bytes"', 'family = "llama"', 257, None),
+        (
+            'tokenizer = "wordpiece"\nvocabulary = 999',
+            'family = "llama"',
+            999,
+            "vocabulary 999: the most that the wordp",
+        ),
+        (
+            'tokenizer = "nowhere/of/mine"',
+            'preset = "llama-tiny"',
+            2048,
+            "vocabulary 2,048, that of llama-tiny: data.tok",
+        ),
+        ('tokenizer = "nowhere"', 'family = "llama"\nvocabulary = 700', 700, None),
+    ],
+)
+def test_a_vocabulary_is_read_or_said_to_be_assumed(
+    tmp_path: Path, data: str, model: str, parameters_of: int, said: str | None
+):
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0, "b": 1200}}, "added_tokens": [{"id": 1233, "content": "</s>"}]})
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'layout = "dp1"\n[model]\n{model}\nlayers = 2\nhidden = 64\nheads = 2\nkv_heads = 2\nhead_dim = 32\n'
+        f'intermediate = 192\ntied = false\n[data]\nsource = "stdlib"\n{data.replace("TOKENS", str(tmp_path))}\n'
+        "sequence = 64\n[train]\nsteps = 3\nbatch = 8\nlearning_rate = 1e-3\n"
+    )
+    document = json.loads(run("plan", str(recipe), "--cluster", "1xa100-80", "--json"))
+    of_layer = 4 * 64 * 64 + 3 * 64 * 192 + 2 * 64
+    assert document["model"]["parameters"] == 2 * of_layer + 64 + 2 * 64 * parameters_of
+    warnings = " ".join(document["layouts"][0].get("warnings", ()))
+    assert (said in warnings) if said else "vocabulary" not in warnings
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "no such file"), ("{", "no tokenizer.json"), ('{"model": {"vocab": 3}}', "no tokenizer")],
+)
+def test_a_vocabulary_that_nothing_says_is_refused(
+    tmp_path: Path, content: str | None, why: str, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer, recipe = tmp_path / "tokens.json", tmp_path / "recipe.toml"
+    if content is not None:
+        tokenizer.write_text(content)
+    recipe.write_text(
+        'layout = "dp1"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 2\n[data]\nsource = "stdlib"\n'
+        f'tokenizer = "{tokenizer}"\nsequence = 64\n[train]\nsteps = 3\nbatch = 8\nlearning_rate = 1e-3\n'
+    )
+    said = refused(capsys, "plan", str(recipe), "--cluster", "1xa100-80")
+    assert f'data.tokenizer: "{tokenizer}" cannot be read' in said and why in said and "say model.vocabulary" in said
+
+
 def test_requests_are_answered_by_the_line(tmp_path: Path):
     good: dict[str, Any] = {
         "model": "gpt2",
@@ -117,11 +174,14 @@ def test_requests_are_answered_by_the_line(tmp_path: Path):
         assert "not JSON" in second["error"] and "a100-40" in third["error"]
 
 
-def test_a_recipe_of_preferences_is_told_what_is_not_priced(tiny_recipe: Path):
-    arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--layout", "dp1")
-    assert "a loss of preferences" not in run(*arguments)
+def test_a_recipe_of_preferences_is_priced_as_what_it_is(tiny_recipe: Path):
+    def seconds(*more: str) -> float:
+        arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--json", *more)
+        return float(json.loads(run(*arguments))["layouts"][0]["step_seconds"])
+
+    before = seconds("--layout", "dp1"), seconds()
     tiny_recipe.write_text(tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"'))
-    assert "a loss of preferences makes the head's logits once more" in run(*arguments)
+    assert seconds("--layout", "dp1") > before[0] and seconds() > before[1]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,19 @@ def test_all_at_once_is_each_by_itself(name: str):
         assert every.seconds[at] == pytest.approx(alone.seconds, rel=1e-9), str(layout)
 
 
+def test_pairs_are_searched_as_they_are_priced():
+    """Their logits are made twice."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16", pairs=True)
+    alone = step_time(
+        problem.config, (one := search(problem, 1).best[0]).layout, problem.cluster, 1024, 64, pairs=True
+    )  # fmt: skip
+    assert one.time.seconds == pytest.approx(alone.seconds)
+    tokens = 1024 * 64 / 8
+    twice = 2 * tokens * problem.config.hidden * problem.config.vocabulary / problem.cluster.peak("fp16")
+    next_token = priced(dataclasses.replace(problem, pairs=False), one.layout).time.seconds
+    assert next_token + twice < one.time.seconds < next_token + 4 * twice
+
+
 @pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
 def test_memory_in_closed_form_is_near_the_ledgers(name: str):
     """Where it is further off (few micro-batches, queues of weight gradients), the search corrects it by the ledger of
@@ -157,6 +170,47 @@ def test_what_does_not_fit_says_what_would():
             assert priced(problem, one.instead).fits, str(one.instead)
             assert one.instead_seconds is not None and one.instead_seconds >= 0.99 * found.best[0].time.seconds
             assert one.change and one.change.split(":")[0][:2] in str(one.instead) + "another norms mb tp:nosp"
+
+
+@pytest.mark.parametrize("erring", [1.0, 0.1])
+def test_what_does_not_fit_would_be_faster_and_is_not_among_what_was_found(
+    erring: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever closed forms say of the time of what is too large."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
+    every = screen(problem)
+    too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
+    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipes])[every.pipe]] *= erring
+    monkeypatch.setattr(search_room, "screen", lambda problem: every)
+    found = search(problem, 20)
+    assert found.advice or erring < 1
+    assert list(found.advice) == sorted(found.advice, key=lambda one: one.seconds)
+    for one in found.advice:
+        exact = priced(problem, one.layout)
+        assert not exact.fits and one.layout not in [each.layout for each in found.best]
+        assert one.seconds == pytest.approx(exact.time.seconds) and one.seconds < found.best[0].time.seconds
+        if one.instead is not None:
+            assert one.instead_seconds == pytest.approx(priced(problem, one.instead).time.seconds)
+
+
+def test_what_fits_by_the_ledger_alone_is_found_and_not_said_to_be_too_large():
+    """Memory for a layout by its ledger, and less than its closed form asks for."""
+    problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
+    every = screened("one node")
+    needed = search_room.on_device(problem, every.bytes)
+    closed = {layout_of(problem, every.ways[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, needed)), strict=True
+    )}  # fmt: skip
+    for one in found.best:
+        exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
+        if exact * 1.03 < closed[one.layout] < exact * search_room.DOUBT_ABOVE:
+            break
+    else:
+        pytest.fail("no closed form asks for more than the ledger")
+    narrow = cluster({"device": {"like": "a100-40", "memory_bytes": exact}, "devices": 8})
+    again = search(dataclasses.replace(problem, cluster=narrow), 20)
+    assert one.layout in [each.layout for each in again.best]
+    assert one.layout not in [each.layout for each in again.advice]
 
 
 def test_where_nothing_fits_nothing_is_promised():

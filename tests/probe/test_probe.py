@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from meshwright.comm.local import LocalRanks
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
 from meshwright.plan.cluster import cluster
 from meshwright.plan.measured import FORMS, read
 from meshwright.probe.communication import OPERATIONS, slowest_median
 from meshwright.probe.points import Effort, Point, call_of, time_call
 from meshwright.probe.report import cluster_tables, document, rate_and_latency, summary, write_cluster_file
 from meshwright.train import probe_ranks
+from meshwright.train.launcher import LaunchSpec, launch
+from meshwright.train.rendezvous import Place
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
 
@@ -249,6 +253,57 @@ def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
     assert list(steps) == ["dp2 fp32", "tp2 fp32", "cp2 fp32"] and min(steps.values()) > 0.01
 
 
+def test_where_training_steps_fail_on_a_rank_all_else_is_kept_and_it_is_named(found: dict[str, Any]):
+    """Rank 1 fails, and rank 0 loses it in a call."""
+    store = HashStore()
+
+    def failing(error: Exception) -> Callable[..., Any]:
+        def measure(*_: Any) -> Any:
+            raise error
+
+        return measure
+
+    steps = [
+        probe_ranks._Steps(failing(error), Place(rank, 2, rank, "env://", "test"), store)
+        for rank, error in ((1, ValueError("no such\ninstruction")), (0, RankLost("rank 1 has ended")))
+    ]
+    assert [each(None, 1.0) for each in steps] == [[], []]
+    assert {(each.failed["rank"], each.failed["line"]) for each in steps} == {(1, "ValueError: no such instruction")}
+    later = probe_ranks._Steps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
+    assert later(None, 1.0) == [] and later.failed["rank"] == 1
+    told = {**found, "failed": steps[1].failed}
+    line = "failed on rank 1 (on host-0), and predicted times will be less sure; all else was measured: ValueError: no"
+    tables = cluster_tables(told, "cpu")
+    assert [
+        row for row in summary(told, tables, "here.toml").splitlines() if line in row and row.startswith("warning: ")
+    ]
+    assert line in document(told, tables, "here.toml")["failed"]["line"]
+    assert document(found, tables, "here.toml")["failed"] is None
+    alone = probe_ranks._Steps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
+    assert alone(None, 1.0) == [] and alone.failed["line"] == "MemoryError: too much"
+
+
+def test_a_rank_that_was_lost_in_training_steps_is_lost():
+    def lose(*_: Any) -> Any:
+        raise RankLost("rank 1 was killed")
+
+    steps = probe_ranks._Steps(lose, Place(0, 2, 0, "env://", "test"), HashStore())
+    with pytest.raises(RankLost, match="rank 1 was killed"):
+        steps(None, 1.0)
+
+
+def test_a_rank_that_is_killed_ends_the_probe_in_a_line(tmp_path: Path):
+    """Neither a checkpoint nor a report of the calls: both are of runs."""
+    said: list[str] = []
+    command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    spec = LaunchSpec({}, 2, tmp_path, command=command, trains=False, log=said.append)
+    with pytest.raises(
+        RankLost, match=r"rank \d .*was killed by signal 9 \(SIGKILL\) before it was done; nothing was"
+    ) as lost:
+        launch(spec)
+    assert said == [] and "checkpoint" not in str(lost.value) and "\n" not in str(lost.value)
+
+
 @pytest.mark.parametrize("ranks", [0, 65])
 def test_impossible_numbers_of_ranks_are_refused(ranks: int):
     with pytest.raises(UserError, match="right would be 1 to 64"):
@@ -256,8 +311,6 @@ def test_impossible_numbers_of_ranks_are_refused(ranks: int):
 
 
 def test_hosts_with_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
-    from meshwright.train.rendezvous import Place
-
     class Store(dict):
         set = dict.__setitem__
 

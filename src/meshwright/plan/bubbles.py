@@ -39,12 +39,16 @@ def closed_makespan(
     [kinds of ranks]: how many ranks there are of each kind; transfer [...]: seconds of a message. With F, B and W those
     of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al. 2021, arXiv:2104.04473,
     section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2 W (Qi et al. 2023,
-    arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's.
+    arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. None is faster than one micro-batch
+    goes through all stages and back, and the others through one stage meanwhile: of fewer micro-batches than ranks that
+    is what counts. Under GEMS two are under way, and backwards of all micro-batches follow one another (Li and Hoefler
+    2021, figure 2).
     """
     whole = phases.sum(axis=0)
     busiest = whole.argmax(axis=-1)[..., None]
     most = np.take_along_axis(whole, busiest, -1)[..., 0]
-    f, b, w = ((times * counts).sum(-1) - np.take_along_axis(times, busiest, -1)[..., 0] for times in phases)
+    busy = [np.take_along_axis(times, busiest, -1)[..., 0] for times in phases]
+    f, b, w = ((times * counts).sum(-1) - own for times, own in zip(phases, busy, strict=True))
     none = np.zeros(())
     bubble = {
         "zb-h1": lambda: np.maximum(none, f + b - w),
@@ -63,7 +67,13 @@ def closed_makespan(
     messages: Floats = np.asarray(2 * (stages - 1) * transfer, dtype=np.float64)
     if schedule == "1f1b":
         messages = messages + 2 * transfer * (micro_batches - 1) * (ranks - 1) / ranks
-    return micro_batches * most + bubble + messages, messages
+    if schedule == "gems":
+        return micro_batches * (b + w + most - busy[0]) + f + busy[0] + messages, messages
+    left = busy[2] if schedule in SPLIT_SCHEDULES else none  # may wait until nobody needs this rank
+    pieces = 2 if schedule in V_SHAPED else chunks
+    queue = micro_batches / 2 if schedule in BIDIRECTIONAL_SCHEDULES else micro_batches
+    through = f + b + (none if schedule in SPLIT_SCHEDULES else w) + most - left + (queue - 1) * (most - left) / pieces
+    return np.maximum(micro_batches * most + bubble, through + left / pieces) + messages, messages
 
 
 def in_flight(

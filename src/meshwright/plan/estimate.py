@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
-from meshwright.plan.models import is_recipe, model_of, recipe_of
+from meshwright.plan.models import config_of, is_recipe, model_of, recipe_of
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
@@ -110,13 +110,14 @@ def problem_of(
         raise UserError(f"documents: takes a number, at least 1, not {documents!r}")
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
-    config = model_of(model)
+    recipe = recipe_of(str(model)) if is_recipe(model) else None
+    config, assumed = (model_of(model), None) if recipe is None else config_of(recipe)
     chosen = precision or default_precision(where)
     where.peak(chosen)
-    pairs = is_recipe(model) and recipe_of(str(model)).objective != "next-token"
+    pairs = recipe is not None and recipe.objective != "next-token"
     return Problem(
         config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
-        pairs,
+        pairs, assumed,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
     if step is None:
         step = Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-            in_place(problem.cluster, problem.precision, problem.engine),
+            in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
         )  # fmt: skip
     time = step.priced(problem.optimizer)
     memory = fullest(problem, layout)
@@ -199,10 +200,10 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
     if config.head == "masked":
         found.append(f"{MASKED_SHARE:.0%} of the tokens are taken to be masked: the head sees these alone")
+    if problem.assumed is not None:
+        found.append(problem.assumed)
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
-    if problem.pairs:
-        found.append("time is that of next-token training: a loss of preferences makes the head's logits once more")
     if problem.precision == "fp8":
         found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
     if problem.compile and not memory.compiled:

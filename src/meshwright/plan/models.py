@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ from meshwright.names import TOKENIZERS, unknown
 if TYPE_CHECKING:
     from meshwright.layout import Layout
     from meshwright.recipe import Recipe
+
+
+OF_BYTES = 257
+"""Tokens of a tokenizer of bytes: with the end of a text."""
 
 
 def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
@@ -33,7 +38,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model {text[:80]!r}: no such file ({error})") from None
     if path.suffix == ".toml":
-        return _of_recipe(path)
+        return config_of(recipe_of(path))[0]
     if path.exists() or path.suffix == ".json" or "/" in text:
         return ModelConfig.from_path(path)
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
@@ -44,10 +49,6 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 def is_recipe(wanted: object) -> bool:
     """Whether a recipe is meant."""
     return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
-
-
-def _of_recipe(path: Path) -> ModelConfig:
-    return config_of(recipe_of(path))
 
 
 def recipe_of(wanted: str | Path) -> Recipe:
@@ -71,10 +72,51 @@ def said_by(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
     return {name: own[name] if value is None else value for name, value in said.items()}
 
 
-def config_of(recipe: Recipe) -> ModelConfig:
-    """The model of a recipe; where only prepared data would say how large the tokenizer is, as large as it may get."""
-    of_bytes = 257  # and the end of text
-    vocabulary = recipe.model.vocabulary or (of_bytes if recipe.data.tokenizer == "bytes" else recipe.data.vocabulary)
-    if recipe.model.from_path is not None and recipe.data.tokenizer not in TOKENIZERS:
+def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
+    """The model of a recipe, and what was assumed of its vocabulary; None where nothing was. A tokenizer that is
+    trained on the data is taken to get as many tokens as it may. `UserError` where nothing says how many there are."""
+    model, data = recipe.model, recipe.data
+    assumed = None
+    if model.vocabulary is not None:
+        vocabulary = model.vocabulary
+    elif data.tokenizer == "bytes":
+        vocabulary = OF_BYTES
+    elif data.tokenizer in TOKENIZERS:
+        vocabulary = data.vocabulary
+        if model.from_path is None:
+            assumed = f"vocabulary {vocabulary:,}: the most that the {data.tokenizer} tokenizer may learn of the data"
+    elif model.from_path is not None:
         vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
-    return config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
+    else:
+        vocabulary, assumed = _of_files(data.tokenizer, model.preset)
+    return config_from_recipe(model, data.sequence, vocabulary), assumed
+
+
+def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
+    """How many tokens the tokenizer has that lies at a path, or has the preset where that cannot be read here."""
+    try:
+        return tokens_of(tokenizer), None
+    except UserError as error:
+        if preset_name is None:
+            raise UserError(f"{error}; or say model.vocabulary") from None
+        own = preset(preset_name).vocabulary
+        return own, f"vocabulary {own:,}, that of {preset_name}: {error}"
+
+
+def tokens_of(tokenizer: str) -> int:
+    """How many tokens a tokenizer.json, or the one of a directory, knows: one more than the highest id. `UserError`
+    where it cannot be read."""
+    path = Path(tokenizer).expanduser()
+    try:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        found = json.loads(file.read_bytes())
+        vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max((*ids, *(token["id"] for token in found.get("added_tokens") or ())))) + 1
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        reason = "it is no tokenizer.json"
+    raise UserError(
+        f'data.tokenizer: "{tokenizer}" cannot be read ({reason}); known: {", ".join(TOKENIZERS)}, or a tokenizer.json'
+    )

@@ -180,6 +180,7 @@ def _pipeline(one: Estimate) -> Iterator[str]:
         engine=problem.engine,
         documents=problem.documents,
         in_place=in_place(problem.cluster, problem.precision, problem.engine),
+        pairs=problem.pairs,
     )
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = pipeline_timeline(program, simulate_pipeline(program, durations))

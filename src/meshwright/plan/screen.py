@@ -85,7 +85,7 @@ class _Ways:
         self.work = [
             MicroBatch(
                 config, way.layout, self.collectives, self.rates, way.rows, problem.sequence, engine, self.itemsize,
-                problem.documents, longer,
+                problem.documents, longer, problem.pairs,
             )
             for way in self.ways
         ]  # fmt: skip

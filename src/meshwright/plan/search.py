@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ FINAL = 20
 
 MOST_PRICED = 120
 """Exact prices that a search may take."""
+
+MOST_TOLD, MOST_LOOKED_AT = 3, 12
+"""Fast layouts that do not fit: told of, and priced exactly."""
 
 MOST_ADVICE = 4
 """Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
@@ -81,10 +84,10 @@ def search(problem: Problem, top: int = 5) -> Found:
         raise UserError(_nothing(problem))
     decided = _Decided(problem, every, max(top, FINAL))
     best = decided.estimates(top)
-    advice = tuple(_advice(problem, every, decided.room, {layout for *_, layout in decided.best}))
+    advice = sorted(_advice(decided, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
     return Found(
         problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
-        tuple(decided.differences), advice, every, decided.undecided(best, top),
+        tuple(decided.differences), tuple(advice), every, decided.undecided(best, top),
     )  # fmt: skip
 
 
@@ -111,6 +114,8 @@ class _Decided:
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = Makespans()
+        self.kinds = self._kinds()
+        self.factors: dict[int, float] = {}
         self.stopped = False
         self._decide(wanted)
 
@@ -125,8 +130,7 @@ class _Decided:
         left = needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
         self.told = told = np.where(left, every.seconds, np.inf)
-        kinds = self._kinds()
-        factors: dict[int, float] = {}
+        kinds, factors = self.kinds, self.factors
         memory = self._memory_kinds()
         for _ in range(MOST_PRICED):
             at = int(told.argmin())
@@ -135,9 +139,7 @@ class _Decided:
             closed = told[at]
             told[at], left[at] = np.inf, False
             layout = self.layout(at)
-            try:
-                refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
-            except UserError:
+            if not self.takes(layout):
                 continue
             if needed[at] * DOUBT_BELOW > self.room:
                 exact = device_bytes(problem, layout)
@@ -147,7 +149,7 @@ class _Decided:
                 told[too_large], left[too_large] = np.inf, False
                 if exact > self.room:
                     continue
-            seconds = self._step(at, layout).priced(problem.optimizer, parts=False).seconds
+            seconds = self.seconds(at, layout)
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
                 alike = (kinds == kind) & left
@@ -178,6 +180,28 @@ class _Decided:
         of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
+    def takes(self, layout: Layout) -> bool:
+        """Whether training does; of what is only planned, whether it can be."""
+        try:
+            refuse(layout, self.problem.config, self.problem.batch, self.problem.sequence, planning=self.problem.only_planned)
+        except UserError:
+            return False
+        return True
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether training takes it, and devices have room for it."""
+        return self.takes(layout) and device_bytes(self.problem, layout) <= self.room
+
+    def seconds(self, at: int, layout: Layout) -> float:
+        """Of a step, exactly."""
+        return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
+
+    def expected(self) -> Array:
+        """Closed forms, corrected by what the simulator said of their kind."""
+        factor = np.ones(int(self.kinds.max()) + 1)
+        factor[list(self.factors)] = list(self.factors.values())
+        return np.asarray(self.every.seconds * factor[self.kinds])
+
     def _step(self, at: int, layout: Layout) -> Step:
         """Of what the screen and the simulator have said already."""
         problem, work = self.problem, self.every.work[self.every.way[at]]
@@ -187,7 +211,11 @@ class _Decided:
         )  # fmt: skip
 
     def layout(self, at: int) -> Layout:
-        return _layout(self.problem, self.every, at)
+        every = self.every
+        return layout_of(
+            self.problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
+            int(every.hybrid[at]),
+        )  # fmt: skip
 
     def undecided(self, best: list[Estimate], top: int) -> int:
         """How many layouts may be better than the last of the best, where the search stopped before it had seen all
@@ -231,49 +259,46 @@ def _reasons(best: list[Estimate]) -> Iterator[str]:
         )
 
 
-def _advice(problem: Problem, every: Priced, room: float, found: Container[Layout], most: int = 3) -> Iterator[Advice]:
-    """Of the fastest layouts that do not fit, each of another number of ranks on some axis."""
-    needed = on_device(problem, every.bytes)
-    fits = needed <= room
+def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
+    """Of the layouts that are faster than the first and do not fit, the fastest, each of another number of ranks on
+    some axis or with another way to recompute."""
+    problem, every, room = decided.problem, decided.every, decided.room
+    fit = on_device(problem, every.bytes) <= room
+    expected = decided.expected()
+    told = np.where(fit, np.inf, expected)
     columns = _columns(problem, every)
-    fastest = every.seconds[fits].min() if fits.any() else np.inf
-    seen: set[tuple[Any, ...]] = set()
-    order = np.flatnonzero(~fits & (every.seconds < fastest))
-    for at in order[np.argsort(every.seconds[order])]:
-        kind = tuple(columns[name][at] for name in ("tp", "cp", "pp", "recompute"))
-        if kind in seen:
+    found = 0
+    for _ in range(MOST_LOOKED_AT):
+        at = int(told.argmin())
+        if told[at] >= first or found == MOST_TOLD:
+            return
+        layout = decided.layout(at)
+        if not decided.takes(layout):
+            told[at] = np.inf
             continue
-        seen.add(kind)
-        unlike = sum((columns[name] != columns[name][at]).astype(np.int8) for name in columns)
-        near = np.flatnonzero(fits & (unlike == 1))
-        layout, size = _layout(problem, every, int(at)), float(needed[at])
-        if layout in found:  # the ledger knows better
+        seconds = decided.seconds(at, layout)
+        if seconds >= first:  # as may be all of its kind
+            told[decided.kinds == decided.kinds[at]] *= seconds / told[at]
+            told[at] = np.inf
             continue
-        if size <= room * DOUBT_ABOVE and (size := _bytes_if_taken(problem, layout)) <= room:
+        told[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        if (size := device_bytes(problem, layout)) <= room:
             continue
-        nearest = near[np.argsort(every.seconds[near])][:MOST_ADVICE]
-        chosen = next((each for each in nearest if _fits(problem, _layout(problem, every, int(each)))), None)
+        found += 1
+        near = np.flatnonzero(fit & (sum((column != column[at]).astype(np.int8) for column in columns.values()) == 1))
+        nearest = near[np.argsort(expected[near])][:MOST_ADVICE]
+        chosen = next((int(each) for each in nearest if decided.fits(decided.layout(int(each)))), None)
         if chosen is None:
-            yield Advice(layout, float(every.seconds[at]), size, None, None, None)
+            yield Advice(layout, seconds, size, None, None, None)
         else:
             name = next(name for name in columns if columns[name][chosen] != columns[name][at])
-            instead = _layout(problem, every, int(chosen))
-            change = _CHANGES[name](instead)
-            yield Advice(layout, float(every.seconds[at]), size, change, instead, float(every.seconds[chosen]))
-        if len(seen) == most:
-            return
+            instead = decided.layout(chosen)
+            yield Advice(layout, seconds, size, _CHANGES[name](instead), instead, decided.seconds(chosen, instead))
 
 
-def _fits(problem: Problem, layout: Layout) -> bool:
-    return 0 < _bytes_if_taken(problem, layout) <= problem.cluster.device.memory_bytes
-
-
-def _bytes_if_taken(problem: Problem, layout: Layout) -> float:
-    """By the ledger; 0 for what training refuses, such as a schedule with too few micro-batches."""
-    try:
-        return device_bytes(problem, layout)
-    except UserError:
-        return 0.0
+def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
+    """Which layouts are as the one at `at` in these columns."""
+    return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
 
 _CHANGES: dict[str, Any] = {
@@ -308,9 +333,3 @@ def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
         "sequence": of_way(lambda way: way.layout.tensor_sequence_parallel * 2 + (way.layout.cp_method == "ring")),
         "experts": of_way(lambda way: way.layout.ep * 1000 + way.layout.etp),
     }  # fmt: skip
-
-
-def _layout(problem: Problem, every: Priced, at: int) -> Layout:
-    return layout_of(
-        problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
-    )

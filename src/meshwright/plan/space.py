@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 class Problem:
     """What is planned: a model's training step of `batch` sequences of `sequence` tokens on a cluster. optimizer as
     in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs: whether pairs of
-    responses are learnt from, and not the next token."""
+    responses are learnt from, and not the next token; assumed: what nothing said of the model."""
 
     config: ModelConfig
     cluster: Cluster
@@ -44,6 +44,7 @@ class Problem:
     precision: str = "bf16"
     documents: float = 1.0
     pairs: bool = False
+    assumed: str | None = None
 
     @property
     def only_planned(self) -> bool:

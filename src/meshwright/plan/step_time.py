@@ -89,10 +89,12 @@ def step_time(
 
 def durations_of(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
-    documents: float = 1.0, in_place: Floats = AS_ADDED,
+    documents: float = 1.0, in_place: Floats = AS_ADDED, pairs: bool = False,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
     """The pipeline's program and the seconds of its steps, for pictures."""
-    step = Step(config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place)
+    step = Step(
+        config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place, pairs=pairs
+    )  # fmt: skip
     program = program_for(layout, config, sequence)
     forward, back, weight = cluster.time_factor * np.array(step.stages(program.stages)).sum(axis=2).T
     transfer = cluster.time_factor * step.transfer() if layout.pp > 1 else 0.0

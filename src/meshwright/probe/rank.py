@@ -112,6 +112,7 @@ def measure(
         "hosts": hosts,
         "ratios": compared_as,
         "slow": [asdict(each) for each in slow],
+        "failed": None,
         "device": _device(mesh),
         "seconds": time.perf_counter() - begun,
     }

@@ -120,8 +120,18 @@ def document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> 
         "ratios": found["ratios"],
         "threshold": THRESHOLD,
         "slow": [{**each, "line": Slow(**each).line} for each in found["slow"]],
+        "failed": found["failed"] and {**found["failed"], "line": failed_line(found)},
         "seconds": found["seconds"],
     }
+
+
+def failed_line(found: Mapping[str, Any]) -> str:
+    """Of a rank on which the training steps of the reference model failed."""
+    rank, line = found["failed"]["rank"], found["failed"]["line"]
+    return (
+        f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), and predicted times "
+        f"will be less sure; all else was measured: {line}"
+    )
 
 
 def summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> str:
@@ -172,6 +182,8 @@ def summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> s
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"warning: {Slow(**each).line}" for each in found["slow"]]
+    if found["failed"]:
+        lines.append(f"warning: {failed_line(found)}")
     lines.append(f"cluster file: {path} (in {found['seconds']:.0f} s); `--cluster this` reads it")
     return "\n".join(lines)
 

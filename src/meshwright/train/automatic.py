@@ -21,11 +21,12 @@ def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None])
     fits.
     """
     where = _devices(recipe, ranks)
+    config, assumed = config_of(recipe)
     problem = problem_of(
-        config_of(recipe), where, sequence=recipe.data.sequence, batch=recipe.train.batch,
-        optimizer=recipe.train.optimizer, compile=recipe.train.compile,
+        config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
+        compile=recipe.train.compile,
     )  # fmt: skip
-    found = search(problem, 1)
+    found = search(replace(problem, pairs=recipe.objective != "next-token", assumed=assumed), 1)
     if not found.best:
         raise UserError(
             f'layout = "auto": none of {found.searched:,} layouts fits into the memory of {where.name} '

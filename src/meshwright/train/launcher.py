@@ -48,7 +48,8 @@ class LaunchSpec:
 
     `threads`: per rank; OMP_NUM_THREADS, else this machine's processors shared out, unless given. `method`: where the
     ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
-    `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank.
+    `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank. `trains`: it takes steps and saves
+    checkpoints; else `directory` does not stay.
     """
 
     description: Mapping[str, Any]
@@ -65,6 +66,7 @@ class LaunchSpec:
         "meshwright.train.worker",
     )  # -P: not from the current directory
     output: int = 2  # where what ranks print goes: standard output is for the result alone
+    trains: bool = True
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
 
@@ -279,7 +281,7 @@ class _Attempt:
 
     def _report(self, line: str) -> None:
         """Say what every rank was doing, where they wrote it, and keep that in the run directory."""
-        if self.snapshot is not None and self.snapshot.told:
+        if self.spec.trains and self.snapshot is not None and self.snapshot.told:
             text = self.snapshot.text(line)
             kept = write_report(self.directory.lost, text)
             self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
@@ -290,7 +292,8 @@ class _Attempt:
             if not died and rank.error != "Terminated" and not rank.lost_another:
                 self._raise(rank)
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
-        line = saved[0] if saved else f"stopped by SIGTERM before a checkpoint was due; {self._resumes()}"
+        early = " before a checkpoint was due" if self.spec.trains else ""
+        line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._resumes()}"
         if self.signals.interrupted:
             raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
@@ -312,10 +315,14 @@ class _Attempt:
         return f"{line}, {where}" if where else line
 
     def _when(self) -> str:
+        if not self.spec.trains:
+            return "before it was done"
         step = self.directory.last_step()
         return "before the first step" if step is None else f"after step {step}"
 
     def _resumes(self) -> str:
+        if not self.spec.trains:
+            return "nothing was written: the same command begins again"
         checkpoint = newest(self.directory.checkpoints)
         if checkpoint is None:
             return "there is no checkpoint yet: the same command begins again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
 from meshwright.train import rendezvous, worker
 from meshwright.train.device import agree_on_device, choose_device, one_device
 from meshwright.train.hosts import agree_on_interface
@@ -23,7 +24,8 @@ from meshwright.train.rendezvous import Place
 from meshwright.train.started_rank import available_cores
 
 if TYPE_CHECKING:
-    from meshwright.probe.points import Effort
+    from meshwright.plan.measured import ReferenceStep
+    from meshwright.probe.points import Effort, Yardstick
 
 TIMEOUT_SECONDS = 120.0
 MOST_RANKS = 64  # processes on one machine
@@ -62,7 +64,9 @@ def probe(
     }
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
         command = (sys.executable, "-P", "-m", __name__)
-        spec = LaunchSpec(description, ranks, Path(place), collective_timeout=TIMEOUT_SECONDS, command=command, log=log)
+        spec = LaunchSpec(
+            description, ranks, Path(place), collective_timeout=TIMEOUT_SECONDS, command=command, trains=False, log=log
+        )
         return launch(spec)
 
 
@@ -81,6 +85,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     from meshwright.train.probe_steps import reference_steps
 
     keep_freed_memory()
+    whole = False
     starts: dict[str, float] = {}
     store, host_ranks = None, start.ranks
     if started_by_others and start.ranks > 1:
@@ -106,12 +111,45 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
         effort = _effort(mesh.device.type, description["effort"])
         cores = max(1, available_cores())
-        steps = partial(reference_steps, mesh, effort.steps, effort.precisions)
+        steps = _Steps(partial(reference_steps, mesh, effort.steps, effort.precisions), start, store)
         found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say, pieces_of(effort), steps)
-        return {**found, "kind": mesh.device.type, "rank": start.rank}
+        whole = steps.failed is None
+        return {**found, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:
-        if start.ranks > 1 and sys.exc_info()[0] is None:
+        if start.ranks > 1 and whole:
             dist.destroy_process_group()
+
+
+class _Steps:
+    """Training steps of the reference model, which come last: where they fail on a rank, all else is kept. That rank
+    ends, which ends the others' waiting for it; `failed` has its rank and a line, those of the first that failed."""
+
+    def __init__(self, measure: Callable[[Yardstick, float], list[ReferenceStep]], start: Place, store: Any) -> None:
+        self.measure, self.start, self.store = measure, start, store
+        self.failed: dict[str, Any] | None = None
+
+    def __call__(self, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+        try:
+            return self.measure(yardstick, level)
+        except Exception as error:
+            self.failed = self._first(error)
+            if self.failed is None:  # nobody says why: a rank was lost
+                raise
+            return []
+
+    def _first(self, error: Exception) -> dict[str, Any] | None:
+        """The failure of the rank that failed first; None where ranks only lost another."""
+        own = None
+        if not isinstance(error, RankLost):
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            own = {"rank": self.start.rank, "line": line, "at": time.time()}
+        if self.store is None:
+            return own
+        keys = [f"meshwright/failed/{rank}" for rank in range(self.start.ranks)]
+        if own is not None:
+            self.store.set(keys[self.start.rank], json.dumps(own))
+        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        return min(told, key=lambda one: float(one["at"]), default=None)
 
 
 def _effort(kind: str, said: dict[str, Any]) -> Effort:
