@@ -1,7 +1,8 @@
 """Tables of published training runs, one metric of a run a row, as the planner is told of them.
 
-`bench/data/published_runs.csv` has runs that nothing of the planner was chosen by; its columns are those of the table that
-`bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks were compiled.
+`bench/data/published_runs.csv` has runs that no constant of the planner was chosen by; its columns are those of the
+table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks
+were compiled.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ def run(row: dict[str, str], engine: Engine) -> Run:
     config = config_of(row)
     if row["flash_attention"] == "no":
         engine = replace(engine, attention="scores", hopper_attention=None)
-    if "DEFAULT" in row["precision"]:  # gradients are summed in float32
-        engine = replace(engine, gradient_bytes=4)
+    for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # of an element of the gradients that are summed
+        if mode in row["precision"]:
+            engine = replace(engine, gradient_bytes=size)
     if row.get("compile") == "yes":
         engine = engine.compiled()
     found = Run(

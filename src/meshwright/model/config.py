@@ -131,7 +131,10 @@ class ModelConfig:
                 f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
                 f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
             )
-        if self.family in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1") and self.qkv_bias != self.output_bias:
+        if (
+            self.family in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1")
+            and self.qkv_bias != self.output_bias
+        ):
             return f"family {self.family} has both attention biases or none"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"sliding_window must be at least 1, not {self.sliding_window}"

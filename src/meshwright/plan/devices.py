@@ -46,9 +46,9 @@ class Device:
     ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak. ``memory_gb``
     is what data sheets say, ``memory_bytes`` what drivers show, where known (else the former as 10⁹ bytes).
     ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
-    product that was measured (10¹² a second; ``measured_fp8`` likewise), ``all_reduce_ring`` and ``all_reduce_switch`` the measured bus bandwidth
-    of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but those in ``sources``;
-    ``source_of`` knows both.
+    product that was measured (10¹² a second; ``measured_fp8`` likewise), ``all_reduce_ring`` and ``all_reduce_switch``
+    the measured bus bandwidth of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but
+    those in ``sources``; ``source_of`` knows both.
     """
 
     name: str

@@ -78,9 +78,10 @@ _SOFTMAX: dict[Fusion, There] = {
     "compiled": There(Passes(1, 2), Passes(1, 3)),
 }
 
-# An operand of a product in fp8: its largest value is looked for, and it is written twice, since the products of the way
-# back need it turned; a fused kernel reads it once, with the scale of the step before.
-_CAST: dict[Fusion, Passes] = {"eager": Passes(3, 4), "kernels": Passes(1, 2), "compiled": Passes(2, 3)}
+# An operand of a product in fp8: its largest value is looked for (scales of the same step, as NVIDIA's recipes and
+# torchao have them), and it is written twice, since the products of the way back need it turned; a fused kernel does
+# both at once.
+_CAST: dict[Fusion, Passes] = {"eager": Passes(3, 4), "kernels": Passes(2, 3), "compiled": Passes(2, 3)}
 
 # Gradients of query, key and value are joined into one.
 JOINED = There(_NONE, Passes(1, 2))

@@ -28,11 +28,16 @@ class Engine:
         every second product but not the core.
     stops_early: whether a block that is computed again stops before a last product that nobody needs.
     loss_bytes: moved for each logit between the head's products, there and back.
+    loss_holds: bytes of each logit beside itself while the loss is computed: a float32 copy, what its backward needs of
+        it, and gradients.
+    wide_parameters: whether the float32 parameters are the only ones that stay.
     gradient_bytes: of an element of gradients that are summed over micro-batches and ranks.
     accumulates: weight gradients are added to their sum by the product itself ("fused"), by a pass after it ("added"),
         or copied into the buffer that is sent ("copied").
     overlaps_data: whether sums over data-parallel ranks run beside the backward pass. Gathers of parameters (ZeRO-3)
         run beside the computation in every engine here.
+    overlaps_gathers: whether ZeRO-1's gathers of new parameters run beside the first forward.
+    holds_in_pipelines: whether ZeRO-3 under a pipeline gathers parameters once a step, and sums gradients once.
     overlaps_tensor: what calls over tp run beside: the weight gradients of the same product ("weights", sums of input
         gradients alone), or also, in as many pieces as there are ranks, the products that they feed or follow
         ("products").
@@ -51,9 +56,13 @@ class Engine:
     selective: Literal["core", "elementwise", "every second product"] = "core"
     stops_early: bool = True
     loss_bytes: float = 40.0
+    loss_holds: float = 8.0
+    wide_parameters: bool = False
     gradient_bytes: int = 4
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
+    overlaps_gathers: bool = False
+    holds_in_pipelines: bool = False
     overlaps_tensor: Literal["weights", "products"] | None = None
     scatters: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
@@ -62,7 +71,8 @@ class Engine:
 
     def compiled(self) -> Engine:
         """The same with its blocks compiled (torch.compile)."""
-        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS))
+        holds = min(self.loss_holds, 8.0)
+        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
 
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
@@ -70,6 +80,7 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 _TORCH_LOSS = 40.0
 """PyTorch's cross-entropy of bf16 logits: to float32 (2 + 4), log-softmax (read twice, written: 12), its backward
 (zeros 4, read twice and written: 12) and back to bf16 (4 + 2)."""
+_TORCH_HOLDS = 12.0  # of it the float32 copy, the log-softmax and the gradient are there at once
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -105,8 +116,9 @@ ENGINES: dict[str, Engine] = {
         Engine(
             "megatron-core",
             "NVIDIA/Megatron-LM, core with Transformer Engine and flash attention on every device, "
-            "--overlap-grad-reduce, --tp-comm-overlap (on in NVIDIA's own recipes: NVIDIA/NeMo-Framework-Launcher, "
-            "ub_tp_comm_overlap)",
+            "--overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (on in NVIDIA's own recipes: "
+            "NVIDIA/NeMo-Framework-Launcher, overlap_grad_sync, overlap_param_sync, ub_tp_comm_overlap)",
+            overlaps_gathers=True,
             fusion="kernels",
             hopper_attention="flash-3",
             stops_early=False,
@@ -144,9 +156,12 @@ ENGINES: dict[str, Engine] = {
         Engine(
             "torchtitan",
             "pytorch/torchtitan: FSDP2 with bf16 parameters and float32 reduction, scaled_dot_product_attention "
-            "(arXiv:2410.06511); selective_ac_option op",
+            "(arXiv:2410.06511); selective_ac_option op; fsdp_reshard_after_forward default",
+            holds_in_pipelines=True,
+            wide_parameters=True,
             selective="every second product",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             accumulates="copied",
             schedules=("1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"),
             zero=(0, 3),
@@ -157,6 +172,7 @@ ENGINES: dict[str, Engine] = {
             "flash attention 1, no dropout, no biases",
             attention="flash-1",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             gradient_bytes=2,
             accumulates="copied",
             axes=(),
@@ -173,6 +189,7 @@ ENGINES: dict[str, Engine] = {
             "deepspeed",
             "microsoft/DeepSpeed ZeRO on eager PyTorch models: gradients summed in the type of the parameters",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             gradient_bytes=2,
             accumulates="copied",
             axes=(),

@@ -130,7 +130,7 @@ class MicroBatch:
             if call.beside is None:
                 found[_PHASE[call.phase], _PART[call.axis]] += seconds
             elif call.beside == "product":
-                # In as many pieces as ranks: the first of what is gathered, or the last of what is summed, is waited for.
+                # In as many pieces as ranks: the first that is gathered, or the last that is summed, is waited for.
                 pieces, group = self.layout.tp, group_of(self.layout, "tp", self.collectives.cluster)
                 waited = max(seconds / pieces, seconds - products[call.phase] * (pieces - 1) / pieces)
                 found[_PHASE[call.phase], _PART[call.axis]] += waited + self.collectives.tax(group) * (seconds - waited)

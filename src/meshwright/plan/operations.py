@@ -30,8 +30,8 @@ et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
 def in_eight_bits(name: str) -> bool:
-    """Whether fp8 training computes an operation in 8 bits: the linear layers of blocks; attention's own products, routers
-    and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan converts them)."""
+    """Whether fp8 training computes an operation in 8 bits: the linear layers of blocks; attention's own products,
+    routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan converts them)."""
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
 
 
@@ -145,7 +145,9 @@ class _Work:
         if bias:
             yield Operation(f"{name}.bias", "elementwise", "input", 0.0, self.itemsize * rows * out, None, count)
         if self.eight_bit and in_eight_bits(name):
-            for phase, elements in (("forward", rows * inner), ("forward", out * inner), ("input", rows * out)):
+            # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
+            weights = 0 if self.engine.fusion == "kernels" else out * inner
+            for phase, elements in (("forward", rows * inner + weights), ("input", rows * out)):
                 cast = elementwise.cast(self.engine.fusion)
                 moved = cast.bytes(self.itemsize) * elements / cast.kernels
                 yield Operation(f"{name}.cast", "elementwise", phase, 0.0, moved, None, count * cast.kernels)  # type: ignore[arg-type]
@@ -272,10 +274,10 @@ class _Work:
                 yield Operation(one.name, one.kind, "again", one.flops, one.bytes, one.shape, one.count)
 
     def every_second(self, name: str) -> float:
-        """The share of a product that is computed again where every second one of a block is kept: queries are, keys are
-        not, values are, and so on."""
-        keys = self.kv_heads / (self.heads + 2 * self.kv_heads)
-        return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": 0.5 if self.config.gated else 0.0}.get(name, 0.0)
+        """The share of a product that is computed again where every second one of a block is kept: queries are, keys
+        are not, values are, and so on."""
+        keys, gates = self.kv_heads / (self.heads + 2 * self.kv_heads), 0.5 if self.config.gated else 0.0
+        return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": gates}.get(name, 0.0)
 
     def last_product(self, mixture: bool) -> str | None:
         """The product whose result nobody needs for the way back, because it is only added to what was there."""

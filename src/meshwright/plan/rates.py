@@ -26,6 +26,8 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
+_ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", "")}
+"""Of the rates of flash kernels, which are an architecture's: the first that there is."""
 
 
 @cache
@@ -53,7 +55,7 @@ class Rates:
     memory: float
     product_launch: float
     memory_launch: float
-    hopper: bool
+    architecture: str
     measured: MeasuredRates | None = None
 
     @property
@@ -79,7 +81,7 @@ class Rates:
             memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
             products["launch_seconds"],
             memory["launch_seconds"],
-            device.architecture not in BEFORE_HOPPER,
+            device.architecture,
             own,
         )
 
@@ -93,11 +95,19 @@ class Rates:
             rate = self.product if in_eight_bits(one.name) else self.wide_product
             return one.count * (self.product_launch + math.hypot(one.flops / rate, moving))
         if one.kind == "attention":
-            name = f"{kernel}-hopper" if kernel in ("flash-1", "flash-2") and self.hopper else kernel
-            forward, backward = constants()["attention"][name]
-            share = backward if one.phase == "input" else forward
+            share = attention_rates(kernel, self.architecture)[one.phase == "input"]
             return one.count * (self.product_launch + math.hypot(one.flops / (share * self.wide_peak), moving))
         return one.count * (self.memory_launch + moving)
+
+
+@cache
+def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
+    """Of the peak, forward and backward, that a flash kernel reaches on devices of an architecture."""
+    found = constants()["attention"]
+    family = architecture.replace("+", " ").split(" ")[0]
+    since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
+    forward, backward = next(found[kernel + part] for part in (*since, "") if kernel + part in found)
+    return forward, backward
 
 
 def share_of_peak(device: Device, precision: str) -> float:
