@@ -82,7 +82,7 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
 ENCODER_FAMILIES = ("bert",)  # modules to train in a loop of any module, and priced by the planner
-PLANNING_FAMILIES = ("bloom", "gemma2")  # priced by the planner, not trained
+PLANNING_FAMILIES = ("bloom", "gemma2", "nemotron")  # priced by the planner, not trained
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)

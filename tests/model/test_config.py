@@ -137,7 +137,7 @@ def test_gpt2_intermediate_is_four_times_hidden_unless_said():
     ("config", "said"),
     [
         (without(LLAMA, "model_type"), '"model_type" is missing'),
-        ({**LLAMA, "model_type": "mamba"}, "mixtral, qwen2_moe, qwen3_moe, dots1, gpt2, bert, bloom, gemma2"),
+        ({**LLAMA, "model_type": "mamba"}, "mixtral, qwen2_moe, qwen3_moe, dots1, gpt2, bert, bloom, gemma2, nemotron"),
         (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
         ({**LLAMA, "hidden_size": "48"}, "\"hidden_size\" must be a whole number above 0, not '48'"),
         ({**LLAMA, "num_hidden_layers": 0}, '"num_hidden_layers" must be a whole number above 0, not 0'),

@@ -109,6 +109,20 @@ def test_planning_families_list_the_tensors_of_transformers(name: str):
     assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
 
 
+def test_a_nemotron_lists_the_tensors_of_transformers():
+    """Ungated, with fewer key-value heads than heads: planned, not run."""
+    theirs_config = transformers.NemotronConfig(
+        vocab_size=499, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    config = ModelConfig.from_huggingface(theirs_config.to_dict())
+    assert config.activation == "relu2" and not config.gated and config.planning_only
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs_config)
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
+
+
 def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_path):
     """Shapes without values; the largest are cut to two layers, which each count alike."""
     for name, entry in PRESETS.items():

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
+from meshwright.model.families import FAMILIES
 from meshwright.model.parameters import ParameterTable, Row, parameter_table
 from meshwright.model.presets import PRESETS, preset
 
@@ -29,6 +30,10 @@ ODD = {
     "gemma2": dataclasses.replace(
         preset("gemma-2-2b"), vocabulary=499, hidden=64, layers=2, kv_heads=2, head_dim=8, intermediate=64,
         windowed_layers=None,
+    ),
+    "nemotron": ModelConfig(
+        **FAMILIES["nemotron"].fixed, family="nemotron", vocabulary=499, hidden=64, layers=2, heads=8, kv_heads=2,
+        head_dim=8, intermediate=256, max_positions=64, norm_epsilon=1e-5,
     ),
 }  # fmt: skip
 TENSOR_SIZES = (1, 2, 4, 8)

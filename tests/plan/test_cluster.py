@@ -101,7 +101,7 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ("-8xh100-sxm", '"-8" devices; it takes a whole number, at least 1'),
         ("2x0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("h100-sxm", "how many of it? right would be 8xh100-sxm"),
-        ("h100", 'unknown device "h100"; did you mean h100-nvl or h100-pcie or h100-sxm?'),
+        ("h100", 'unknown device "h100"; did you mean h100-nvl or h100-pcie or h100-96 or h100-sxm?'),
         ("2x8", "does not say how many devices of which kind; right would be 64xh100-sxm, 2x8xa100-80"),
         ("", "does not say how many devices of which kind"),
         ("2xcpu", "no data sheet says how fast processors train; measure with `meshwright probe`, then say this"),

@@ -179,3 +179,29 @@ def test_a_product_adds_to_its_sum_itself_where_the_engine_does():
 def test_an_unknown_engine_names_the_nearest():
     with pytest.raises(Exception, match='did you mean "megatron"'):
         engine("megatrn")
+
+
+def test_every_second_product_is_computed_again():
+    """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
+    between products; attention itself is kept."""
+    config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
+    found = operations(config, layout, 1, 1024, Stage(1, range(1, 2), first=False, last=False), ENGINES["torchtitan"])
+    again = [one for one in found if one.phase == "again"]
+    products = sum(one.flops * one.count for one in again if one.kind == "product")
+    assert products == 2 * 1024 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336)
+    assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)
+
+
+def test_fp8_casts_what_products_of_blocks_read():
+    config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
+    plain, narrow = (
+        operations(config, Layout(), 1, 1024, stage, ENGINES["torchtitan"], eight_bit=flag) for flag in (False, True)
+    )
+    casts = [one for one in narrow if one.name.endswith(".cast")]
+    assert [one for one in narrow if one not in casts] == plain
+    assert {one.name for one in casts} == {f"{part}.cast" for part in (
+        "attention.qkv", "attention.output", "mlp.up", "mlp.down"
+    )}  # fmt: skip
+    read = 1024 * (6144 + 4096 + 28672 + 4096)  # gradients of results; on the way there, operands
+    back = sum(one.bytes * one.count for one in casts if one.phase == "input")
+    assert back == 8 * read  # looked at, and read and written once for each way round

@@ -10,6 +10,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import PRESETS, preset
+from meshwright.plan.estimate import evaluate
 from meshwright.plan.published import LayerShape, devices_for_weights, published_layer, state_bytes
 from meshwright.plan.states import flats_of, states
 
@@ -93,3 +94,29 @@ def test_pytorchs_own_operations_keep_nearly_twice_that() -> None:
 def test_an_engine_that_nobody_published_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match='unknown engine "megatrom"; did you mean "megatron"'):
         published_layer("megatrom", LayerShape(1, 8, GPT, Layout()))
+
+
+def test_torchtitans_selective_op_keeps_every_second_product_and_attention():
+    """Of Llama 3 8B a token and layer: the block's input, queries, values, half of the way up, attention's result with
+    its log-sums, the way down."""
+    config = preset("llama-3-8b")
+    kept = published_layer("torchtitan", LayerShape(1, 8192, config, Layout.parse("ac:selective")))
+    assert sum(kept.values()) == 8192 * (2 * (4096 + 4096 + 1024 + 14336 + 4096 + 4096) + 4 * 32)
+
+
+def test_a_block_that_is_computed_again_keeps_its_ranks_rows_alone():
+    for engine in ("megatron", "torchtitan"):
+        assert total(engine, "tp8 ac:full") == 2 * S * B * H / 8
+        assert total(engine, "tp8:nosp ac:full") == 2 * S * B * H
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "batch", "gib"),
+    [("dp8 zero3 ac:selective", 8, 16, 82.4), ("dp128 zero3 ac:selective", 128, 256, 67.0)],
+)
+def test_published_peaks_of_torchtitan_are_met(layout: str, devices: int, batch: int, gib: float) -> None:
+    """Llama 3.1 8B, sequences of 8,192, not compiled (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3):
+    what the allocator holds, its slack included."""
+    one = evaluate("llama-3.1-8b", f"{devices}xh100-96", layout, sequence=8192, batch=batch, engine="torchtitan")
+    held = (one.memory.peak_bytes + one.memory.slack_bytes) / 2**30
+    assert held == pytest.approx(gib, rel=0.08)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -14,7 +15,16 @@ from meshwright.plan.cluster import Cluster, Link
 from meshwright.plan.devices import find_device
 from meshwright.plan.engines import ENGINES
 from meshwright.plan.operations import Operation
-from meshwright.plan.rates import Collectives, Group, Rates, attention_kernel, constants, pair_bandwidth
+from meshwright.plan.rates import (
+    Collectives,
+    Group,
+    Rates,
+    attention_kernel,
+    attention_rates,
+    constants,
+    pair_bandwidth,
+    share_of_peak,
+)
 
 
 def of(name: str, devices: int = 8, across: float = 25e9) -> Cluster:
@@ -127,3 +137,30 @@ def test_an_engine_takes_the_attention_kernel_that_it_has_on_a_device():
 def test_a_device_without_the_precision_says_so():
     with pytest.raises(UserError, match="v100"):
         Rates.of(of("v100"), "bf16")
+
+
+def test_fp8_computes_linear_layers_of_blocks_and_nothing_else():
+    h100, shape = of("h100-sxm"), (8192.0, 4096.0, 4096.0)
+    wide, narrow = (Rates.of(h100, precision) for precision in ("bf16", "fp8"))
+    assert narrow.eight_bit and not wide.eight_bit
+    for name, faster in (("mlp.up", True), ("attention.output", True), ("head", False), ("mlp.router", False)):
+        one = Operation(name, "product", "forward", 2 * math.prod(shape), 0.0, shape)
+        assert (narrow.seconds(one) < 0.6 * wide.seconds(one)) == faster, name
+        assert narrow.seconds(one) <= wide.seconds(one), name
+    core = Operation("attention.core", "attention", "forward", 1e12, 0.0, shape)
+    assert narrow.seconds(core, "flash-3") == wide.seconds(core, "flash-3")
+
+
+def test_flash_kernels_have_the_rates_of_an_architecture():
+    assert attention_rates("flash-2", "Ampere")[0] > attention_rates("flash-2", "Hopper")[0]
+    assert attention_rates("flash-2", "Hopper") == attention_rates("flash-2", "Blackwell")  # no Blackwell kernel of it
+    assert attention_rates("flash-3", "Blackwell Ultra") == attention_rates("flash-3", "Blackwell")
+    assert attention_rates("flash-3", "Blackwell")[0] < attention_rates("flash-3", "Hopper+Grace")[0]
+
+
+def test_what_nobody_measured_reaches_what_its_architecture_does():
+    h100, other = of("h100-sxm").device, of("h800").device
+    assert share_of_peak(h100, "bf16") == pytest.approx(0.85 * 794.5 / 989)
+    assert share_of_peak(h100, "fp8") == pytest.approx(0.85 * 1453.4 / 1979)
+    assert other.measured_bf16 is None and share_of_peak(other, "bf16") == pytest.approx(0.85 * 794.5 / 989, rel=0.03)
+    assert share_of_peak(of("v100").device, "fp16") == 0.74

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelConfig", "RopeScaling", "config_from_recipe"]
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Positions = Literal["rope", "learned", "alibi"]
 Router = Literal["softmax", "sigmoid"]
 Head = Literal["next", "masked", "classes", "none"]
@@ -123,12 +123,18 @@ class ModelConfig:
         for name, value in FAMILIES[self.family].fixed.items():
             if getattr(self, name) != value:
                 return f"{name} is always {value!r} in family {self.family}, not {getattr(self, name)!r}"
-        if not self.gated and (self.kv_heads != self.heads or self.head_dim * self.heads != self.hidden):
+        if self.activation == "relu2" and self.family != "nemotron":
+            return f"activation relu2 is that of family nemotron, not of {self.family}"
+        alike = self.kv_heads == self.heads and self.head_dim * self.heads == self.hidden
+        if not self.gated and not alike and self.family != "nemotron":
             return (
                 f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
                 f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
             )
-        if self.family in ("llama", "qwen3", "gemma2", "qwen3_moe", "dots1") and self.qkv_bias != self.output_bias:
+        if (
+            self.family in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1")
+            and self.qkv_bias != self.output_bias
+        ):
             return f"family {self.family} has both attention biases or none"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"sliding_window must be at least 1, not {self.sliding_window}"

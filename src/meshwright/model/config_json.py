@@ -27,8 +27,9 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
-_ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+_ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 
 # Field of ModelConfig -> keys of a config.json, the usual one first.
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -52,6 +53,7 @@ _GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
     "norm_epsilon": ("layer_norm_epsilon",),
 }
 _BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("layer_norm_eps",)}
+_NEMOTRON_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("norm_eps",)}
 _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
     "hidden": ("hidden_size", "n_embed"),
     "max_positions": ("seq_length",),
@@ -100,7 +102,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     """Names that this family's config.json uses for fields of ModelConfig, the usual one first."""
-    return {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS}.get(family, _KEYS)
+    keys = {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS, "nemotron": _NEMOTRON_KEYS}
+    return keys.get(family, _KEYS)
 
 
 class _Reader:
@@ -178,6 +181,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     read = _Reader(data, family.defaults, where)
     keys = file_keys(family.name)
     for key, computed in _REFUSED_SWITCHES.items():
+        if key == "partial_rotary_factor" and family.name == "nemotron":  # planning only, and no FLOPs hang on it
+            continue
         if data.get(key) is not None and data[key] != computed:
             raise UserError(f'{where}: "{key}" = {data[key]!r} is not computed here; only {computed!r} is')
 
@@ -227,7 +232,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields["activation"] = (
             read.activation(("hidden_activation",), "gelu_pytorch_tanh")
             if family.name == "gemma2"
-            else read.activation(("hidden_act",), "silu")
+            else read.activation(("hidden_act",), str(family.fixed.get("activation", "silu")))
         )
         _read_rope(data, fields, where, read)
         _read_windows(data, fields, where, read)
@@ -235,9 +240,9 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             fields["qkv_bias"] = read.boolean("qkv_bias")
         if family.experts:
             fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
-        if family.name in ("llama", "qwen3", "gemma2", "qwen3_moe", "dots1"):
+        if family.name in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1"):
             fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
-        if family.name == "llama":
+        if family.name in ("llama", "nemotron"):
             fields["mlp_bias"] = read.boolean("mlp_bias")
     bos = read.tokens("bos_token_id", fields["vocabulary"])
     eos = read.tokens("eos_token_id", fields["vocabulary"])
@@ -264,7 +269,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
                 raise UserError(f"{at}: rotary positions that differ between layers are not supported")
             entry = per_type[0]
         inner = _Reader(entry, {}, at)
-        if inner.number(("partial_rotary_factor",), 1.0) != 1.0:
+        if inner.number(("partial_rotary_factor",), 1.0) != 1.0 and fields["family"] != "nemotron":
             raise UserError(f'{at}: "partial_rotary_factor" other than 1 is not supported')
         fields["rope_theta"] = inner.number(("rope_theta",), fields["rope_theta"])
         if data.get("original_max_position_embeddings") is not None:
@@ -276,7 +281,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
 def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: _Reader) -> None:
     """Which layers see a sliding window only, and how wide it is."""
     family, layers = fields["family"], fields["layers"]
-    if family == "llama":  # transformers' Llama knows no window and ignores the key
+    if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
         return
     _, window = read.get(("sliding_window",))
     if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not read.boolean("use_sliding_window"):

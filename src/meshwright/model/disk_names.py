@@ -48,6 +48,7 @@ _GEMMA2 = _LLAMA | {
     "mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
     "mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm",
 }
+_NEMOTRON = {name: disk for name, disk in _LLAMA.items() if name != "gate"}
 _BLOCK = "transformer.h.{i}"
 _GPT2 = {
     "embedding": "transformer.wte",
@@ -105,6 +106,7 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt2": _GPT2,
     "bloom": _BLOOM,
     "gemma2": _GEMMA2,
+    "nemotron": _NEMOTRON,
     "bert": _BERT,
 }
 

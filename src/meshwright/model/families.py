@@ -213,5 +213,22 @@ FAMILIES: dict[str, Family] = {
             },
             planning_only="its capped scores, scaled embeddings and norms after each sublayer are not computed",
         ),
+        Family(
+            "nemotron",
+            "NemotronForCausalLM",
+            _NO_WINDOW
+            | {
+                "norm": "layernorm",
+                "norm_bias": True,
+                "gated": False,
+                "activation": "relu2",
+                "positions": "rope",
+                "query_key_norm": False,
+                "post_norms": False,
+                "embedding_norm": False,
+            },
+            {"bos_token_id": 2, "eos_token_id": 3},
+            planning_only="its squared ReLU, partly rotated heads and norms of 1 + weight are not computed",
+        ),
     )
 }

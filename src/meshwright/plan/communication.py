@@ -22,7 +22,8 @@ from meshwright.plan.rates import Collective, Collectives, Group
 
 class Call(NamedTuple):
     """So many collectives of one micro-batch. axis: tensor, context or expert. size: bytes, as `collective_seconds`
-    takes them. beside: what runs at the same time: attention of the same layer, or weight gradients."""
+    takes them. beside: what runs at the same time: attention of the same layer, weight gradients, or, in pieces, the
+    product that it feeds or follows."""
 
     axis: str
     phase: Phase
@@ -30,7 +31,7 @@ class Call(NamedTuple):
     group: Group
     size: float
     count: float  # type: ignore[assignment]  # not what tuples call so
-    beside: Literal["attention", "weight"] | None = None
+    beside: Literal["attention", "weight", "product"] | None = None
 
     def seconds(self, collectives: Collectives) -> float:
         return self.count * collectives.seconds(self.operation, self.group, self.size)
@@ -111,11 +112,15 @@ class _Calls:
         entries, exits = around + stage.last, around + stage.first
         beside: Literal["weight"] | None = "weight" if self.engine.overlaps_tensor else None
         if layout.tensor_sequence_parallel:
-            yield Call("tensor", "forward", "all-gather", group, self.hidden, entries)
-            yield Call("tensor", "forward", "reduce-scatter", group, self.hidden, exits)
-            yield Call("tensor", "again", "all-gather", group, self.hidden, gathered)
-            yield Call("tensor", "again", "reduce-scatter", group, self.hidden, summed)
-            yield Call("tensor", "input", "all-gather", group, self.hidden, exits)
+            # The embedding's scatter and the head's gather have no product of a block at their side.
+            inner: Literal["product"] | None = "product" if self.engine.overlaps_tensor == "products" else None
+            if layers == 0:
+                inner = None
+            yield Call("tensor", "forward", "all-gather", group, self.hidden, entries, inner)
+            yield Call("tensor", "forward", "reduce-scatter", group, self.hidden, exits, inner)
+            yield Call("tensor", "again", "all-gather", group, self.hidden, gathered, inner)
+            yield Call("tensor", "again", "reduce-scatter", group, self.hidden, summed, inner)
+            yield Call("tensor", "input", "all-gather", group, self.hidden, exits, inner)
             yield Call("tensor", "input", "reduce-scatter", group, self.hidden, entries, beside)
         else:
             yield Call("tensor", "forward", "all-reduce", group, self.hidden, exits)

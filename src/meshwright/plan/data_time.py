@@ -28,6 +28,18 @@ SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_
 holds the same shard."""
 
 
+def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
+    """The level of ZeRO whose calls a step on so many pipeline ranks has: where an engine holds gathered parameters and
+    whole gradients from the first micro-batch to the last, there is one gather and one sum a step, as under ZeRO-1."""
+    return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
+
+
+def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
+    """Of how many micro-batches the pass is that a rank's sums or gathers run beside: one. Where ranks take their
+    stages in turns, the first and the last round, as many as ranks, go through one stage after the other."""
+    return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
+
+
 def zero_calls(
     zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
 ) -> tuple[Floats, Floats]:
@@ -49,6 +61,7 @@ def gradient_waits(
     shards: Floats | int,
     spread_shards: Floats | int,
     layers: Floats | int,
+    first_forward: Floats,
     last_backward: Floats,
     share: Floats | float,
     engine: Engine,
@@ -58,8 +71,8 @@ def gradient_waits(
     """What sums of gradients, and ZeRO's gathers of new parameters, cost once a step beyond the backward pass beside
     which they run. ZeRO-2 and 3 did the sums in every micro-batch.
 
-    dense, spread: parameters of a rank; last_backward: seconds; share: what communication takes from work (`tax`);
-    shards, spread_shards: ranks that ZeRO shards them over.
+    dense, spread: parameters of a rank; first_forward, last_backward: seconds; share: what communication takes from
+    work (`tax`); shards, spread_shards: ranks that ZeRO shards them over.
     """
     sums = gathers = np.zeros(())
     for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
@@ -74,8 +87,16 @@ def gradient_waits(
             gathers = gathers + seconds("all-gather", axis, numel * itemsize)
     if not engine.overlaps_data:
         return sums + gathers
-    waited = np.maximum(sums / layers, sums - last_backward * (layers - 1) / layers)
-    return waited + share * (sums - np.minimum(sums, waited)) + gathers
+    if not engine.overlaps_gathers:
+        return beside(sums, last_backward, layers, share) + gathers
+    return beside(sums, last_backward, layers, share) + beside(gathers, first_forward, layers, share)
+
+
+def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
+    """What calls cost that run layer by layer beside a pass of so many seconds: one layer's, or what is longer than the
+    pass, and what they take from it."""
+    waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
+    return waited + share * (calls - np.minimum(calls, waited))
 
 
 def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:

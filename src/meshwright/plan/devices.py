@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,9 +46,9 @@ class Device:
     ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak. ``memory_gb``
     is what data sheets say, ``memory_bytes`` what drivers show, where known (else the former as 10⁹ bytes).
     ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
-    product that was measured (10¹² a second), ``all_reduce_ring`` and ``all_reduce_switch`` the measured bus bandwidth
-    of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but those in ``sources``;
-    ``source_of`` knows both.
+    product that was measured (10¹² a second; ``measured_fp8`` likewise), ``all_reduce_ring`` and ``all_reduce_switch``
+    the measured bus bandwidth of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but
+    those in ``sources``; ``source_of`` knows both.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Device:
     architecture: str = ""
     fp4: float | None = None
     measured_bf16: float | None = None
+    measured_fp8: float | None = None
     all_reduce_ring: float | None = None
     all_reduce_switch: float | None = None
     memory_gb: float = 0.0
@@ -87,6 +89,15 @@ class Device:
             "fp4": self.fp4,
         }[precision]
         return None if peak is None else peak * _TERA
+
+    def measured_share(self, precision: str) -> float | None:
+        """The best measured product in bf16 or fp8, of the peak; of the other where it alone was measured."""
+        shares = {
+            name: best / peak
+            for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
+            if best and peak
+        }
+        return shares.get(precision) or next(iter(shares.values()), None)
 
     def source_of(self, figure: str) -> str:
         """Where a figure (the name of a field) is from."""
@@ -114,6 +125,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         architecture=entry["architecture"],
         **{precision: peaks.get(precision) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")},
         measured_bf16=measured.get("bf16"),
+        measured_fp8=measured.get("fp8"),
         all_reduce_ring=_times(measured.get("ring"), _GIGA),
         all_reduce_switch=_times(measured.get("switch"), _GIGA),
         memory_gb=memory["gb"],
@@ -164,6 +176,13 @@ def find_device(name: str) -> Device | None:
         if device.pattern and re.search(rf"(?<![A-Za-z0-9]){device.pattern}(?![A-Za-z0-9])", name):
             return device
     return None
+
+
+@cache
+def architecture_share(architecture: str) -> float | None:
+    """The median of `Device.measured_share` in bf16 over the devices of an architecture."""
+    shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
+    return statistics.median(shares) if shares else None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -78,6 +78,11 @@ _SOFTMAX: dict[Fusion, There] = {
     "compiled": There(Passes(1, 2), Passes(1, 3)),
 }
 
+# An operand of a product in fp8: its largest value is looked for (scales of the same step, as NVIDIA's recipes and
+# torchao have them), and it is written twice, since the products of the way back need it turned; a fused kernel does
+# both at once.
+_CAST: dict[Fusion, Passes] = {"eager": Passes(3, 4), "kernels": Passes(2, 3), "compiled": Passes(2, 3)}
+
 # Gradients of query, key and value are joined into one.
 JOINED = There(_NONE, Passes(1, 2))
 
@@ -106,6 +111,11 @@ def rotary(fusion: Fusion) -> There:
 def activation(gated: bool, fusion: Fusion) -> There:
     """By element of what the second product of an MLP reads."""
     return _GATED[fusion] if gated else _ACTIVATION
+
+
+def cast(fusion: Fusion) -> Passes:
+    """By element of an operand."""
+    return _CAST[fusion]
 
 
 def softmax(fusion: Fusion) -> There:

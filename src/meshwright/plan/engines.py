@@ -24,15 +24,23 @@ class Engine:
     attention: "scores", they are written to memory; else the generation of the flash kernel.
     hopper_attention: the same on devices that came after 2022, where it is another.
     dropout: whether the published runs had dropout.
-    selective: what selective recomputation repeats: the core of attention, or everything between products.
+    selective: what selective recomputation repeats: the core of attention, everything between products, or that with
+        every second product but not the core.
     stops_early: whether a block that is computed again stops before a last product that nobody needs.
     loss_bytes: moved for each logit between the head's products, there and back.
+    loss_holds: bytes of each logit beside itself while the loss is computed: a float32 copy, what its backward needs of
+        it, and gradients.
+    wide_parameters: whether the float32 parameters are the only ones that stay.
     gradient_bytes: of an element of gradients that are summed over micro-batches and ranks.
     accumulates: weight gradients are added to their sum by the product itself ("fused"), by a pass after it ("added"),
         or copied into the buffer that is sent ("copied").
     overlaps_data: whether sums over data-parallel ranks run beside the backward pass. Gathers of parameters (ZeRO-3)
         run beside the computation in every engine here.
-    overlaps_tensor: whether the sums of input gradients over tp run beside the weight gradients of the same product.
+    overlaps_gathers: whether ZeRO-1's gathers of new parameters run beside the first forward.
+    holds_in_pipelines: whether ZeRO-3 under a pipeline gathers parameters once a step, and sums gradients once.
+    overlaps_tensor: what calls over tp run beside: the weight gradients of the same product ("weights", sums of input
+        gradients alone), or also, in as many pieces as there are ranks, the products that they feed or follow
+        ("products").
     scatters: ranks of tp each send their part of what goes to the next stage and gather it there (arXiv:2104.04473,
         section 4.1), though they hold the same.
     axes, schedules, zero: beside data parallelism what a search may choose from: axes of the layout, pipelines, levels
@@ -45,13 +53,17 @@ class Engine:
     attention: AttentionKernel = "flash-2"
     hopper_attention: AttentionKernel | None = None
     dropout: bool = False
-    selective: Literal["core", "elementwise"] = "core"
+    selective: Literal["core", "elementwise", "every second product"] = "core"
     stops_early: bool = True
     loss_bytes: float = 40.0
+    loss_holds: float = 8.0
+    wide_parameters: bool = False
     gradient_bytes: int = 4
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
-    overlaps_tensor: bool = False
+    overlaps_gathers: bool = False
+    holds_in_pipelines: bool = False
+    overlaps_tensor: Literal["weights", "products"] | None = None
     scatters: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
@@ -59,7 +71,8 @@ class Engine:
 
     def compiled(self) -> Engine:
         """The same with its blocks compiled (torch.compile)."""
-        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS))
+        holds = min(self.loss_holds, 8.0)
+        return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
 
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
@@ -67,6 +80,7 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 _TORCH_LOSS = 40.0
 """PyTorch's cross-entropy of bf16 logits: to float32 (2 + 4), log-softmax (read twice, written: 12), its backward
 (zeros 4, read twice and written: 12) and back to bf16 (4 + 2)."""
+_TORCH_HOLDS = 12.0  # of it the float32 copy, the log-softmax and the gradient are there at once
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -96,19 +110,21 @@ ENGINES: dict[str, Engine] = {
             loss_bytes=60.0,  # vocab_parallel_cross_entropy on float32 logits, kernel by kernel
             accumulates="fused",
             overlaps_data=False,
-            overlaps_tensor=True,
+            overlaps_tensor="weights",
             scatters=True,
         ),
         Engine(
             "megatron-core",
             "NVIDIA/Megatron-LM, core with Transformer Engine and flash attention on every device, "
-            "--overlap-grad-reduce",
+            "--overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (on in NVIDIA's own recipes: "
+            "NVIDIA/NeMo-Framework-Launcher, overlap_grad_sync, overlap_param_sync, ub_tp_comm_overlap)",
+            overlaps_gathers=True,
             fusion="kernels",
             hopper_attention="flash-3",
             stops_early=False,
             loss_bytes=20.0,
             accumulates="fused",
-            overlaps_tensor=True,
+            overlaps_tensor="products",
             scatters=True,
         ),
         Engine(
@@ -121,7 +137,7 @@ ENGINES: dict[str, Engine] = {
             loss_bytes=60.0,
             accumulates="fused",
             overlaps_data=False,
-            overlaps_tensor=True,
+            overlaps_tensor="weights",
             scatters=True,
             schedules=("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
         ),
@@ -140,8 +156,12 @@ ENGINES: dict[str, Engine] = {
         Engine(
             "torchtitan",
             "pytorch/torchtitan: FSDP2 with bf16 parameters and float32 reduction, scaled_dot_product_attention "
-            "(arXiv:2410.06511)",
+            "(arXiv:2410.06511); selective_ac_option op; fsdp_reshard_after_forward default",
+            holds_in_pipelines=True,
+            wide_parameters=True,
+            selective="every second product",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             accumulates="copied",
             schedules=("1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"),
             zero=(0, 3),
@@ -151,8 +171,8 @@ ENGINES: dict[str, Engine] = {
             "mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, bf16 throughout (PURE), the Triton kernel of "
             "flash attention 1, no dropout, no biases",
             attention="flash-1",
-            hopper_attention="flash-2",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             gradient_bytes=2,
             accumulates="copied",
             axes=(),
@@ -169,6 +189,7 @@ ENGINES: dict[str, Engine] = {
             "deepspeed",
             "microsoft/DeepSpeed ZeRO on eager PyTorch models: gradients summed in the type of the parameters",
             loss_bytes=_TORCH_LOSS,
+            loss_holds=_TORCH_HOLDS,
             gradient_bytes=2,
             accumulates="copied",
             axes=(),

@@ -20,6 +20,7 @@ from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.plan.bubbles import in_flight, places_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held
+from meshwright.plan.data_time import level_in_time
 from meshwright.plan.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
 from meshwright.plan.micro_batch import ITEMSIZE
 from meshwright.plan.micro_memory import bytes_each
@@ -175,13 +176,19 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
             yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
         whole = replace(shape, layout=layout.with_(recompute="none"))
         again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
-    if again:
-        yield _line("activations", "a layer computed again", again * x / 2)
-    tokens = predictions(config, rows, sequence) / layout.cp
+    logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        # In the type of the model, and in float32 for the loss and its gradient.
-        yield _line("logits", "logits", tokens * -(-config.vocabulary // layout.tp) * (x + 8))
-    if layout.zero == 3:
+        tokens = predictions(config, rows, sequence) / layout.cp
+        logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
+    # The loss is through when a layer is computed again: the larger of the two counts.
+    if again * x / 2 > logits:
+        yield _line("activations", "a layer computed again", again * x / 2)
+    elif logits:
+        yield _line("logits", "logits", logits)
+    if layout.zero == 3 and level_in_time(layout.zero, layout.pp, engine) < 3:
+        yield _line("communication", "gathered parameters", (dense + spread) * x)
+        yield _line("gradients", "whole gradients", (dense + spread) * each.gradients)
+    elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
         yield _line("communication", "gathered layers", 2 * layer * x)
 

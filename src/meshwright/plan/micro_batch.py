@@ -112,19 +112,28 @@ class MicroBatch:
     def _priced(self, stage: Stage, at_once: bool) -> Floats:
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         arguments = self.config, self.layout, self.rows, self.sequence, stage, self.engine
-        # Seconds of attention in each phase, and of weight gradients.
+        # Seconds of attention in each phase, of weight gradients, and of products.
         beside: dict[str, float] = dict.fromkeys(("forward", "again", "input", "weight"), 0.0)
+        products = dict(beside)
         options = {"itemsize": self.itemsize, "documents": self.documents, "at_once": at_once}
+        options["eight_bit"] = self.rates.eight_bit
         for one in operations(*arguments, attention=self.kernel, **options):  # type: ignore[arg-type]
             seconds = self.rates.seconds(one, self.kernel)
             found[_PHASE[one.phase], 0] += seconds
             if one.phase == "weight" or one.name.startswith(("attention.core", "attention.scores", "attention.values")):
                 beside[one.phase] += seconds
+            elif one.kind == "product":
+                products[one.phase] += seconds
         hidden: dict[tuple[str, str], float] = {}
         for call in calls(*arguments, self.collectives.cluster, self.itemsize):
             seconds = call.seconds(self.collectives)
             if call.beside is None:
                 found[_PHASE[call.phase], _PART[call.axis]] += seconds
+            elif call.beside == "product":
+                # In as many pieces as ranks: the first that is gathered, or the last that is summed, is waited for.
+                pieces, group = self.layout.tp, group_of(self.layout, "tp", self.collectives.cluster)
+                waited = max(seconds / pieces, seconds - products[call.phase] * (pieces - 1) / pieces)
+                found[_PHASE[call.phase], _PART[call.axis]] += waited + self.collectives.tax(group) * (seconds - waited)
             else:
                 key = ("weight" if call.beside == "weight" else call.phase, call.axis)
                 hidden[key] = hidden.get(key, 0.0) + seconds

@@ -58,7 +58,9 @@ class KeptBytes:
             self._rows[way.layout] = self._row(way.layout)
         row, rows = self._rows[way.layout], way.rows
         layers, split = ({kind: rows * size for kind, size in each.items()} for each in (row.layers, row.split))
-        passing = rows * row.passing + self.logits(way)
+        # Of ours both may be there at once; of other engines the loss is through when a layer is computed again.
+        logits = self.logits(way)
+        passing = rows * row.passing + logits if self.ours else max(rows * row.passing, logits)
         head = self.head(way.layout, way.rows) if self.ours else 0.0
         return Kept(layers, split, rows * row.first, rows * row.last, head, passing)
 
@@ -125,7 +127,7 @@ class KeptBytes:
             return 0.0
         width = -(-config.vocabulary // layout.tp)
         if not self.ours:
-            return float(tokens * width * (self.x + 4 + 4))
+            return tokens * width * (self.x + self.problem.engine.loss_holds)
         longest = max(loss_chunks(tokens, min(width, config.vocabulary), self.device))
         at_once = longest if self.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
         return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout, way.rows)
@@ -149,6 +151,8 @@ def bytes_each(problem: Problem) -> StateBytes:
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
+    if problem.engine.wide_parameters and narrow:
+        return StateBytes(4.0, gradients, 4.0 * len(optimizer_kinds(problem.optimizer)))
     return StateBytes(2.0 if narrow else 4.0, gradients, 4.0 * len(optimizer_kinds(problem.optimizer)) + masters)
 
 

@@ -29,6 +29,12 @@ FLASH_BACKWARD = 2.5
 et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
+def in_eight_bits(name: str) -> bool:
+    """Whether fp8 training computes an operation in 8 bits: the linear layers of blocks; attention's own products,
+    routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan converts them)."""
+    return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
+
+
 class Operation(NamedTuple):
     """One kernel-sized piece of work of one micro-batch on one rank; all numbers are of one, of which there are
     `count`.
@@ -59,14 +65,16 @@ def operations(
     attention: AttentionKernel | None = None,
     documents: float = 1.0,
     at_once: bool = True,
+    eight_bit: bool = False,
 ) -> list[Operation]:
     """The work of one micro-batch of `rows` sequences on one rank of a stage, forward, repeated and backward.
 
     itemsize: bytes of an activation or weight. attention: the kernel (None: the engine's own). documents: in a row of
     `sequence` tokens, on average; they are taken as equally long (unequal ones leave more to attend to). at_once: the
-    loss's backward follows its forward; if not, the engine `meshwright` may make the logits twice.
+    loss's backward follows its forward; if not, the engine `meshwright` may make the logits twice. eight_bit: linear
+    layers of blocks compute in fp8, and their operands are cast.
     """
-    work = _Work(config, layout, rows, sequence, engine, itemsize, attention or engine.attention, documents)
+    work = _Work(config, layout, rows, sequence, engine, itemsize, attention or engine.attention, documents, eight_bit)
     kinds = Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
     found = []
     if stage.first:
@@ -106,9 +114,11 @@ class _Work:
         itemsize: int,
         attention: AttentionKernel,
         documents: float,
+        eight_bit: bool,
     ) -> None:
         self.config, self.layout, self.engine, self.itemsize = config, layout, engine, itemsize
         self.kernel, self.documents, self.rows, self.sequence = attention, documents, rows, sequence
+        self.eight_bit = eight_bit
         self.tokens = rows * sequence // layout.cp
         # Outside of the products, where ranks of tp may share a micro-batch's tokens.
         self.own_tokens = self.tokens / layout.tp if layout.tensor_sequence_parallel else self.tokens
@@ -134,6 +144,13 @@ class _Work:
             yield Operation(f"{name}.sum", "elementwise", "weight", 0.0, added * out * inner, None, count)
         if bias:
             yield Operation(f"{name}.bias", "elementwise", "input", 0.0, self.itemsize * rows * out, None, count)
+        if self.eight_bit and in_eight_bits(name):
+            # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
+            weights = 0 if self.engine.fusion == "kernels" else out * inner
+            for phase, elements in (("forward", rows * inner + weights), ("input", rows * out)):
+                cast = elementwise.cast(self.engine.fusion)
+                moved = cast.bytes(self.itemsize) * elements / cast.kernels
+                yield Operation(f"{name}.cast", "elementwise", phase, 0.0, moved, None, count * cast.kernels)  # type: ignore[arg-type]
 
     def passes(self, name: str, elements: float, of: There) -> Iterator[Operation]:
         """Elementwise work, in its kernels."""
@@ -240,6 +257,13 @@ class _Work:
             if kind == "selective":
                 if self.engine.selective == "core":
                     wanted = core or one.name == "attention.dropout"
+                elif self.engine.selective == "every second product":
+                    share = self.every_second(one.name) if one.kind == "product" else float(one.kind == "elementwise")
+                    if share:
+                        yield Operation(
+                            one.name, one.kind, "again", share * one.flops, share * one.bytes, one.shape, one.count
+                        )
+                    continue
                 else:
                     wanted = core or one.kind == "elementwise"
                     # A ring's result came over the wire: it is kept.
@@ -248,6 +272,12 @@ class _Work:
                 wanted = not (self.engine.stops_early and one.name == self.last_product(mixture))
             if wanted:
                 yield Operation(one.name, one.kind, "again", one.flops, one.bytes, one.shape, one.count)
+
+    def every_second(self, name: str) -> float:
+        """The share of a product that is computed again where every second one of a block is kept: queries are, keys
+        are not, values are, and so on."""
+        keys, gates = self.kv_heads / (self.heads + 2 * self.kv_heads), 0.5 if self.config.gated else 0.0
+        return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": gates}.get(name, 0.0)
 
     def last_product(self, mixture: bool) -> str | None:
         """The product whose result nobody needs for the way back, because it is only added to what was there."""

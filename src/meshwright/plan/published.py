@@ -69,7 +69,7 @@ class Megatron:
         tokens = shape.rows * shape.sequence / layout.cp
         h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         if layout.recompute == "full":
-            yield "layer.input", 2 * tokens * h
+            yield "layer.input", 2 * tokens * h / whole
             return
         yield "attention_norm.input", 2 * tokens * h / whole
         yield "attention.qkv.input", 2 * tokens * h / whole
@@ -95,10 +95,12 @@ class Megatron:
 
 class TorchEager:
     """PyTorch's own operations one after another, as Hugging Face and torchtitan without torch.compile write a Llama:
-    norms in float32, every operand of SwiGLU kept, copies of rotated queries and keys."""
+    norms in float32, every operand of SwiGLU kept, copies of rotated queries and keys. every_second: whether selective
+    recomputation is torchtitan's "op"."""
 
     name = "torchtitan"
     source = "counted from the operations; an operand of every product, norm and activation"
+    every_second = True
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
         config, layout = shape.config, shape.layout
@@ -107,7 +109,17 @@ class TorchEager:
         tokens = shape.rows * shape.sequence / layout.cp
         h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         if layout.recompute == "full":
-            yield "layer.input", 2 * tokens * h
+            yield "layer.input", 2 * tokens * h / whole
+            return
+        copies, columns = shape.mlp
+        if layout.recompute == "selective" and self.every_second and not shape.mixture:
+            # The block's input, every second product (queries, values, half of the MLP's way up, its way down) and the
+            # core of attention, with the logarithm of each row's sum.
+            yield "layer.input", 2 * tokens * h / whole
+            yield "attention.query_and_value", 2 * tokens * (query + key) / t
+            yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
+            yield "mlp.up.output", 2 * tokens * columns
+            yield "mlp.down.output", 2 * tokens * h / whole
             return
         for name in ("attention_norm", "mlp_norm"):
             yield f"{name}.input_and_output", 2 * 2 * tokens * h / whole
@@ -119,7 +131,6 @@ class TorchEager:
         if not shape.flash and layout.recompute == "none":
             yield "attention.scores", 5 * config.heads * shape.sequence * tokens / t
         yield "attention.output.input", 2 * tokens * query / t
-        copies, columns = shape.mlp
         if shape.mixture:
             yield "mlp.dispatched", 2 * tokens * copies * h / whole
         yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
@@ -129,6 +140,7 @@ class Foundry(TorchEager):
     """MosaicML's llm-foundry (MPT): PyTorch's operations under FSDP."""
 
     name = "llm-foundry"
+    every_second = False
 
 
 PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Megatron(), TorchEager(), Foundry())}

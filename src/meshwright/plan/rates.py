@@ -16,15 +16,18 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, Link
+from meshwright.plan.devices import Device, architecture_share
 from meshwright.plan.engines import AttentionKernel, Engine, Fusion
 from meshwright.plan.measured_rates import MeasuredCost, MeasuredRates, measured_cost
-from meshwright.plan.operations import Operation
+from meshwright.plan.operations import Operation, in_eight_bits
 from meshwright.program.durations import Floats
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
+_ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", "")}
+"""Of the rates of flash kernels, which are an architecture's: the first that there is."""
 
 
 @cache
@@ -43,35 +46,42 @@ def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds to start a kernel; and
-    what was measured, which then decides."""
+    what was measured, which then decides. `wide_peak`, `wide_product`: where fp8 training stays in 16 bits."""
 
     peak: float
     product: float
+    wide_peak: float
+    wide_product: float
     memory: float
     product_launch: float
     memory_launch: float
-    hopper: bool
+    architecture: str
     measured: MeasuredRates | None = None
+
+    @property
+    def eight_bit(self) -> bool:
+        return self.product != self.wide_product
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
         """`precision`: fp32, tf32, bf16, fp16 or fp8; `fusion`: an engine's. `UserError` where the device lacks the
         precision, or its memory's speed is not known."""
         device, found = cluster.device, constants()
-        peak, products, memory = cluster.peak(precision), found["products"], found["memory"]
+        products, memory = found["products"], found["memory"]
+        wide = "bf16" if precision == "fp8" else precision
+        peak, wide_peak = (products["sustained"] * cluster.peak(each) for each in (precision, wide))
         if not device.memory_bandwidth:
             raise UserError(f"{device.name}: the bandwidth of its memory is not known")
-        share = products["of_peak"]
-        if device.measured_bf16 and device.bf16:
-            share = products["of_measured"] * device.measured_bf16 / device.bf16
         own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
         return cls(
-            products["sustained"] * peak,
-            products["sustained"] * share * peak,
+            peak,
+            peak * share_of_peak(device, precision),
+            wide_peak,
+            wide_peak * share_of_peak(device, wide),
             memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
             products["launch_seconds"],
             memory["launch_seconds"],
-            device.architecture not in BEFORE_HOPPER,
+            device.architecture,
             own,
         )
 
@@ -82,13 +92,30 @@ class Rates:
             return known
         moving = one.bytes / self.memory
         if one.kind == "product":
-            return one.count * (self.product_launch + math.hypot(one.flops / self.product, moving))
+            rate = self.product if in_eight_bits(one.name) else self.wide_product
+            return one.count * (self.product_launch + math.hypot(one.flops / rate, moving))
         if one.kind == "attention":
-            name = "flash-2-hopper" if kernel == "flash-2" and self.hopper else kernel
-            forward, backward = constants()["attention"][name]
-            share = backward if one.phase == "input" else forward
-            return one.count * (self.product_launch + math.hypot(one.flops / (share * self.peak), moving))
+            share = attention_rates(kernel, self.architecture)[one.phase == "input"]
+            return one.count * (self.product_launch + math.hypot(one.flops / (share * self.wide_peak), moving))
         return one.count * (self.memory_launch + moving)
+
+
+@cache
+def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
+    """Of the peak, forward and backward, that a flash kernel reaches on devices of an architecture."""
+    found = constants()["attention"]
+    family = architecture.replace("+", " ").split(" ")[0]
+    since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
+    forward, backward = next(found[kernel + part] for part in (*since, "") if kernel + part in found)
+    return forward, backward
+
+
+def share_of_peak(device: Device, precision: str) -> float:
+    """What products reach of a device's peak: of the best that was measured in this precision, in another one, or on
+    devices of the same architecture."""
+    products = constants()["products"]
+    measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
+    return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
 class Group(NamedTuple):

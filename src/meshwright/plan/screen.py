@@ -19,7 +19,7 @@ from meshwright.model.stages import Stage, stages_of
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.plan.bubbles import SPLIT_SCHEDULES, closed_makespan, in_flight, places_of
 from meshwright.plan.communication import group_of, held, neighbours
-from meshwright.plan.data_time import gradient_waits, update_bytes, updated, zero_calls
+from meshwright.plan.data_time import gradient_waits, level_in_time, passes_beside, update_bytes, updated, zero_calls
 from meshwright.plan.measured_rates import Chosen
 from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.micro_memory import KeptOfWays, state_sizes
@@ -267,21 +267,22 @@ class _Stages:
         self.kept = (np.einsum("wk,sk->ws", memory.layer[at], self.of_kind) + ends) @ self.ranks.stages.T
         self.queued = np.einsum("wk,sk->ws", memory.queued_layer[at], self.of_kind) @ self.ranks.stages.T
         self._times: dict[tuple[bool, int, bool], Floats] = {}
-        self._once: dict[tuple[bool, int, bool], tuple[Floats, Floats]] = {}
+        self._once: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def of_ranks(self, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+    def of_ranks(self, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
         """Seconds of each rank's stages in a micro-batch [phases, ways, ranks], and of what comes once a step [ways]:
-        the same under every schedule that puts the stages here."""
-        key = at_once, zero, inside
+        the same under every schedule that puts the stages here, but for what runs beside those calls."""
+        key = at_once, zero, inside, pipe.schedule == "interleaved"
         if key not in self._once:
             of, groups, engine = self.here.of, self.here.groups[inside], self.here.of.problem.engine
             phases = np.einsum("wsp,rs->pwr", self.times(at_once, zero, inside), self.ranks.stages)
-            last_backward = phases[1:].sum(axis=0).max(axis=1)
+            passes = passes_beside(pipe.schedule, pipe.ranks, self.here.micro)
+            first_forward, last_backward = (passes * each.max(axis=1) for each in (phases[0], phases[1:].sum(axis=0)))
             dense, spread = self.parameters
             waits = gradient_waits(
                 zero, groups.seconds, dense.T, spread.T, *groups.shards, (self.ranks.stages @ self.layers)[:, None],
-                last_backward, groups.share(zero), engine, of.itemsize, of.gradient_bytes,
+                first_forward, last_backward, groups.share(zero), engine, of.itemsize, of.gradient_bytes,
             )  # fmt: skip
             moved = update_bytes(of.problem.optimizer, engine, of.itemsize) / of.rates.memory
             update = updated(zero, dense.T, spread.T, *groups.shards).max(axis=0) * moved
@@ -382,7 +383,8 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
 
 
 def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> Floats:
-    phases, once = stages.of_ranks(at_once, zero, inside)
+    in_time = level_in_time(zero, pipe.ranks, here.of.problem.engine)
+    phases, once = stages.of_ranks(pipe, at_once, in_time, inside)
     if pipe.ranks == 1:
         makespan = here.micro * phases.sum(axis=0)[:, 0]
     else:

@@ -18,7 +18,15 @@ from meshwright.plan import engines
 from meshwright.plan.bubbles import closed_makespan, places_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import group_of, held, neighbours
-from meshwright.plan.data_time import OPTIMIZER_BYTES, gradient_waits, update_bytes, updated, zero_calls
+from meshwright.plan.data_time import (
+    OPTIMIZER_BYTES,
+    gradient_waits,
+    level_in_time,
+    passes_beside,
+    update_bytes,
+    updated,
+    zero_calls,
+)
 from meshwright.plan.engines import Engine
 from meshwright.plan.micro_batch import AS_ADDED, ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.plan.rates import Collectives, Group, Rates, constants
@@ -27,6 +35,7 @@ from meshwright.program.makespan import Makespans
 from meshwright.program.pipeline import PipelineProgram
 
 DATA = MICRO_BATCH_PARTS.index("data")
+_BOTH = slice(0, 1), slice(1, None)  # phases of the way there, and back
 PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
 
@@ -141,6 +150,7 @@ class Step:
             pairs,
         )
         self.held = held(config, layout)
+        self.zero = level_in_time(layout.zero, layout.pp, engine)
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
 
     def group(self, axis: str) -> Group:
@@ -163,11 +173,11 @@ class Step:
     def stage(self, stage: Stage) -> Floats:
         """[phase, part] of a micro-batch, with what ZeRO-2 and 3 wait for."""
         found = self.work.stage(stage, followed_at_once(self.layout))
-        if self.layout.zero < 2:
+        if self.zero < 2:
             return found
         layers = len(stage.layers)
         dense, spread = (np.array(numel / layers) for numel in self.held.of_stage(self.config, stage))
-        gather, scatter = zero_calls(self.layout.zero, self.seconds, dense, spread, self.itemsize, self.gradient_bytes)
+        gather, scatter = zero_calls(self.zero, self.seconds, dense, spread, self.itemsize, self.gradient_bytes)
         there, *back = found.sum(axis=1)
         waits = zero_waits(gather, scatter, layers, there, sum(back), self.share())
         found[:2, DATA] += waits
@@ -236,12 +246,14 @@ class Step:
         return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
-        last_backward = max(sum(float(times[at][1:].sum()) for at in place) for place in places)
+        phases = [[sum(float(times[at][part].sum()) for at in place) for place in places] for part in _BOTH]
+        passes = passes_beside(self.layout.schedule, self.layout.pp, self.layout.micro_batches)
+        first_forward, last_backward = (passes * max(each) for each in phases)
         return max(
             float(
                 gradient_waits(
-                    self.layout.zero, self.seconds, np.array(dense), np.array(spread), *self.shards(), layers,
-                    np.array(last_backward), self.share(), self.engine, self.itemsize, self.gradient_bytes,
+                    self.zero, self.seconds, np.array(dense), np.array(spread), *self.shards(), layers,
+                    first_forward, last_backward, self.share(), self.engine, self.itemsize, self.gradient_bytes,
                 )
             )
             for dense, spread, layers in self.of_ranks(stages, places)

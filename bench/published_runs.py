@@ -1,0 +1,199 @@
+"""Tables of published training runs, one metric of a run a row, as the planner is told of them.
+
+`bench/data/published_runs.csv` has runs that no constant of the planner was chosen by; its columns are those of the
+table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks
+were compiled.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.config import ModelConfig
+from meshwright.model.families import FAMILIES
+from meshwright.model.presets import PRESETS, preset
+from meshwright.plan.cluster import Cluster, cluster
+from meshwright.plan.engines import ENGINES, Engine
+from meshwright.plan.flops import training_flops_per_token
+
+NEVER_SEEN = Path(__file__).parent / "data" / "published_runs.csv"
+
+DEVICES = {
+    "A100-40GB": "a100-40",
+    "A100-80GB": "a100-80",
+    "H100-80GB": "h100-sxm",
+    "H100-96GB-500W": "h100-96",
+    "H200-141GB": "h200",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
+}
+RACK = 64  # of the 72 devices of a scale-up domain that jobs of powers of two take
+SOURCES = (  # whose kernels a source's runs had, where no column says it
+    ("llm-foundry", "llm-foundry"),
+    ("Megatron-LM SC21", "megatron"),
+    ("Reducing Activation Recomputation Table 5", "megatron"),
+    ("Zero Bubble", "zero-bubble"),
+)
+# Not 1F1B-I: its 24 stages for 22 layers have two without a layer, which no layout of ours says.
+SCHEDULES = {"ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "1F1B": "1f1b"}
+TIMES = ("step_time", "throughput_tokens_per_s_per_gpu", "samples_per_gpu_per_s", "hardware_tflops_per_gpu")
+MEMORY = "peak_memory_per_gpu"
+# Families of models that are no presets; the others are GPTs.
+ARCHITECTURES = {
+    "Nemotron": {"family": "nemotron", "activation": "relu2"},
+    "Grok": {"family": "mixtral", "activation": "gelu", "tied": True, "experts": 8, "experts_per_token": 2},
+    "TinyLlama": {"family": "llama", "activation": "silu"},
+    "llama-34b": {"family": "llama", "activation": "silu"},
+    "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
+    "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run, and the layouts that it may have had: the authors took the best where they name none. `seconds`
+    of a step; `memory`: the peak of the fullest rank (GiB), of a row that says that instead."""
+
+    source: str
+    name: str
+    config: ModelConfig
+    layouts: tuple[Layout, ...]
+    cluster: Cluster
+    engine: Engine
+    sequence: int
+    batch: int
+    seconds: float
+    memory: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Model FLOP/s of a device."""
+        flops = training_flops_per_token(self.config, self.sequence) * self.sequence * self.batch
+        return flops / self.seconds / self.cluster.devices
+
+
+def runs(path: Path, metrics: Iterable[str] = TIMES) -> Iterator[Run | tuple[str, str]]:
+    """Every run of the file with one of these metrics; of one that cannot be told to the planner its source and the
+    reason."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            named = next((engine for prefix, engine in SOURCES if prefix in row["source"]), None)
+            engine = row.get("engine") or named
+            if row["metric"] not in metrics or engine is None:
+                continue
+            try:
+                yield run(row, ENGINES[engine])
+            except (UserError, KeyError, ValueError) as error:
+                yield row["source"], f"{row['model']}: {error}"
+
+
+def run(row: dict[str, str], engine: Engine) -> Run:
+    sequence, batch = int(row["seq"]), int(row["global_batch"])
+    config = config_of(row)
+    if row["flash_attention"] == "no":
+        engine = replace(engine, attention="scores", hopper_attention=None)
+    for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # of an element of the gradients that are summed
+        if mode in row["precision"]:
+            engine = replace(engine, gradient_bytes=size)
+    if row.get("compile") == "yes":
+        engine = engine.compiled()
+    found = Run(
+        row["source"], row["model"], config, tuple(layouts(row, batch)), cluster_of(row), engine, sequence, batch, 0.0
+    )
+    if row["metric"] == MEMORY:
+        return replace(found, memory=float(row["value"]))
+    return replace(found, seconds=seconds_of(row, config, sequence, batch))
+
+
+def config_of(row: dict[str, str]) -> ModelConfig:
+    if row["model"] in PRESETS:
+        return replace(preset(row["model"]), layers=int(row["layers"]))
+    fields = next(fields for name, fields in ARCHITECTURES.items() if row["model"].startswith(name))
+    heads, hidden, width = int(row["heads"]), int(row["hidden"]), int(row["ffn"])
+    mixture = {"expert_intermediate": width, "router_loss": 0.01} if "experts" in fields else {}
+    return ModelConfig(
+        **{
+            **FAMILIES[str(fields["family"])].fixed,
+            "vocabulary": int(row["vocab"] or 50304),
+            "hidden": hidden,
+            "layers": int(row["layers"]),
+            "heads": heads,
+            "kv_heads": int(row["kv_heads"]),
+            "head_dim": hidden // heads,
+            "intermediate": width,
+            "max_positions": int(row["seq"]),
+            "norm_epsilon": 1e-5,
+            **fields,
+            **mixture,
+        }  # type: ignore[arg-type]
+    )
+
+
+def cluster_of(row: dict[str, str]) -> Cluster:
+    """With the links that the table says, in nodes of 8 or racks."""
+    device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
+    table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": 8}
+    if device.startswith("gb"):
+        table["devices_per_node"] = min(gpus, RACK)
+    for which, column in (("inside", "intra_node_bw"), ("across", "inter_node_bw")):
+        table[f"{which}_gb_per_second"] = float(row[column])
+    return cluster(table)
+
+
+def seconds_of(row: dict[str, str], config: ModelConfig, sequence: int, batch: int) -> float:
+    value, gpus = float(row["value"]), int(row["gpus"])
+    if row["metric"] == "step_time":
+        return value
+    if row["metric"] == "throughput_tokens_per_s_per_gpu":
+        return batch * sequence / gpus / value
+    if row["metric"] == "samples_per_gpu_per_s":
+        return batch / gpus / value
+    # Narayanan et al. 2021, eq. 3
+    h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
+    flops = 96 * batch * sequence * layers * h**2 * (1 + sequence / 6 / h + vocabulary / 16 / layers / h)
+    return flops / gpus / value / 1e12
+
+
+def layouts(row: dict[str, str], batch: int) -> Iterator[Layout]:
+    dp, tp, pp = int(row["dp"]), int(row["tp"]), int(row["pp"])
+    parts = [f"dp{dp}"]
+    if "FULL_SHARD" in row["zero_or_fsdp"] or "HSDP" in row["zero_or_fsdp"]:
+        parts += ["zero3", *(f"hs{size}" for size in re.findall(r"HSDP_(\d+)", row["zero_or_fsdp"]))]
+    elif row["zero_or_fsdp"] == "zero1":
+        parts.append("zero1")
+    if tp > 1:
+        parts.append(f"tp{tp}" + ("" if row["sp"] == "yes" else ":nosp"))
+    if int(row["cp"] or 1) > 1:
+        parts.append(f"cp{row['cp']}")
+    if int(row["ep"] or 1) > 1:
+        parts.append(f"ep{row['ep']}" + (f":etp{tp}" if tp > 1 and row["model"].startswith("Grok") else ""))
+    if row["recompute"] in ("selective", "full"):
+        parts.append(f"ac:{row['recompute']}")
+    elif row["recompute"] not in ("none", "", "n/a"):
+        raise UserError(f'no layout says "ac:{row["recompute"]}": some blocks computed again and others not')
+    if "fp8" in row["precision"].lower():
+        parts.append("fp8")
+    schedules: Iterable[str] = ("1f1b",)
+    if pp > 1:
+        vpp = row["vpp"]
+        if named := re.fullmatch(r"schedule=(.*)", vpp):
+            schedules = (SCHEDULES[named[1]],)
+        elif vpp.startswith("interleaved"):
+            depth = int(row["layers"]) // pp
+            schedules = tuple(f"interleaved:{v}" for v in range(2, depth + 1) if depth % v == 0) or ("1f1b",)
+        elif int(vpp or 1) > 1:
+            schedules = (f"interleaved:{vpp}",)
+    sizes = (int(row["micro_batch"]),) if row["micro_batch"].isdigit() else (1, 2, 4, 8)
+    for size in sizes:
+        for schedule in schedules:
+            if batch % (dp * size) == 0:
+                stages = [f"pp{pp}:{schedule}"] if pp > 1 else []
+                yield Layout.parse(" ".join([*parts, *stages, f"mb{batch // dp // size}"]))
