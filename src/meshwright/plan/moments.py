@@ -162,7 +162,7 @@ class StageMoments:
         fused = [] if self.compiled else [wide]
         found = [(".statistics", [*both, *fused, *([summed] if forms and several else [])])]
         if forms:
-            parts = (self.x if several else 0) + (self.x if len(chunks) == 2 and self.x < self.wide else 0)
+            parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
             found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
         return found
 
@@ -243,7 +243,7 @@ class StageMoments:
         width = -(-config.vocabulary // self.at.layout.tp)
         weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
         yield Extra("gradients", "head weight gradient", width * config.hidden * self.x)
-        if weight is not None and weight.dtype != self._dtype:
+        if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
             yield Extra("workspace", "head weight gradient, wide", weight.bytes)
         if weight is None:  # made now, for a moment
             yield Extra("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
