@@ -138,6 +138,7 @@ if __name__ == "__main__":
     from meshwright.parallel.data import DataParallel
     from meshwright.parallel.step import ForwardBackward
     from meshwright.plan.ledger import ledger
+    from meshwright.plan.saved import Routed
     from meshwright.recipe import TrainRecipe
     from meshwright.train.optimizer import Optimizer
     from meshwright.train.trainer import PARAMETER_DTYPES
@@ -302,7 +303,7 @@ if __name__ == "__main__":
             self.tensors = ()
 
     @contextmanager
-    def nccl(watch: Allocator) -> Iterator[None]:
+    def nccl() -> Iterator[None]:
         """What `comm/` calls of torch.distributed, with nobody on the other side."""
 
         def posted(*tensors: Any, **_: Any) -> Work:
@@ -320,7 +321,7 @@ if __name__ == "__main__":
             yield
 
     @contextmanager
-    def cuda_of(watch: Allocator, hopper: bool) -> Iterator[None]:
+    def cuda_of(watch: Allocator, hopper: bool, routed: Routed) -> Iterator[None]:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -329,18 +330,25 @@ if __name__ == "__main__":
             return found
 
         def evenly(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
-            experts, rows = len(ends_E), watch.rows  # type: ignore[attr-defined]
-            for expert in range(experts):
-                yield expert, slice(expert * rows // experts, (expert + 1) * rows // experts)
+            rows = routed.computed
+            for expert in range(len(ends_E)):
+                yield expert, slice(expert * rows // len(ends_E), (expert + 1) * rows // len(ends_E))
 
-        product = grouped_product._product
+        def agreed(exchange: Exchange, ends_E: torch.Tensor) -> Routes:
+            """As if routers had chosen all experts equally often."""
+            ep, etp, rows = exchange.ep.size, exchange.etp.size, routed.arrived
+            each = [rows // ep] * ep
+            counts_GPL = torch.empty(etp, ep, exchange.held, dtype=torch.int64, device=ends_E.device)
+            return Routes(each, each, [rows] * etp, counts_GPL)
 
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
-            enter(nccl(watch))
+            enter(mock.patch.object(grouped_product, "_groups", evenly))
+            enter(mock.patch.object(Exchange, "_agree", agreed))
+            enter(nccl())
             yield
 
     def _address(tensor: torch.Tensor) -> int:
@@ -357,7 +365,11 @@ if __name__ == "__main__":
         layout, config = Layout.parse(case.layout), configured(case)
         device = torch.device("cuda", 0)
         watch = Allocator()
-        with FakeTensorMode(), watch, cuda_of(watch, case.hopper):
+        rows = case.batch // (layout.dp * layout.micro_batches)
+        spread = layout.expert_parallel
+        copies = rows * case.sequence // layout.cp // (layout.tp if spread else 1) * config.experts_per_token
+        routed = Routed(copies, copies * (layout.etp if spread else 1))
+        with FakeTensorMode(), watch, cuda_of(watch, case.hopper, routed):
             mesh = Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
             table = parameter_table(config)
             program = program_for(layout, config, case.sequence)
@@ -371,8 +383,6 @@ if __name__ == "__main__":
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
             optimizer = Optimizer(parallel.shards, train)
             passes = ForwardBackward(model, parallel, program)
-            rows = case.batch // (layout.dp * layout.micro_batches)
-            starts = [at * case.sequence // case.documents for at in range(case.documents)]
             micro_batches: list[Any] = []
             for _ in range(layout.micro_batches):
                 parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
@@ -381,7 +391,7 @@ if __name__ == "__main__":
                     ids = torch.zeros(rows, case.sequence, dtype=torch.int64, device=device)
                     documents = Documents(ids)
                 micro_batches.append(part_of_rows(*parts, documents, mesh))
-            del parts, starts
+            del parts
 
             def once() -> None:
                 passes.train(micro_batches, 1000.0)

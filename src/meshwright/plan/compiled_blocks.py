@@ -130,6 +130,7 @@ class CompiledBlock:
         else:
             found.append("attention.qkv.output")
         found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring or self.cuda else [])]
+        found += ["attention.core"] if self.cuda and self.traded else []  # what its kernels' backward reads
         found += [f"attention.output.{added}", *(["mlp.up.input"] if self.gathers else []), "mlp.up.output"]
         if self.again == "none":
             return found

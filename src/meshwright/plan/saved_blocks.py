@@ -162,6 +162,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
     queries = -(-length // 32) * 32 if limited or not at.narrow else length
     yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
     yield Entry(f"{name}.random_state", (2,), "index")
+    if length > at.tokens:  # the kernel's own result, before it is traded back
+        yield Entry(f"{name}.core", (at.rows, heads, length, at.config.head_dim), "x")
 
 
 def repeats(at: Local, window: int | None) -> bool:
