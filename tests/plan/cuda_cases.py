@@ -3,8 +3,8 @@ storage watched from the operator that makes it to its last reference.
 
     LD_PRELOAD=... python -m tests.plan.cuda_cases < cases.json
 
-Reads a list of `CudaStep` from standard input and answers a line of JSON for each (`measured`, `Measured`). A process of
-its own: the library that lets PyTorch's CPU build do this (`preload`) has to be there before PyTorch is.
+Reads a list of `CudaStep` from standard input and answers a line of JSON for each (`measured`, `Measured`). A process
+of its own: the library that lets PyTorch's CPU build do this (`preload`) has to be there before PyTorch is.
 
 Operators that PyTorch chooses by the device are chosen here as its sources choose them (`attention_kernel`), and what
 its kernels take inside, which no tensor shows, is added from their sources (`INSIDE`).
@@ -16,11 +16,12 @@ import gc
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +34,8 @@ BLOCK = 512
 
 
 class CudaStep(NamedTuple):
-    """`batch` rows over all ranks, seen by `rank`. model: a preset, `change`d; documents: in a row. hopper: whether of
-    PyTorch's kernels for attention cuDNN's comes first, as on compute capability 9 and 10."""
+    """`batch` rows over all ranks, seen by `rank`. model: a preset, `change`d; documents: in a row. hopper: whether
+    the device is of compute capability 9 or 10: then cuDNN's kernel for attention comes first."""
 
     model: str
     layout: str = "bf16"
@@ -49,9 +50,9 @@ class CudaStep(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Bytes: at most in the third step, between steps, what the ledger says of both, and the bytes of the step's highest
-    moment by the operators that made them; `saved`: sizes that a forward keeps and nobody said, and the other way
-    round."""
+    """Bytes: at most in the third step, between steps, what the ledger says of both. alive: at the step's highest
+    moment bytes, how many and what made them, the largest first; items: what the ledger has at its own. unexpected:
+    sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round."""
 
     peak: int
     between: int
@@ -83,7 +84,16 @@ def preload() -> Path:
     if not found.exists():
         partial = found.with_suffix(f".{os.getpid()}")
         options = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-I{place}/include", f"-L{place}/lib"]
-        command = [compiler, *options, str(SOURCE), "-o", str(partial), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{place}/lib"]
+        command = [
+            compiler,
+            *options,
+            str(SOURCE),
+            "-o",
+            str(partial),
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{place}/lib",
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError as error:
@@ -142,6 +152,7 @@ if __name__ == "__main__":
     from meshwright.recipe import TrainRecipe
     from meshwright.train.optimizer import Optimizer
     from meshwright.train.trainer import PARAMETER_DTYPES
+    from tests.plan.saved_cases import Case, Watched, difference, watch
 
     aten = torch.ops.aten
     OF_CUDA = torch.library.Library("aten", "IMPL", "CUDA")
@@ -226,17 +237,18 @@ if __name__ == "__main__":
         Our own operators are run as they are written, not as they are described. A number that the host asks for is 1:
         tensors without memory have none."""
 
-        def __init__(self) -> None:
+        def __init__(self, cublas: int) -> None:
             super().__init__()
-            self.now = self.peak = 0
-            self.alive: dict[int, tuple[int, str]] = {}
+            self.now = self.peak = 2 * cublas
+            # A handle of each thread has one: the caller's and the one of autograd (CublasHandlePool.cpp).
+            self.alive = {-1: (cublas, "cuBLAS, forward"), -2: (cublas, "cuBLAS, backward")}
             self.highest: dict[int, tuple[int, str]] = {}
             self.inside: list[tuple[str, int]] = []
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if function is aten._local_scalar_dense.default:
-                return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+            if function in (aten._local_scalar_dense.default, aten.item.default):
+                return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
             if function.namespace == "meshwright":
                 with self, torch.no_grad():
                     return OPDEFS[function._schema.name]._init_fn(*args, **kwargs)
@@ -321,7 +333,7 @@ if __name__ == "__main__":
             yield
 
     @contextmanager
-    def cuda_of(watch: Allocator, hopper: bool, routed: Routed) -> Iterator[None]:
+    def cuda_of(watch: Allocator, mesh_of: Callable[..., Mesh], hopper: bool, routed: Routed) -> Iterator[None]:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -348,6 +360,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_groups", evenly))
             enter(mock.patch.object(Exchange, "_agree", agreed))
+            enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(nccl())
             yield
 
@@ -360,17 +373,42 @@ if __name__ == "__main__":
 
         return dataclasses.replace(preset(case.model), **case.change)
 
+    def forward(case: CudaStep, config: ModelConfig, layout: Layout) -> Watched:
+        """What one forward keeps, as `watch` finds it on a CPU."""
+        documents = [at * case.sequence // case.documents for at in range(case.documents)]
+        rows = case.batch // (layout.dp * layout.micro_batches)
+        precision = layout.precision or "fp32"
+        found = watch(
+            Case(
+                config, case.layout, rows, case.sequence, str(PARAMETER_DTYPES[precision]).removeprefix("torch."),
+                starts=None if case.documents == 1 else [documents] * rows, device="cuda",
+            )
+        )  # fmt: skip
+        states = re.compile(r"aten::_scaled_dot_product_\w+ \(2?,?\) ")  # of random numbers, described as elsewhere
+        return found._replace(
+            alive=[each for each in found.alive if not states.match(each[1])],
+            predicted=[each for each in found.predicted if not each.name.endswith("random_state")],
+        )
+
     def step(case: CudaStep) -> Measured:
         gc.collect()
         layout, config = Layout.parse(case.layout), configured(case)
+        said = ledger(
+            config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
+            documents=case.documents > 1, device="cuda", architecture="Hopper" if case.hopper else "Ampere",
+        )  # fmt: skip
         device = torch.device("cuda", 0)
-        watch = Allocator()
+        allocator = Allocator((32 << 20) if case.hopper else 8519680)
         rows = case.batch // (layout.dp * layout.micro_batches)
         spread = layout.expert_parallel
         copies = rows * case.sequence // layout.cp // (layout.tp if spread else 1) * config.experts_per_token
         routed = Routed(copies, copies * (layout.etp if spread else 1))
-        with FakeTensorMode(), watch, cuda_of(watch, case.hopper, routed):
-            mesh = Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
+
+        def mesh_of(layout: Layout, *_: Any) -> Mesh:
+            return Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
+
+        with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case.hopper, routed):
+            mesh = mesh_of(layout)
             table = parameter_table(config)
             program = program_for(layout, config, case.sequence)
             partition = Partition.of(program, config, table, case.sequence)
@@ -402,15 +440,23 @@ if __name__ == "__main__":
             once()
             once()
             gc.collect()
-            between, watch.peak = watch.now, 0
+            between, allocator.peak = allocator.now, 0
             once()
-        said = ledger(
-            config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
-            documents=case.documents > 1, device="cuda",
-        )  # fmt: skip
+            peak, highest = allocator.peak, allocator.by_operator()
+            del micro_batches, model, parallel, optimizer, passes
+            kept = forward(case, config, layout) if case.saved else None
         items = sorted(((each.bytes, f"{each.category} {each.name}") for each in said.items), reverse=True)
+        unexpected, missing = difference(kept) if kept else ([], [])
         return Measured(
-            watch.peak, between, said.peak_bytes, said.between_steps, said.moment, watch.by_operator()[:60], items[:60]
+            peak,
+            between,
+            said.peak_bytes,
+            said.between_steps,
+            said.moment,
+            highest[:60],
+            items[:60],
+            unexpected,
+            [(each.bytes, each.name) for each in missing],
         )
 
     for given in json.load(sys.stdin):

@@ -72,8 +72,8 @@ def attend(
 
 
 def takes_groups(dtype: torch.dtype, masked: bool) -> bool:
-    """Whether a fused kernel of PyTorch on CUDA takes fewer key-value heads than query heads. Those that do take no wide
-    types, the one that is always there no mask; without any, all scores of a row would be there at once
+    """Whether a fused kernel of PyTorch on CUDA takes fewer key-value heads than query heads: flash attention does,
+    which has neither wide types nor masks. Without such a kernel all scores of a row would be there at once
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 

@@ -149,15 +149,17 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
 
 
 def _fused(at: Local, name: str, heads: int, length: int, window: int | None) -> Iterator[Entry]:
-    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result (aten/src/ATen/native/transformers/
-    cuda). Flash attention keeps the logarithms of its sums and the state of its random numbers. The memory-efficient
-    kernel, for masks and wide types, has a copy of keys and values for every query head, its mask as numbers to be
-    added, and logarithms for a multiple of 32 queries."""
+    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result, by their sources
+    (aten/src/ATen/native/transformers/cuda). Flash attention keeps the logarithms of its sums and the state of its
+    random numbers. The memory-efficient kernel, for masks and wide types, has a copy of keys and values for every query
+    head, its mask as numbers to be added, and logarithms for a multiple of 32 queries."""
     limited = masked(at, window)
     if repeats(at, window):
         for what in ("keys", "values"):
             yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
-    if limited and not at.config.encoder:  # an encoder's mask is one for all layers, made of numbers to be added already
+    if (
+        limited and not at.config.encoder
+    ):  # an encoder's mask is one for all layers, made of numbers to be added already
         yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
     queries = -(-length // 32) * 32 if limited or not at.narrow else length
     yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
