@@ -23,7 +23,7 @@ class SyntheticTokens:
         self.sequences, self.tokens = 10**9, 10**9 * shape["sequence"]
         self._batches: Iterator[Any] = random_batches(shape)
 
-    def batch(self, samples: np.ndarray) -> TokenBatch:
+    def batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
         tokens, targets = next(self._batches)
         rows = len(samples)
         return TokenBatch(

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from meshwright.model.config import ModelConfig
 from meshwright.model.presets import preset
-from meshwright.model.rope import RotaryTable, inverse_frequencies, rotate
+from meshwright.model.rope import RotaryTable, _turned, inverse_frequencies, rotate
 from meshwright.model.rope_scaling import RopeScaling
 
 CPU = torch.device("cpu")
@@ -79,3 +79,13 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
     yarn = inverse_frequencies(config("yarn"), torch.float64)
     assert yarn[0] == plain[0]
     torch.testing.assert_close(yarn[-1], plain[-1] / 4)
+
+
+def test_on_an_accelerator_a_tokens_heads_lie_side_by_side_and_turn_alike():
+    x_BSND = torch.randn(2, 5, 3, 64, dtype=torch.bfloat16)
+    cosine, sine = RotaryTable(LLAMA, torch.bfloat16).at(None, 0, 5, CPU)
+    turned = rotate(x_BSND.transpose(1, 2), cosine, sine)
+    assert turned.is_contiguous()
+    assert torch.equal(turned, _turned(x_BSND, cosine.transpose(1, 2), sine.transpose(1, 2)).transpose(1, 2))
+    there = rotate(*(each.to("meta") for each in (x_BSND.transpose(1, 2), cosine, sine)))
+    assert there.shape == turned.shape and there.transpose(1, 2).is_contiguous()

@@ -103,7 +103,9 @@ def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
     assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
     assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
     from meshwright.model import loss, tiled_attention
+    from meshwright.parallel import step
 
+    assert moments.WORTH_ADDING_AT_ONCE == step.WORTH_ADDING_AT_ONCE
     assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
     here = temporaries.TILE_QUERIES, temporaries.TILE_SCORES, temporaries.ACCELERATOR_TILE
     there = tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES, tiled_attention.ACCELERATOR_TILE

@@ -63,12 +63,19 @@ def attend(
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
     causal = same_length and visible is None
-    if visible is not None and q_BNSD.device.type == "cuda":  # its fused kernels take a mask or grouped heads, not both
-        groups = q_BNSD.shape[1] // k_BKCD.shape[1]
+    groups = q_BNSD.shape[1] // k_BKCD.shape[1]
+    if groups > 1 and q_BNSD.device.type == "cuda" and not takes_groups(q_BNSD.dtype, visible is not None):
         k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
     )
+
+
+def takes_groups(dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused kernel of PyTorch on CUDA takes fewer key-value heads than query heads: flash attention does,
+    which has neither wide types nor masks. Without such a kernel all scores of a row would be there at once
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
 def attend_both_ways(

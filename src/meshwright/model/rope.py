@@ -96,7 +96,17 @@ class RotaryTable:
 
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of dimensions (i, i + D/2) by the angle of its position."""
-    first, second = x_BNSD.to(cosine.dtype).chunk(2, dim=-1)
+    """Turn each pair of dimensions (i, i + D/2) by the angle of its position.
+
+    In memory a head's tokens are side by side on a CPU; elsewhere a token's heads: the result of PyTorch's kernels,
+    laid out as their queries are, is then what the next product reads, without a copy.
+    """
+    if x_BNSD.device.type == "cpu":
+        return _turned(x_BNSD, cosine, sine)
+    return _turned(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
+
+
+def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    return turned.to(x_BNSD.dtype)
+    return turned.to(x.dtype)

@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterator
 
 from meshwright.plan.kernels import Buffer, Kernel
-from meshwright.plan.saved_blocks import Entry, Local, masked
+from meshwright.plan.saved_blocks import Entry, Local, masked, repeats
 from meshwright.plan.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
-REPEATED = "attention.keys_repeated, attention.values_repeated, attention.mask"
+REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 
 def known(at: Local, layer: int) -> bool:
@@ -48,8 +48,11 @@ class CompiledBlock:
         self.turned = config.positions == "rope" or config.query_key_norm
         self.cuda = at.device == "cuda" and not at.ring
         """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
-        self.repeated = self.cuda and masked(at, window)
-        """Whether keys and values are repeated for every query head, as their masked kernel needs."""
+        self.repeated = repeats(at, window)
+        """Whether keys and values are repeated for every query head."""
+        limited = self.cuda and masked(at, window)
+        self.made = ", ".join([*(REPEATED if self.repeated else ()), *(["attention.mask"] if limited else [])])
+        """What is made for PyTorch's kernels alone."""
         self._shapes = dict(self._values())
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
@@ -90,7 +93,7 @@ class CompiledBlock:
             yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
-        lines = -(-length // 32) * 32 if self.repeated else length
+        lines = -(-length // 32) * 32 if self.cuda and (masked(at, self.window) or not at.narrow) else length
         yield "attention.log_sum", ((at.rows, heads, lines), "wide")
         for name in ("attention.keys_repeated", "attention.values_repeated"):
             yield name, ((at.rows, heads, length, size), "x")
@@ -127,6 +130,7 @@ class CompiledBlock:
         else:
             found.append("attention.qkv.output")
         found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring or self.cuda else [])]
+        found += ["attention.core"] if self.cuda and self.traded else []  # what its kernels' backward reads
         found += [f"attention.output.{added}", *(["mlp.up.input"] if self.gathers else []), "mlp.up.output"]
         if self.again == "none":
             return found
@@ -195,9 +199,9 @@ class CompiledBlock:
 
     def _attended(self, given: str) -> Iterator[Kernel]:
         """What attention makes of queries, keys and values."""
-        if self.repeated:
-            yield self._kernel(given, REPEATED)
-            given += f", {REPEATED}"
+        if self.made:
+            yield self._kernel(given, self.made)
+            given += f", {self.made}"
         more = ", attention.log_sum" if self.at.ring or self.cuda else ""
         if self.traded:
             yield self._operator(given, f"attention.core{more}")
@@ -311,9 +315,9 @@ class CompiledBlock:
         if self.cuda:
             if recomputed:
                 yield from self._attended(reads.partition(", ")[2])
-            elif self.repeated:
-                yield self._kernel(reads.partition(", ")[2], REPEATED)
-            reads += f", attention.output.input, attention.log_sum{f', {REPEATED}' if self.repeated else ''}"
+            elif self.made:
+                yield self._kernel(reads.partition(", ")[2], self.made)
+            reads += f", attention.output.input, attention.log_sum{f', {self.made}' if self.made else ''}"
         parts = "gradient of queries, gradient of keys, gradient of values"
         if at.ring:
             inside = tuple(ring_backward(at, self.window, self.x, self.wide))

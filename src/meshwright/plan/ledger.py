@@ -2,8 +2,8 @@
 pipeline's program orders them, and what is there for a moment. The peak is the highest moment of the whole step.
 
 Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas, every ZeRO,
-every axis of a layout, and pipelines whose backwards are whole or split. The moments of CUDA follow from the engine's
-code and are not measured yet.
+every axis of a layout, and pipelines whose backwards are whole or split. On CUDA, against the storages of the engine's
+step on tensors that have no memory (bench/gpu_ledger.py); on a device it was not measured yet.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
 """Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
 performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
 
+CUBLAS_WORKSPACE, SMALL_CUBLAS_WORKSPACE = 32 << 20, 8 * (1 << 20) + 128 * (1 << 10)
+"""Bytes that matrix products keep for good from their first call on, once for the forward's thread and once for the
+backward's: of NVIDIA's architectures from Hopper on, and before (aten/src/ATen/cuda/CublasHandlePool.cpp,
+`parseChosenWorkspaceSize`)."""
+BEFORE_HOPPER = ("Volta", "Turing", "Ampere", "Ada")
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -118,13 +124,15 @@ def ledger(
     routed: Mapping[int, Routed] | None = None,
     pairs: bool = False,
     compile: bool = False,
+    architecture: str = "",
 ) -> Ledger:
     """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
 
     precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
     in its place ("float64" in tests). documents: whether rows pack several. device: "cpu" (gloo) or "cuda" (NCCL).
     pairs: whether what is learnt from is pairs of responses. compile: whether blocks, the final norm and the loss are
-    compiled; `compiled` of the answer says whether they are priced so.
+    compiled; `compiled` of the answer says whether they are priced so. architecture: of a CUDA device, as the catalogue
+    names it.
     `UserError` where the layout cannot be, or a name is unknown.
     """
     if engine not in ENGINES:
@@ -134,7 +142,12 @@ def ledger(
     if parameter_dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
     dtype = parameter_dtype or DTYPES[name]
-    step = _Step(config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile)
+    of_cublas = 0
+    if device == "cuda":
+        of_cublas = SMALL_CUBLAS_WORKSPACE if architecture in BEFORE_HOPPER else CUBLAS_WORKSPACE
+    step = _Step(
+        config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile, of_cublas
+    )
     return step.ledger()
 
 
@@ -184,7 +197,9 @@ class _Step:
         routed: Mapping[int, Routed] | None,
         pairs: bool,
         compiled: bool,
+        of_cublas: int,
     ) -> None:
+        self.of_cublas = of_cublas
         self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
         self.documents, self.device, self.routed, self.pairs, self.compiled = documents, device, routed, pairs, compiled
         self.master = "float64" if dtype == "float64" else "float32"
@@ -230,6 +245,9 @@ class _Step:
         if any(stage.layers for stage in self.partition.held(self.place["pp"])):
             for table in position_tables(self.config, self.sequence, self.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
+        for way in ("forward", "backward") if self.of_cublas else ():
+            size = self.of_cublas
+            yield Item("workspace", f"cuBLAS, {way}", (size,), "uint8", size, None, "start", "end")
         tokens = self.sequence // self.layout.cp
         shape = self.layout.micro_batches * self.rows, tokens
         targets = (shape[0],) if self.config.head == "classes" else shape

@@ -23,6 +23,8 @@ from meshwright.plan.temporaries import Extra, attention_backward, mixture_backw
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
 
+WORTH_ADDING_AT_ONCE = 1 << 17
+"""Elements of a weight from which products are functions of our own (`parallel/step.py`)."""
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """How the names of what the head's unit keeps begin."""
@@ -161,9 +163,10 @@ class StageMoments:
         at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
         wide = Extra("workspace", "logits in the type of sums", 2 * at_once * width * self.wide)
         fused = [] if self.compiled else [wide]
-        found = [(".statistics", [*both, *fused, *([summed] if forms and several else [])])]
+        so_far = summed._replace(bytes=weight * (self.wide if len(chunks) > 2 else self.x))  # of all but the last chunk
+        found = [(".statistics", [*both, *fused, *([so_far] if forms and several else [])])]
         if forms:
-            parts = (self.x if several else 0) + (self.x if len(chunks) == 2 and self.x < self.wide else 0)
+            parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
             found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
         return found
 
@@ -233,7 +236,9 @@ class StageMoments:
             return 0
         names = [f"{unit}.input"] if self.x < self.wide else []
         if not self.at.config.post_norms:
-            names += [f"{unit}.mlp.{what}" for what in ("down.product", "down.sum", "output")]
+            names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
+            if self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden < WORTH_ADDING_AT_ONCE:
+                names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
@@ -244,7 +249,7 @@ class StageMoments:
         width = -(-config.vocabulary // self.at.layout.tp)
         weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
         yield Extra("gradients", "head weight gradient", width * config.hidden * self.x)
-        if weight is not None and weight.dtype != self._dtype:
+        if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
             yield Extra("workspace", "head weight gradient, wide", weight.bytes)
         if weight is None:  # made now, for a moment
             yield Extra("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)

@@ -177,7 +177,8 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
         limited = 0 < window < at.whole
         if at.device == "cuda" and not at.ring and blocks.masked(at, window or None):
-            yield Entry(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
+            if layout.recompute != "none":  # else layers keep what they make of it
+                yield Entry(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
         elif limited or (at.masked and at.ring):
             yield Entry(f"attention.first_visible.{window or 'all'}", (rows, length), "index")
     if mixtures and (config.router_loss or layout.recompute != "none"):

@@ -122,7 +122,7 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
     yield Entry(f"{name}.qkv.input", (*tokens, config.hidden), "x")
     traded = layout.cp > 1 and layout.cp_method == "ulysses"
     turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
-    repeated = at.device == "cuda" and masked(at, window) and not (at.ring or config.encoder)
+    repeated = repeats(at, window)
     views = [not turned, not (turned or repeated), not repeated]
     wide_views = config.query_key_norm and not at.narrow  # what is normed is kept as it is
     if wide_views or (not traded and any(views)):
@@ -142,27 +142,38 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
     if at.ring:
         yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
     elif at.device == "cuda":
-        yield from _fused(at, name, heads, length, repeated)
+        yield from _fused(at, name, heads, length, window)
     elif config.encoder:
         yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
     yield Entry(f"{name}.output.input", (*tokens, at.heads * size), "x")
 
 
-def _fused(at: Local, name: str, heads: int, length: int, repeated: bool) -> Iterator[Entry]:
-    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result: priced by construction from
-    their sources (aten/src/ATen/native/transformers/cuda), not measured. Flash attention keeps the logarithms of its
-    sums and the state of its random numbers. With a mask the memory-efficient kernel has a copy of keys and values for
-    every query head, the mask as numbers to be added, and logarithms for a multiple of 32 queries."""
-    if not repeated:  # an encoder's mask is one for all layers, made of numbers to be added already
-        queries = -(-length // 32) * 32 if at.config.encoder and at.masked else length
-        yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
-        yield Entry(f"{name}.random_state", (2,), "index")
-        return
-    for what in ("keys", "values"):
-        yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
-    yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
-    yield Entry(f"{name}.log_sum", (at.rows, heads, -(-length // 32) * 32), "wide")
+def _fused(at: Local, name: str, heads: int, length: int, window: int | None) -> Iterator[Entry]:
+    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result, by their sources
+    (aten/src/ATen/native/transformers/cuda). Flash attention keeps the logarithms of its sums and the state of its
+    random numbers. The memory-efficient kernel, for masks and wide types, has a copy of keys and values for every query
+    head, its mask as numbers to be added, and logarithms for a multiple of 32 queries."""
+    limited = masked(at, window)
+    if repeats(at, window):
+        for what in ("keys", "values"):
+            yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
+    if (
+        limited and not at.config.encoder
+    ):  # an encoder's mask is one for all layers, made of numbers to be added already
+        yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
+    queries = -(-length // 32) * 32 if limited or not at.narrow else length
+    yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
     yield Entry(f"{name}.random_state", (2,), "index")
+    if length > at.tokens:  # the kernel's own result, before it is traded back
+        yield Entry(f"{name}.core", (at.rows, heads, length, at.config.head_dim), "x")
+
+
+def repeats(at: Local, window: int | None) -> bool:
+    """Whether keys and values are repeated for every query head (`model/attention.py`, `takes_groups`)."""
+    if at.device != "cuda" or at.ring or at.config.encoder:
+        return False
+    copies = max(1, at.layout.cp // at.kv_heads)
+    return at.heads > at.kv_heads * copies and (masked(at, window) or not at.narrow)
 
 
 def masked(at: Local, window: int | None) -> bool:

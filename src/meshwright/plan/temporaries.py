@@ -1,8 +1,8 @@
 """What attention and mixtures of experts hold for a moment on the way back, beside what their forward has kept.
 
 Counted as the engine's own loops allocate: a name of the turn before keeps its tensor until the next one is made, so
-that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; of CUDA's kernels, which say
-nothing about what they hold inside, only what passes between them is counted.
+that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; what CUDA's kernels take
+inside is that of their sources.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.plan.saved_blocks import Local, masked
+from meshwright.plan.saved_blocks import Local, masked, repeats
 
 if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
     from meshwright.plan.saved import Saved
@@ -76,14 +76,38 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
         copies = max(1, at.layout.cp // kv_heads)
         heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
         of_head *= at.layout.cp
+    if repeats(at, window):
+        kv_heads = heads
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Extra("activations", "gradients of queries, keys and values", three)
     tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
-    yield "", [result, gradients, *(tiled_backward(at, heads, kv_heads, window, x, wide) if tiled else ())]
+    inside = list(tiled_backward(at, heads, kv_heads, window, x, wide)) if tiled else []
+    if at.device == "cuda":
+        inside = list(fused_backward(at, heads, kv_heads, window, x))
+    yield "", [result, gradients, *inside]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
         yield ".tokens traded", [result, Extra("communication", "result's gradient, traded", 3 * heads * of_head * x)]
         freed = Extra("activations", "traded queries, keys and values, freed", -three)
         yield ".heads traded", [gradients, freed, Extra("communication", "gradients, traded", 3 * three)]
+
+
+def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
+    """Inside of PyTorch's CUDA kernels (aten/src/ATen/native/transformers/cuda): flash attention's (flash_attn/
+    flash_api.cpp, `mha_bwd`), where 128 queries and 32 elements of a head are worked on together, and the memory-
+    efficient one's (attention_backward.cu)."""
+    size, length = at.config.head_dim, at.whole
+    narrow = x < 4
+    if narrow and not masked(at, window):
+        lines = at.rows * heads * (-(-length // 128) * 128)
+        yield Extra("workspace", "result times its gradient", lines * 4)
+        yield Extra("workspace", "gradient of queries, wide", lines * (-(-size // 32) * 32) * 4)
+        if kv_heads < heads:
+            each_head = 2 * at.rows * length * heads * size * x
+            yield Extra("workspace", "gradients of keys and values of every query head", each_head)
+        return
+    yield Extra("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
+    wide = "gradient of queries, wide" if narrow else "elements of result times its gradient"
+    yield Extra("workspace", wide, at.rows * heads * length * size * 4)
 
 
 def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:

@@ -145,7 +145,7 @@ def _memory(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> dict
         trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=tokens.document_mask and tokens.documents > 1, pairs=trainer.preference is not None,
-        compile=trainer.recipe.train.compile,
+        compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")
