@@ -182,8 +182,9 @@ class _Decided:
 
     def takes(self, layout: Layout) -> bool:
         """Whether training does; of what is only planned, whether it can be."""
+        problem = self.problem
         try:
-            refuse(layout, self.problem.config, self.problem.batch, self.problem.sequence, planning=self.problem.only_planned)
+            refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
         except UserError:
             return False
         return True
