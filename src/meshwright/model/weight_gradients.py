@@ -247,8 +247,8 @@ _uncompiled = _apply
 
 
 def stay_out_of_graphs() -> None:
-    """Have compiled graphs leave out what puts something into a queue, which a compiled backward pass could not. To be
-    called before anything is compiled, and not sooner: it loads the compiler, over a second."""
+    """Have compiled graphs leave out products without taps that put something into a queue, which a compiled backward
+    pass could not. To be called before anything is compiled, and not sooner: it loads the compiler, over a second."""
     global _uncompiled
     if _uncompiled is _apply:
         _uncompiled = torch.compiler.disable(_apply)

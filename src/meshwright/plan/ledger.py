@@ -198,8 +198,7 @@ class _Step:
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
-        if any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps()):
-            self.compiled = False  # weight gradients that are left for later cut a compiled block into pieces
+        self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
@@ -338,7 +337,7 @@ class _Step:
         kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(
             sizes, stage, self.partition.units(stage), kept, whole, flats,
-            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled,
+            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled, self.split,
         )  # fmt: skip
 
     def _stream(self) -> int:

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
+from meshwright.plan import compiled_split
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
+from meshwright.plan.compiled_split import split_backward_extras
 from meshwright.plan.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
@@ -58,7 +60,8 @@ class StageMoments:
 
     saved: what its forward keeps (`saved_activations`); whole: the same with nothing computed again; flats: the flat
     buffers by unit; pooled: whole gradient buffers that are kept from layer to layer; tied: whether the head computes
-    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are.
+    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are; queued: whether products
+    give their weight gradients to a queue, which keeps them of backwards that are split.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class StageMoments:
         pooled: Mapping[int, int],
         tied: bool,
         compiled: bool = False,
+        queued: bool = False,
     ) -> None:
-        self.compiled = compiled
+        self.compiled, self.tapped = compiled, compiled and queued
         self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
         self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
         self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -216,7 +220,11 @@ class StageMoments:
         elif self._known(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
-            yield from backward_extras(self.at, int(unit.split(".")[1]), self.x, arrived)
+            layer = int(unit.split(".")[1])
+            if self.tapped:
+                yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
+            else:
+                yield from backward_extras(self.at, layer, self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []
@@ -302,7 +310,10 @@ class StageMoments:
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
-        return queued_bytes(self.at, self.whole, int(unit.split(".")[1]), self.x)
+        layer = int(unit.split(".")[1])
+        if self._known(unit):
+            return compiled_split.queued_bytes(self.at, layer, self.x)
+        return queued_bytes(self.at, self.whole, layer, self.x)
 
     # --- what ZeRO adds
 
