@@ -28,7 +28,7 @@ from meshwright.plan.compiled_blocks import known
 from meshwright.plan.moment import Moment, Reduction, Ways
 from meshwright.plan.moments import StageMoments
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
-from meshwright.plan.states import flats_of, kept_buffers, states
+from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, flats_of, kept_buffers, states
 from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
@@ -313,8 +313,9 @@ class _Step:
             leaves = before
             if kind == _FORWARD:
                 moment = moment.beside(part.under_way(before))
-            elif kind != _INPUT_GRADIENT:
-                leaves = tuple(part.residue(ways)) or before
+            else:
+                half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
+                leaves = (*before, *part.reduced(ways, half))[-REDUCTIONS_IN_FLIGHT:]
             self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
         return self._highest_of[key]
 

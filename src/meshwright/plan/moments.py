@@ -7,7 +7,7 @@ for the tiles of CPU attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
@@ -24,7 +24,6 @@ from meshwright.plan.temporaries import Extra, attention_backward, mixture_backw
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
-
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """How the names of what the head's unit keeps begin."""
@@ -178,12 +177,15 @@ class StageMoments:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            around = [*self._gathered(place, -1), *self._reductions(place, ways, self._known(unit))]
-            opened = [] if not self._known(unit) else self._opened(place)
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, self._known(unit))]
+            opened = self._opened(place) if self._known(unit) and not split else []
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
+            elif split and self.stage.last and unit != "head" and self.at.config.head in ("next", "masked"):
+                weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
+                around.append(Extra("gradients", "head weight gradient, held", weight * self.x))
             if queue:
                 around.append(Extra("activations", "queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
@@ -194,12 +196,17 @@ class StageMoments:
             if split and unit.startswith("layers."):
                 queue += self.queued(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
+        if split:  # units without products are complete: until now their gradients were held beside the sums
+            ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
+            waiting = Extra("activations", "queue of weight gradients", queue)
+            yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
         """Of the second part."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
-        yield Moment("weight gradients", 0, (*extras, *self._reductions(0, ways)))
+        around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
+        yield Moment("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
         """Of each product's weight on this rank."""
@@ -332,10 +339,12 @@ class StageMoments:
             if flat.zero == 3
         ]
 
-    def _reductions(self, place: int, ways: Ways, later: bool = False) -> list[Extra]:
+    def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
         """What reductions under way receive into, and whole gradient buffers that no pool keeps; those of the unit
-        itself, unless they are opened `later`."""
-        posted = [*ways.before, *self._reduced(place + 1, ways)]
+        itself, unless they are opened `later`. A first half of a backward, `split`, posts and opens them at its end."""
+        if split:
+            return self.under_way(ways.before)
+        posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
@@ -350,9 +359,13 @@ class StageMoments:
         """Whether it is a layer whose kernels are known."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
-    def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
-        """The reductions that were posted from the unit at `place` on, in their order."""
-        flats = [flat for unit in reversed(self.units[place:]) for flat in self.flats.get(unit, ())]
+    def _waits(self, place: int) -> bool:
+        """Whether a unit is complete only when weight gradients are."""
+        return self.units[place].startswith("layers.")
+
+    def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
+        """The reductions that are posted of units, in their order."""
+        flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
@@ -372,9 +385,10 @@ class StageMoments:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
-    def residue(self, ways: Ways) -> list[Reduction]:
-        """The reductions that a backward leaves under way."""
-        return self._reduced(0, ways)[-REDUCTIONS_IN_FLIGHT:]
+    def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
+        """The reductions that a backward posts: weights: that its second half does, or the first; None: both."""
+        places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
+        return self._reduced(places, ways)
 
 
 def _of_norm_or_known(saved: Saved) -> bool:
