@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -170,7 +171,9 @@ def live_bytes() -> int:
     """Memory of all tensors that there are, each storage once; a compiler's fake ones have none."""
     storages = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and not isinstance(each, FakeTensor) and each.device.type == "cpu":
+        if not issubclass(type(each), torch.Tensor) or isinstance(each, FakeTensor | FunctionalTensor):
+            continue
+        if each.device.type == "cpu" and not torch._is_functional_tensor(each):
             storage = each.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

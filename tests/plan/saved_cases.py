@@ -46,6 +46,7 @@ class Case(NamedTuple):
     device: str = "cpu"
     pairs: bool = False  # the documents of each row, by two
     backend: str | None = None
+    queued: bool = False  # weight gradients of compiled blocks
 
 
 class Watched(NamedTuple):
@@ -105,9 +106,9 @@ def watch(case: Case) -> Watched:
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
-    if case.backend is None:
+    if case.backend is None or case.queued:
         take_weight_gradients(model, queue)
-    else:
+    if case.backend is not None:
         torch._dynamo.reset()
         model.compile_blocks(backend=case.backend)
     make = torch.Generator().manual_seed(5 + mesh.dp.rank)

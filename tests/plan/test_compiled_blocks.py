@@ -7,16 +7,18 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.model.initialise import initialise
+from meshwright.model.parameters import parameter_table
 from meshwright.model.presets import preset
-from meshwright.model.stage_times import program_for
-from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
-from meshwright.plan.bubbles import SPLIT_SCHEDULES
+from meshwright.model.transformer import Transformer
+from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.plan.compiled_split import queued_bytes
 from meshwright.plan.estimate import evaluate
-from meshwright.plan.saved import saved_activations
-from meshwright.program.pipeline import Kind
+from meshwright.plan.saved import local_sizes, saved_activations
 from tests.plan.ledger_cases import Step, measure
 from tests.plan.saved_cases import Case, Watched, watch
 from tests.plan.test_saved import DOCUMENTS, NOT_HOOKED, model
@@ -24,6 +26,16 @@ from tests.plan.test_saved import DOCUMENTS, NOT_HOOKED, model
 DENSE = ("llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny")
 PARTITIONED = "aot_eager"
 """The backend that partitions as inductor does and compiles nothing."""
+
+
+class Sums:
+    """Where nothing comes before it is asked for."""
+
+    def collect(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        raise AssertionError
+
+    def collect_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+        raise AssertionError
 
 
 def check(case: Case, found: Watched) -> None:
@@ -41,6 +53,30 @@ def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> No
     for dtype, starts in (("float32", None), ("bfloat16", DOCUMENTS)):
         case = Case(config, f"dp1{recompute}", dtype=dtype, starts=starts, backend=PARTITIONED)
         check(case, watch(case))
+
+
+@pytest.mark.parametrize(
+    "recompute", ["", *(pytest.param(again, marks=pytest.mark.exhaustive) for again in (" ac:selective", " ac:full"))]
+)
+def test_split_backwards_keep_and_queue_what_was_said(recompute: str) -> None:
+    """Between the halves there is what the queue holds, each storage once."""
+    config = dataclasses.replace(model("llama-tiny"), layers=2)
+    case = Case(config, f"dp1{recompute}", dtype="bfloat16", backend=PARTITIONED, queued=True)
+    check(case, watch(case))
+    rows, sequence, dtype = case.rows, case.sequence, torch.bfloat16
+    layout, queue = Layout.parse(case.layout), WeightGradients(Sums())
+    parts = Transformer(config, dtype=dtype, recompute=layout.recompute)
+    initialise(parts, parameter_table(config), seed=1)
+    take_weight_gradients(parts, queue)
+    parts.compile_blocks(backend=PARTITIONED)
+    tokens = torch.randint(0, config.vocabulary, (rows, sequence + 1))
+    loss = parts(tokens[:, :-1], tokens[:, 1:])
+    with queue.collecting(0):
+        loss.backward()
+    operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
+    held = {each.data_ptr(): each.nbytes() for each in operands}
+    at = local_sizes(config, layout, rows, sequence, False, case.dtype, "cpu")
+    assert sum(held.values()) == sum(queued_bytes(at, layer, dtype.itemsize) for layer in range(config.layers))
 
 
 @pytest.mark.exhaustive
@@ -89,9 +125,10 @@ def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
     eager, compiled = (told("llama-3-8b", "dp8 zero3 bf16", compile)[0] for compile in (False, True))
     assert compiled < 0.75 * eager
     assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()
-    assert told("llama-3-8b", "dp4 zero3 pp2:1f1b mb4 bf16")[1] == ()
-    for name, layout in (("llama-3-8b", "dp4 zero1 pp2:zb-h1 mb4 bf16"), ("mixtral-8x7b-v0.1", "dp8 zero3 bf16")):
-        assert told(name, layout) == (told(name, layout, False)[0], warning)
+    for schedule in ("1f1b", "zb-h1", "dualpipe-v"):
+        assert told("llama-3-8b", f"dp4 zero1 pp2:{schedule} mb4 bf16")[1] == ()
+    name, layout = "mixtral-8x7b-v0.1", "dp8 zero3 bf16"
+    assert told(name, layout) == (told(name, layout, False)[0], warning)
 
 
 def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:
@@ -102,11 +139,3 @@ def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:
     layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))
     t, h, f, q, kv = 8192, 4096, 14336, 4096, 1024
     assert layer == 2 * t * (h + (q + 2 * kv) + q + h + 2 * f)
-
-
-def test_schedules_whose_backwards_are_split_are_those_whose_programs_split_them() -> None:
-    for name in SCHEDULES:
-        if name not in ASYNCHRONOUS_SCHEDULES:
-            program = program_for(Layout.parse(f"pp4:{name} mb8"), dataclasses.replace(SMALL_HEAD, layers=8), 64)
-            split = bool((program.steps.kind == Kind.INPUT_GRADIENT).any())
-            assert split == (name in SPLIT_SCHEDULES), name

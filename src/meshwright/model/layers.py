@@ -15,7 +15,7 @@ from meshwright.comm.mesh import Axes
 from meshwright.comm.operators import copy_to, gather_from, reduce_from, reduce_scatter_to
 from meshwright.model.config import ModelConfig
 from meshwright.model.precision import at_least_float32
-from meshwright.model.weight_gradients import WeightGradients, linear
+from meshwright.model.weight_gradients import Taps, WeightGradients, linear
 
 
 def enter_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
@@ -36,6 +36,7 @@ class Linear(nn.Module):
     """y = x Wᵀ + b with W [Y, X]; its values are left unset."""
 
     weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
+    taps: Taps | None = None  # of the call that runs, where it is compiled
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, self.weight_gradients)
+        return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
 
 
 class RowParallelLinear(Linear):
@@ -56,7 +57,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.axes.tp.size == 1:
             return super().forward(x)
-        y = linear(x, self.weight, None, self.weight_gradients)
+        y = linear(x, self.weight, None, self.weight_gradients, self.taps)
         y = leave_tensor_parallel(y, self.axes, self.site)
         return y if self.bias is None else y + self.bias
 

@@ -52,8 +52,14 @@ GATHERED = frozenset(
 Function = Callable[..., Any]
 
 
-def recomputed(function: Function, kind: str, compile_options: dict[str, Any] | None = None) -> Function:
-    """`function`, compiled if there are options for torch.compile, that keeps of its activations:
+def recomputed(
+    function: Function,
+    kind: str,
+    compile_options: dict[str, Any] | None = None,
+    around: Callable[[Function], Function] = lambda compiled: compiled,
+) -> Function:
+    """`function`, compiled if there are options for torch.compile, with what is to be `around` it then, that keeps of
+    its activations:
 
     "none": what its backward pass needs; compiled, the results of matrix products and attention, because everything
     else is elementwise, and fused into the kernels of the backward pass it costs less again than it costs to keep;
@@ -67,7 +73,7 @@ def recomputed(function: Function, kind: str, compile_options: dict[str, Any] | 
         function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
     if compile_options is not None:
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
-        function = torch.compile(function, **compile_options)
+        function = around(torch.compile(function, **compile_options))
     return _checkpointed(function) if kind == "full" else function
 
 

@@ -30,6 +30,7 @@ from meshwright.model.recompute import recomputed
 from meshwright.model.rope import RotaryTable
 from meshwright.model.stages import Stage, whole_model
 from meshwright.model.units import NoUnits, Units
+from meshwright.model.weight_gradients import tapping
 
 NO_UNITS = NoUnits()
 
@@ -61,6 +62,11 @@ class Block(nn.Module):
             return x_BSH + self.mlp(self.mlp_norm(x_BSH)), None
         y_BSH, balance = self.mlp(self.mlp_norm(x_BSH), counted_B)
         return x_BSH + y_BSH, balance
+
+    def products(self) -> list[Linear]:
+        """Those of all tokens, whichever experts they go to."""
+        of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
+        return [self.attention.qkv, self.attention.output, *of_mlp]
 
 
 class StageOutput(NamedTuple):
@@ -231,10 +237,20 @@ class Transformer(nn.Module):
         exchange.stay_out_of_graphs()
         weight_gradients.stay_out_of_graphs()
         options = {"dynamic": False, **options}
-        self._run_block = recomputed(Block.forward, self._recompute, compile_options=options)
+        self._run_block = recomputed(Block.forward, self._recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._loss_options["compiled"] = True
+
+    def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled blocks whose products give their weight gradients to a queue, where there is one."""
+        ranks = self.axes.tp.size if self.axes.layout.tensor_sequence_parallel else 1
+
+        def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
+            with tapping(block.products(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
+                return run_block(block, x_BSH, *rest)
+
+        return run
 
     def _everything(self) -> Stage:
         assert self._whole, "this rank holds some stages alone"

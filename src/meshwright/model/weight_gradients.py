@@ -7,16 +7,19 @@ computed: x and dy are kept until it is. Everything else of a backward pass (nor
 the first half. When it is computed, it is added to the sum over micro-batches by the product itself, which saves a pass
 over the memory of every weight.
 
+A compiled backward pass can put nothing into a queue: it has results. So a compiled product is given two tensors of its
+own, its taps, whose gradients it says are dy and x; who made the taps puts these two into the queue.
+
 Shapes: N rows, X and Y sizes in and out, E experts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -100,14 +103,28 @@ def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, small
             module.weight_gradients = queue if elements >= smallest else None  # type: ignore[assignment]
 
 
+class Taps(NamedTuple):
+    """Zeros without memory whose gradients are those of a product's result [..., Y], and its input [..., X]."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+
+
 def linear(
-    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients | None
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    queue: WeightGradients | None,
+    taps: Taps | None = None,
 ) -> torch.Tensor:
-    """x Wᵀ + b for x [..., X] and W [Y, X]."""
+    """x Wᵀ + b for x [..., X] and W [Y, X]. taps: of compiled products, those of this call."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    apply = _uncompiled if torch.compiler.is_compiling() else _apply
-    return apply(_Linear, x, weight, bias, queue)
+    if not torch.compiler.is_compiling():
+        return _apply(_Linear, x, weight, bias, queue)
+    if taps is None:
+        return _uncompiled(_Linear, x, weight, bias, queue)
+    return _apply(_TappedLinear, x, weight, bias, taps.dy, taps.x)
 
 
 class _Linear(torch.autograd.Function):
@@ -128,6 +145,64 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             context.queue.put(context.weight, None, dy_NY, x.detach().flatten(0, -2))  # a queue holds no history
         return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
+
+
+class _TappedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        x: torch.Tensor,
+        weight_YX: nn.Parameter,
+        bias: torch.Tensor | None,
+        dy_tap: torch.Tensor,
+        x_tap: torch.Tensor,
+    ) -> torch.Tensor:
+        context.save_for_backward(x, weight_YX)
+        return F.linear(x, weight_YX, bias)
+
+    @staticmethod
+    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight_YX = context.saved_tensors
+        needs_x, _, needs_bias = context.needs_input_grad[:3]
+        dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
+        return dx, None, dy.flatten(0, -2).sum(dim=0) if needs_bias else None, dy, x
+
+
+class _MakeTaps(torch.autograd.Function):
+    """The taps of a product of x [*rows, X]; what they find goes into the queue."""
+
+    @staticmethod
+    def forward(
+        context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        context.weight, context.queue = weight_YX, queue
+        return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
+
+    @staticmethod
+    def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
+        context.queue.put(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
+        return None, None, None
+
+
+class Tapped(Protocol):
+    """A product that takes its weight gradient from taps, where it is compiled."""
+
+    weight: nn.Parameter
+    weight_gradients: WeightGradients | None
+    taps: Taps | None
+
+
+@contextmanager
+def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
+    """A compiled forward inside gives the weight gradients of its products, of [*rows, X] each, to their queues."""
+    products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
+    for each in products:
+        each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for each in products:
+            each.taps = None
 
 
 def grouped_linear(
@@ -172,8 +247,8 @@ _uncompiled = _apply
 
 
 def stay_out_of_graphs() -> None:
-    """Have compiled graphs leave out what puts something into a queue, which a compiled backward pass could not. To be
-    called before anything is compiled, and not sooner: it loads the compiler, over a second."""
+    """Have compiled graphs leave out products without taps that put something into a queue, which a compiled backward
+    pass could not. To be called before anything is compiled, and not sooner: it loads the compiler, over a second."""
     global _uncompiled
     if _uncompiled is _apply:
         _uncompiled = torch.compiler.disable(_apply)

@@ -34,6 +34,7 @@ class Pass:
     order: list[str]
     missing: dict[str, set[int]]
     held: list[tuple[nn.Parameter, torch.Tensor]] | None = None  # a list while the pass may be paused
+    early: dict[str, list[tuple[nn.Parameter, torch.Tensor]]] = field(default_factory=dict)  # what it held, by unit
 
 
 class GradientSums:
@@ -105,11 +106,12 @@ class GradientSums:
         self._running = None
 
     def resume(self, paused: Pass) -> None:
-        """The rest of a pass: `collect` what is still to come, then `end`."""
+        """The rest of a pass: `collect` what is still to come, then `end`. What a unit had before joins the first that
+        comes, so that one unit's buffer is needed at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
-        for parameter, gradient in held:
-            self.collect(parameter, gradient)
+        for each in held:
+            paused.early.setdefault(self._place[each[0]][0], []).append(each)
 
     def end(self) -> None:
         """The pass has everything; parameters that it did not reach took no part in the loss."""
@@ -158,6 +160,9 @@ class GradientSums:
     def _view(self, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         """Where a parameter's gradient is summed, and whether what is there is to be overwritten; from now on not."""
         name, index = self._place[parameter]
+        assert self._running is not None
+        for each in self._running.early.pop(name, ()):
+            self.collect(*each)
         whole = self._whole(name)
         stale = index in whole.stale
         whole.stale.discard(index)

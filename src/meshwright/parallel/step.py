@@ -47,7 +47,7 @@ class ForwardBackward:
         self._queue = WeightGradients(parallel.gradients)
         if split:
             take_weight_gradients(model, self._queue)
-        elif not model.compiled:  # a compiled backward pass is cut where a product puts its gradient elsewhere
+        elif not model.compiled:  # its products would give what gradients are made of, all at once
             take_weight_gradients(model, self._queue, add_at_once_from)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:

@@ -10,14 +10,10 @@ import numpy as np
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.program.durations import Floats
 
-__all__ = ["SPLIT_SCHEDULES", "closed_makespan", "in_flight", "places_of"]
+__all__ = ["closed_makespan", "in_flight", "places_of"]
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Of a rank's two stages the second is as far from the end as the first from the start."""
-
-
-SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
-"""Whose backwards are split."""
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:

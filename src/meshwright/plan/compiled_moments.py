@@ -16,8 +16,8 @@ COLLECTED = ".weight gradients"
 
 def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
     """Of the forward when it holds the most; what it keeps is among it."""
-    held = _forward(at, at.config.layer_window(layer), x)
-    yield from _extras(held, f"layers.{layer}")
+    held = forward_held(at, at.config.layer_window(layer), x)
+    yield from extras_of(held, f"layers.{layer}")
 
 
 def backward_extras(
@@ -28,19 +28,19 @@ def backward_extras(
     unit = f"layers.{layer}"
     held = _backward(at, at.config.layer_window(layer), x, arrived)
     for name, each in held:
-        yield name, list(_extras(each, unit))
+        yield name, list(extras_of(each, unit))
 
 
 def passing_bytes(at: Local, layer: int, x: int) -> int:
     """What a layer holds at most beside what is kept of it, its weight gradients left out: rows do not change them."""
     window = at.config.layer_window(layer)
     found = []
-    for held in (_forward(at, window, x), *(each for _, each in _backward(at, window, x))):
+    for held in (forward_held(at, window, x), *(each for _, each in _backward(at, window, x))):
         found.append(held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients"))
     return max(found)
 
 
-def _extras(held: Held, unit: str) -> Iterator[Extra]:
+def extras_of(held: Held, unit: str) -> Iterator[Extra]:
     for name, each in held.buffers.items():
         yield Extra(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
@@ -49,7 +49,7 @@ def _extras(held: Held, unit: str) -> Iterator[Extra]:
 
 
 @lru_cache(maxsize=64)
-def _forward(at: Local, window: int | None, x: int) -> Held:
+def forward_held(at: Local, window: int | None, x: int) -> Held:
     block = CompiledBlock(at, window, x)
     return highest(list(block.forward()), {}, {*block.kept(), RESULT})
 
@@ -67,7 +67,7 @@ def _backward(at: Local, window: int | None, x: int, arrived: frozenset[str] = f
     for name in arrived:
         del given[name]
     if block.again == "full":
-        again = _forward(at, window, x)
+        again = forward_held(at, window, x)
         found.append((".forward again", Held(again.name, again.buffers, 0, (*again.inside, gradient))))
         made_again = tuple(Extra("activations", name, size) for name, size in kept.items())
     else:

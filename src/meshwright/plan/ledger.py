@@ -28,7 +28,7 @@ from meshwright.plan.compiled_blocks import known
 from meshwright.plan.moment import Moment, Reduction, Ways
 from meshwright.plan.moments import StageMoments
 from meshwright.plan.saved import Routed, Saved, local_sizes, position_tables, saved_activations
-from meshwright.plan.states import flats_of, kept_buffers, states
+from meshwright.plan.states import REDUCTIONS_IN_FLIGHT, flats_of, kept_buffers, states
 from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
@@ -213,8 +213,7 @@ class _Step:
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
-        if any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps()):
-            self.compiled = False  # weight gradients that are left for later cut a compiled block into pieces
+        self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
@@ -332,8 +331,9 @@ class _Step:
             leaves = before
             if kind == _FORWARD:
                 moment = moment.beside(part.under_way(before))
-            elif kind != _INPUT_GRADIENT:
-                leaves = tuple(part.residue(ways)) or before
+            else:
+                half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
+                leaves = (*before, *part.reduced(ways, half))[-REDUCTIONS_IN_FLIGHT:]
             self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
         return self._highest_of[key]
 
@@ -356,7 +356,7 @@ class _Step:
         kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(
             sizes, stage, self.partition.units(stage), kept, whole, flats,
-            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled,
+            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled, self.split,
         )  # fmt: skip
 
     def _stream(self) -> int:

@@ -12,6 +12,7 @@ from meshwright.layout import Layout
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import Stage
 from meshwright.model.work import predictions
+from meshwright.plan import compiled_split
 from meshwright.plan.compiled_blocks import known
 from meshwright.plan.compiled_moments import passing_bytes
 from meshwright.plan.micro_batch import LayerKind, layer_examples
@@ -97,7 +98,8 @@ class KeptBytes:
         for kind, at in self.examples.items():
             one = Stage(1, range(at, at + 1), first=False, last=False)
             if self.problem.compile and known(sizes, at):
-                layers[kind] = split[kind] = saved(layout, one) - empty + stream
+                layers[kind] = saved(layout, one) - empty + stream
+                split[kind] = float(compiled_split.queued_bytes(sizes, at, self.x))
                 most = max(most, passing_bytes(sizes, at, self.x) - 4 * stream)
                 continue
             layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)

@@ -7,13 +7,15 @@ for the tiles of CPU attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
+from meshwright.plan import compiled_split
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
+from meshwright.plan.compiled_split import split_backward_extras
 from meshwright.plan.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
@@ -60,7 +62,8 @@ class StageMoments:
 
     saved: what its forward keeps (`saved_activations`); whole: the same with nothing computed again; flats: the flat
     buffers by unit; pooled: whole gradient buffers that are kept from layer to layer; tied: whether the head computes
-    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are.
+    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are; queued: whether products
+    give their weight gradients to a queue, which keeps them of backwards that are split.
     """
 
     def __init__(
@@ -76,8 +79,9 @@ class StageMoments:
         pooled: Mapping[int, int],
         tied: bool,
         compiled: bool = False,
+        queued: bool = False,
     ) -> None:
-        self.compiled = compiled
+        self.compiled, self.tapped = compiled, compiled and queued
         self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
         self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
         self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -178,12 +182,15 @@ class StageMoments:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            around = [*self._gathered(place, -1), *self._reductions(place, ways, self._known(unit))]
-            opened = [] if not self._known(unit) else self._opened(place)
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, self._known(unit))]
+            opened = self._opened(place) if self._known(unit) and not split else []
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
+            elif split and self.stage.last and unit != "head" and self.at.config.head in ("next", "masked"):
+                weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
+                around.append(Extra("gradients", "head weight gradient, held", weight * self.x))
             if queue:
                 around.append(Extra("activations", "queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
@@ -194,12 +201,17 @@ class StageMoments:
             if split and unit.startswith("layers."):
                 queue += self.queued(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
+        if split:  # units without products are complete: until now their gradients were held beside the sums
+            ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
+            waiting = Extra("activations", "queue of weight gradients", queue)
+            yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
         """Of the second part."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
-        yield Moment("weight gradients", 0, (*extras, *self._reductions(0, ways)))
+        around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
+        yield Moment("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
         """Of each product's weight on this rank."""
@@ -220,7 +232,11 @@ class StageMoments:
         elif self._known(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
-            yield from backward_extras(self.at, int(unit.split(".")[1]), self.x, arrived)
+            layer = int(unit.split(".")[1])
+            if self.tapped:
+                yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
+            else:
+                yield from backward_extras(self.at, layer, self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Extra("activations", "computed again", again)] if again > 0 else []
@@ -317,7 +333,10 @@ class StageMoments:
 
     def queued(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
-        return queued_bytes(self.at, self.whole, int(unit.split(".")[1]), self.x)
+        layer = int(unit.split(".")[1])
+        if self._known(unit):
+            return compiled_split.queued_bytes(self.at, layer, self.x)
+        return queued_bytes(self.at, self.whole, layer, self.x)
 
     # --- what ZeRO adds
 
@@ -336,10 +355,12 @@ class StageMoments:
             if flat.zero == 3
         ]
 
-    def _reductions(self, place: int, ways: Ways, later: bool = False) -> list[Extra]:
+    def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
         """What reductions under way receive into, and whole gradient buffers that no pool keeps; those of the unit
-        itself, unless they are opened `later`."""
-        posted = [*ways.before, *self._reduced(place + 1, ways)]
+        itself, unless they are opened `later`. A first half of a backward, `split`, posts and opens them at its end."""
+        if split:
+            return self.under_way(ways.before)
+        posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
@@ -354,9 +375,13 @@ class StageMoments:
         """Whether it is a layer whose kernels are known."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
-    def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
-        """The reductions that were posted from the unit at `place` on, in their order."""
-        flats = [flat for unit in reversed(self.units[place:]) for flat in self.flats.get(unit, ())]
+    def _waits(self, place: int) -> bool:
+        """Whether a unit is complete only when weight gradients are."""
+        return self.units[place].startswith("layers.")
+
+    def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
+        """The reductions that are posted of units, in their order."""
+        flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
@@ -376,9 +401,10 @@ class StageMoments:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
-    def residue(self, ways: Ways) -> list[Reduction]:
-        """The reductions that a backward leaves under way."""
-        return self._reduced(0, ways)[-REDUCTIONS_IN_FLIGHT:]
+    def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
+        """The reductions that a backward posts: weights: that its second half does, or the first; None: both."""
+        places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
+        return self._reduced(places, ways)
 
 
 def _of_norm_or_known(saved: Saved) -> bool:

@@ -8,7 +8,7 @@ ZeRO and the number of ranks is arithmetic on arrays over ways.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.model.stages import Stage, stages_of
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.plan.bubbles import SPLIT_SCHEDULES, closed_makespan, in_flight, places_of
+from meshwright.plan.bubbles import closed_makespan, in_flight, places_of
 from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import gradient_waits, level_in_time, passes_beside, update_bytes, updated, zero_calls
 from meshwright.plan.measured_rates import Chosen
@@ -57,8 +57,7 @@ def screen(problem: Problem) -> Priced:
         here = _Ranks(work, ranks)
         stages: dict[tuple[Any, ...], _Stages] = {}
         for pipe in (pipe for pipe in every if pipe.ranks == ranks):
-            cut = problem.compile and pipe.schedule in SPLIT_SCHEDULES
-            key = cut, pipe.chunks, tuple(map(tuple, places_of(pipe.schedule, ranks, pipe.chunks)))
+            key = pipe.chunks, tuple(map(tuple, places_of(pipe.schedule, ranks, pipe.chunks)))
             if key not in stages:
                 stages[key] = _Stages(here, pipe)
             blocks += [(*found, np.full(len(found[0]), numbers[pipe])) for found in _priced(here, stages[key], pipe)]
@@ -96,10 +95,7 @@ class _Ways:
                 last = np.array([each.last(kept).sum(axis=1) for kept in (False, True)])
                 ends[key] = each.first().sum(axis=1), last
         self.first, self.last = (np.array([ends[_ends(way)][which] for way in self.ways]) for which in (0, 1))
-        whole = KeptOfWays(problem, self.ways, self.kinds)
-        uncompiled = KeptOfWays(replace(problem, compile=False), self.ways, self.kinds) if problem.compile else whole
-        self.memory = {False: whole, True: uncompiled}
-        """By whether backwards are split: that cuts compiled blocks into pieces (`ledger`)."""
+        self.memory = KeptOfWays(problem, self.ways, self.kinds)
 
         def column(of: Any) -> Array:
             return np.array([of(way.layout) for way in self.ways])
@@ -236,7 +232,7 @@ class _Stages:
     def __init__(self, here: _Ranks, pipe: Pipe) -> None:
         of, config, at = here.of, here.of.problem.config, here.at
         self.here = here
-        self.memory = memory = of.memory[pipe.schedule in SPLIT_SCHEDULES]
+        self.memory = memory = of.memory
         self.replicas = 2 if pipe.schedule in BIDIRECTIONAL_SCHEDULES else 1
         self.count = pipe.ranks * pipe.chunks
         rows: dict[tuple[Any, ...], int] = {}
