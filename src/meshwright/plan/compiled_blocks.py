@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.plan.kernels import Buffer, Kernel
-from meshwright.plan.saved_blocks import Entry, Local, masked
+from meshwright.plan.saved_blocks import INDEX, Entry, Local, masked
 from meshwright.plan.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
@@ -25,7 +25,7 @@ REPEATED = "attention.keys_repeated, attention.values_repeated, attention.mask"
 def known(at: Local, layer: int) -> bool:
     """Whether what a compiled layer keeps and holds is written down here."""
     config = at.config
-    return not config.has_experts(layer) and not config.post_norms and not config.encoder
+    return not config.has_experts(layer) and not config.post_norms
 
 
 def kept(at: Local, layer: int) -> Iterator[Entry]:
@@ -48,7 +48,7 @@ class CompiledBlock:
         self.turned = config.positions == "rope" or config.query_key_norm
         self.cuda = at.device == "cuda" and not at.ring
         """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
-        self.repeated = self.cuda and masked(at, window)
+        self.repeated = self.cuda and masked(at, window) and not config.encoder
         """Whether keys and values are repeated for every query head, as their masked kernel needs."""
         self._shapes = dict(self._values())
 
@@ -90,7 +90,8 @@ class CompiledBlock:
             yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
-        lines = -(-length // 32) * 32 if self.repeated else length
+        whole_lines = self.repeated or (self.cuda and config.encoder and at.masked)
+        lines = -(-length // 32) * 32 if whole_lines else length
         yield "attention.log_sum", ((at.rows, heads, lines), "wide")
         for name in ("attention.keys_repeated", "attention.values_repeated"):
             yield name, ((at.rows, heads, length, size), "x")
@@ -112,7 +113,7 @@ class CompiledBlock:
 
     def bytes(self, name: str) -> int:
         shape, kind = self._shapes[name]
-        return math.prod(shape) * (self.x if kind == "x" else self.wide)
+        return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX}[kind]
 
     def kept(self) -> list[str]:
         """What the forward keeps beside its input; of a block that is computed again whole, what the second forward
