@@ -217,6 +217,12 @@ class CompiledBlock:
             made.append("attention.query.wide, attention.key.wide")
         return self._kernel("attention.qkv.output", ", ".join(made))
 
+    @property
+    def _turned_apart(self) -> bool:
+        """Whether attention that is computed again has queries and keys of its own beside its backward's: it has of a
+        narrow type."""
+        return self.x < self.wide and not self.traded and not self.cuda
+
     def backward(self) -> Iterator[Kernel]:
         config, kept = self.at.config, set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
@@ -265,7 +271,7 @@ class CompiledBlock:
         recomputed = "attention.output.input" not in kept
         turns = self.turned and "attention.query" not in kept and "attention.traded" not in kept
         if turns:
-            yield self._turned(twice=recomputed and not self.traded and not self.cuda)
+            yield self._turned(twice=recomputed and self._turned_apart)
         yield from self._core_backward(kept, recomputed)
         made = "attention.qkv.output.gradient"
         normed = yield from self._product_gradient(made, "attention.qkv.input", "attention_norm")
@@ -292,7 +298,8 @@ class CompiledBlock:
 
     def _core_again(self) -> Iterator[Kernel]:
         """What attention gave, for the weight gradient of the product after it."""
-        turned = ", attention.query.again, attention.key.again" if self.turned else ""
+        again = ".again" if self._turned_apart else ""
+        turned = f", attention.query{again}, attention.key{again}" if self.turned else ""
         yield from self._attended("attention.traded" if self.traded else f"attention.qkv.output{turned}")
 
     def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:
