@@ -12,9 +12,11 @@ from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.parallel import buffers
 from meshwright.plan import moments, states, temporaries
+from meshwright.plan.estimate import evaluate
 from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
 from meshwright.train import optimizer
 from tests.plan.ledger_cases import SMALL, Step, check_states, measure
+from tests.plan.test_measured_rates import here
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
 SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # then memory is highest in a layer, not in the loss
@@ -53,6 +55,13 @@ def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
 def test_rows_of_documents_that_are_not_known_take_no_more_than_was_said() -> None:
     found = measure(Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL, told=False))
     assert found.peak <= found.predicted.peak_bytes + SMALL <= 1.1 * found.peak
+
+
+def test_a_plan_that_knows_no_documents_says_that_its_memory_is_the_most() -> None:
+    one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
+    warning = "memory is the most that rows of several documents could take, wherever these begin"
+    assert warning in several.warnings and warning not in one.warnings
+    assert several.memory.peak_bytes > one.memory.peak_bytes
 
 
 BIG = 8, 128
