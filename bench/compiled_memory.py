@@ -2,11 +2,11 @@
 
     python bench/compiled_memory.py [--only TEXT]
 
-Families, ways to recompute, types, the axes of two ranks and schedules that split backwards, each a few steps of a
-small model; the limit is 5 % of the peak. Beside it stands the part of a step that comes and goes: states, which are
-known exactly, are left out of it, and what the same step holds of blocks that are not compiled, by the ledger.
-Compiling takes twenty minutes or more. Writes `bench/results/compiled_memory.json`; exit code 1 when a peak is beyond
-the limit.
+Families, ways to recompute, types, rows that pack documents, pairs of responses, encoders, the axes of two ranks and
+schedules that split backwards, each a few steps of a small model; the limit is 5 % of the peak. Beside it stands the
+part of a step that comes and goes: states, which are known exactly, are left out of it, and what the same step holds of
+blocks that are not compiled, by the ledger. Compiling takes half an hour or more. Writes
+`bench/results/compiled_memory.json`; exit code 1 when a peak is beyond the limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.ledger import ledger
-from tests.plan.ledger_cases import Step, measure
+from tests.plan import encoder_cases
+from tests.plan.ledger_cases import Measured, Step, measure
 
 LIMIT = 0.05
 WIDE = {"llama-tiny": {"hidden": 128}, "gpt2-tiny": {"hidden": 128, "intermediate": 512, "head_dim": 16}}
@@ -51,6 +52,36 @@ SPLIT = [
     ("qwen3-tiny", "pp2:zb-h1 mb4", "bfloat16", 16, 128),
 ]  # fmt: skip
 
+DOCUMENTS = ((0,), (0, 37), (0, 11, 100, 150, 230), (0, 130, 131))
+"""Where they begin in rows of 256 tokens."""
+FAMILIES = [
+    *(("qwen3-tiny", f"dp1 ac:{again}", dtype, 4, 128) for again in ("selective", "full")
+      for dtype in ("float32", "bfloat16")),
+    *(("mistral-tiny", f"dp1 ac:{again}", "float32", 4, 256) for again in ("selective", "full")),
+    ("qwen2-tiny", "dp1", "bfloat16", 4, 128), ("qwen2-tiny", "dp1 ac:full", "bfloat16", 4, 128),
+    ("gpt2-tiny", "dp1 ac:selective", "float32", 4, 128),
+    *(("bert-tiny", f"dp1{again}", dtype, 8, 128) for again in ("", " ac:selective", " ac:full")
+      for dtype in ("float32", "bfloat16")),
+    ("bert-tiny classes", "dp1", "bfloat16", 8, 128), ("bert-tiny", "mb2", "float32", 16, 64),
+    *(("llama-tiny pairs", layout, dtype, 4, 256) for layout, dtype in (("dp1", "float32"), ("mb2", "bfloat16"))),
+    *((f"{name} documents", "dp1", dtype, 4, 256)
+      for name, dtype in (("llama-tiny", "float32"), ("mistral-tiny", "bfloat16"), ("gpt2-tiny", "float32"))),
+]  # fmt: skip
+"""What families and rows have of their own; after the name of a preset what else is said of it."""
+
+
+def watched(step: Step | encoder_cases.EncoderStep) -> Measured:
+    return measure(step) if isinstance(step, Step) else encoder_cases.measure(step)
+
+
+def family_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> Step | encoder_cases.EncoderStep:
+    model, _, what = name.partition(" ")
+    if model.startswith("bert"):
+        config = encoder_cases.small(what or "masked")
+        return encoder_cases.EncoderStep(config, layout, batch, sequence, dtype=dtype, compiled=True)
+    step = step_of(model, layout, dtype, batch, sequence)
+    return step._replace(pairs=what == "pairs", starts=DOCUMENTS if what == "documents" else None)
+
 
 def step_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> Step:
     layers = 4 if "pp" in layout else 2
@@ -58,10 +89,10 @@ def step_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> St
     return Step(config, layout, batch, sequence, dtype=dtype, compiled=True)
 
 
-def line_of(name: str, step: Step, rank: int, found: Any) -> dict[str, Any]:
+def line_of(name: str, step: Any, rank: int, found: Any) -> dict[str, Any]:
     eager = ledger(
         step.config, Layout.parse(step.layout), batch=step.batch, sequence=step.sequence, parameter_dtype=step.dtype,
-        rank=rank,
+        rank=rank, documents=step.starts or False, pairs=getattr(step, "pairs", False),
     )  # fmt: skip
     said, passing = found.predicted, found.peak - found.before
     line = {
@@ -80,14 +111,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
     only = parser.parse_args().only
     lines: list[dict[str, Any]] = []
-    for count, cases in ((1, ONE), (2, TWO), (2, SPLIT)):
+    lists = (1, ONE, step_of), (2, TWO, step_of), (2, SPLIT, step_of), (1, FAMILIES, family_of)
+    for count, cases, of in lists:
         chosen = [case for case in cases if only in f"{case[0]} {case[1]}"]
         if not chosen:
             continue
         with LocalRanks(count, timeout=900) as ranks:
             for case in chosen:
-                step = step_of(*case)
-                for rank, found in enumerate(ranks.run(measure, step)):
+                step = of(*case)
+                for rank, found in enumerate(ranks.run(watched, step)):
                     lines.append(line_of(case[0], step, rank, found))
                 if not only:  # what was measured stays if the rest is not waited for
                     write_result("compiled_memory", summary(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class EncoderCase(NamedTuple):
     sequence: int = 30
     dtype: str = "float32"
     starts: tuple[tuple[int, ...], ...] | None = None
+    backend: str | None = None  # of torch.compile; None: not compiled
 
 
 def small(head: str = "masked", **changes: Any) -> ModelConfig:
@@ -86,11 +88,15 @@ def watch(case: EncoderCase) -> Watched:
         return tensor
 
     storages = Storages()
-    with storages, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    watching = storages if case.backend is None else nullcontext()  # it would see into no compiled graph
+    if case.backend is not None:
+        torch._dynamo.reset()
+        model.compile_blocks(backend=case.backend)
+    with watching, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, batch)
     predicted = saved_activations(
         config, Layout(recompute=case.recompute), case.rows, case.sequence, documents=case.starts is not None,
-        parameter_dtype=case.dtype,
+        parameter_dtype=case.dtype, compiled=case.backend is not None,
     )  # fmt: skip
     alive = storages.alive()
     assert loss.requires_grad
@@ -129,6 +135,8 @@ class EncoderStep(NamedTuple):
     batch: int = 4
     sequence: int = 64
     dtype: str = "float32"
+    starts: tuple[tuple[int, ...], ...] | None = None
+    compiled: bool = False
 
 
 def measure(step: EncoderStep) -> Measured:
@@ -141,10 +149,14 @@ def measure(step: EncoderStep) -> Measured:
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master)
     optimizer = Optimizer(parallel.shards, TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3))
-    case = EncoderCase(step.config.head, rows=step.batch // (layout.dp * layout.micro_batches), sequence=step.sequence)
+    rows = step.batch // (layout.dp * layout.micro_batches)
+    case = EncoderCase(step.config.head, rows=rows, sequence=step.sequence, starts=step.starts)
     micro_batches = [inputs(step.config, case) for _ in range(layout.micro_batches)]
-    queue = WeightGradients(parallel.gradients)
-    take_weight_gradients(model, queue)
+    if step.compiled:
+        torch._dynamo.reset()
+        model.compile_blocks()
+    else:
+        take_weight_gradients(model, WeightGradients(parallel.gradients))
 
     def once() -> None:
         parallel.begin_step(layout.micro_batches)
@@ -167,6 +179,7 @@ def measure(step: EncoderStep) -> Measured:
     states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
     mesh.close()
     said = ledger(
-        step.config, layout, batch=step.batch, sequence=step.sequence, parameter_dtype=step.dtype, rank=mesh.rank
-    )
+        step.config, layout, batch=step.batch, sequence=step.sequence, parameter_dtype=step.dtype, rank=mesh.rank,
+        documents=step.starts or False, compile=step.compiled,
+    )  # fmt: skip
     return Measured(before + peak, before, states, said, where)

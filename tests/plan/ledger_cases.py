@@ -51,6 +51,9 @@ class Step(NamedTuple):
     dtype: str = "float32"
     pairs: bool = False  # of responses, one a row
     compiled: bool = False
+    starts: tuple[tuple[int, ...], ...] | None = None
+    """Where documents begin in the rows of each micro-batch; None: every row is one."""
+    told: bool = True  # whether the ledger knows where they begin, or only that rows pack several
 
 
 class Measured(NamedTuple):
@@ -96,7 +99,7 @@ def _measure(step: Step) -> Measured:
     for _ in range(layout.micro_batches):
         numbers = torch.randint(0, step.config.vocabulary, (rows, step.sequence + 1))
         parts = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
-        documents = Documents()
+        documents = Documents() if step.starts is None else Documents.from_starts(step.starts, step.sequence)
         if step.pairs:
             ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
             documents = Documents.from_ids(ids).in_pairs(Pairs.from_ids(ids))
@@ -138,10 +141,13 @@ def _measure(step: Step) -> Measured:
         return *highest(profile), came
 
     def said(came: dict[int, Routed]) -> Ledger:
+        halves = ((0, step.sequence // 2),) * rows if step.pairs else None
+        known = step.starts or halves or False
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
         return ledger(
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
-            rank=mesh.rank, routed=came, documents=step.pairs, pairs=step.pairs, compile=step.compiled,
+            rank=mesh.rank, routed=came, documents=known if step.told else bool(known), pairs=step.pairs,
+            compile=step.compiled,
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.

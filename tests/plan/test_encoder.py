@@ -30,6 +30,8 @@ from tests.plan.saved_cases import difference
 PACKED = ((0, 5), (0,), (0, 9), (0, 1, 2))
 OURS = ENGINES["meshwright"]
 HEADS, RECOMPUTE = ("masked", "classes", "none"), ("none", "selective", "full")
+PARTITIONED = "aot_eager"
+"""The backend that partitions as inductor does and compiles nothing."""
 NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "head.bias.gradient", "loss")
 
 
@@ -51,6 +53,21 @@ def test_what_a_forward_keeps_is_what_was_said(case: EncoderCase) -> None:
         said = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
         hooked = Counter(size for size, _ in found.packed)
         assert said <= hooked if case.head == "classes" else said == hooked  # beside them: what the loss is a part of
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        EncoderCase("masked", "none", backend=PARTITIONED),
+        *(EncoderCase(recompute=again, dtype="bfloat16", starts=PACKED, backend=PARTITIONED)
+          for again in ("selective", "full")),
+    ],
+    ids=lambda case: case.recompute,
+)  # fmt: skip
+def test_a_compiled_forward_keeps_what_was_said(case: EncoderCase) -> None:
+    found = watch(case)
+    said = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
+    assert said == Counter(size for size, _ in found.packed), (found.predicted, found.packed)
 
 
 def halves(case: EncoderCase) -> tuple[float, float]:

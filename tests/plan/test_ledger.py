@@ -12,12 +12,16 @@ from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.parallel import buffers
 from meshwright.plan import moments, states, temporaries
+from meshwright.plan.estimate import evaluate
 from meshwright.plan.ledger import CATEGORIES, Ledger, ledger
 from meshwright.train import optimizer
-from tests.plan.ledger_cases import Step, check_states, measure
+from tests.plan.ledger_cases import SMALL, Step, check_states, measure
+from tests.plan.test_measured_rates import here
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
 SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # then memory is highest in a layer, not in the loss
+WINDOWED = dataclasses.replace(preset("mistral-tiny"), tied=False, vocabulary=256)
+UNEQUAL = ((0,), (0, 37), (0, 11, 100, 150, 230), (0, 130, 131))
 DEEP = dataclasses.replace(SMALL_HEAD, layers=8)
 MIXTURE = dataclasses.replace(
     preset("mixtral-tiny"), vocabulary=256, experts=4, intermediate=512, expert_intermediate=512
@@ -35,13 +39,29 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
         Step(LLAMA, "dp1", 4, 128, pairs=True), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16", pairs=True),
         *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # no multiple of a tile's 128 queries
+        Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
+        Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
+        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True),
     ],
-    ids=lambda step: f"{step.layout} {step.dtype} {step.optimizer} {step.sequence}{' pairs' * step.pairs}",
+    ids=lambda step: f"{step.config.family} {step.layout} {step.dtype} {step.optimizer} {step.sequence}"
+    f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",
 )  # fmt: skip
 def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
     found = measure(step)
     check_states(found)
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
+
+
+def test_rows_of_documents_that_are_not_known_take_no_more_than_was_said() -> None:
+    found = measure(Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL, told=False))
+    assert found.peak <= found.predicted.peak_bytes + SMALL <= 1.1 * found.peak
+
+
+def test_a_plan_that_knows_no_documents_says_that_its_memory_is_the_most() -> None:
+    one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
+    warning = "memory is the most that rows of several documents could take, wherever these begin"
+    assert warning in several.warnings and warning not in one.warnings
+    assert several.memory.peak_bytes > one.memory.peak_bytes
 
 
 BIG = 8, 128

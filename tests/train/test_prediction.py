@@ -84,6 +84,12 @@ def test_memory_is_itemised_and_its_states_are_what_the_trainer_holds(ran):
     assert predicted["unexplained"] == round(predicted["peak"] * CALIBRATED["unexplained_share"])
 
 
+def test_memory_is_that_of_the_rows_of_the_first_steps(tmp_path):
+    """Where documents begin in them is what the micro-batches say."""
+    told, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
+    assert told == found and any(len(row) > 1 for row in told)
+
+
 def test_keys_that_were_there_stay(ran):
     result = ran["result"]
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]

@@ -310,6 +310,23 @@ def first_norms(text: str) -> dict[str, Any]:
     return {"gradients": gradients, "moved": moved, "norm": verdict.gradient_norm, "loss": verdict.loss}
 
 
+def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
+    """Where documents begin in the rows of the first steps: as a prediction asks, and of each micro-batch."""
+    wanted = load_recipe_text(text, "recipe")
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    from meshwright.data import prepare
+
+    data = prepare(wanted.data, wanted.run.seed)
+    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    told, found = trainer.documents_of(steps), []
+    for trainer.steps_done in range(steps):
+        for tokens, _, documents in trainer._micro_batches():
+            starts_BS = torch.zeros_like(tokens) if documents.starts_BS is None else documents.starts_BS
+            found += [tuple(row.unique().tolist()) for row in starts_BS]
+    mesh.close()
+    return told, tuple(found)
+
+
 def train_and_show(text: str) -> list[Piece]:
     """Train on this rank: all masters that it holds."""
     wanted = load_recipe_text(text, "recipe")

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Axes
 from meshwright.errors import UserError
+from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention, both_ways
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
@@ -90,6 +91,15 @@ class Encoder(nn.Module):
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
         self._run_block: Callable[..., torch.Tensor] = recomputed(EncoderBlock.__call__, recompute)
+        self._recompute = recompute
+        self.compiled = False
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile blocks and what is done to each logit (torch.compile; `options` go to it), as of a `Transformer`."""
+        weight_gradients.stay_out_of_graphs()
+        options = {"dynamic": False, **options}
+        self._run_block = recomputed(EncoderBlock.forward, self._recompute, compile_options=options)
+        self.compiled = True
 
     def forward(
         self,
@@ -112,8 +122,9 @@ class Encoder(nn.Module):
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transformed(x_BSH.flatten(0, 1)[places_M])
             loss = linear_cross_entropy(
-                states_MH, self.embedding.weight, targets.flatten()[places_M], self._axes, bias_V=self.head.bias
-            )
+                states_MH, self.embedding.weight, targets.flatten()[places_M], self._axes, bias_V=self.head.bias,
+                compiled=self.compiled,
+            )  # fmt: skip
         elif self.config.head == "classes":
             logits = self._classified(x_BSH, documents)
             wide = logits.to(at_least_float32(logits.dtype))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.plan.kernels import Buffer, Kernel
-from meshwright.plan.saved_blocks import Entry, Local, masked, repeats
+from meshwright.plan.saved_blocks import INDEX, Entry, Local, masked, repeats
 from meshwright.plan.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
@@ -25,7 +25,7 @@ REPEATED = "attention.keys_repeated", "attention.values_repeated"
 def known(at: Local, layer: int) -> bool:
     """Whether what a compiled layer keeps and holds is written down here."""
     config = at.config
-    return not config.has_experts(layer) and not config.post_norms and not config.encoder
+    return not config.has_experts(layer) and not config.post_norms
 
 
 def kept(at: Local, layer: int) -> Iterator[Entry]:
@@ -115,7 +115,7 @@ class CompiledBlock:
 
     def bytes(self, name: str) -> int:
         shape, kind = self._shapes[name]
-        return math.prod(shape) * (self.x if kind == "x" else self.wide)
+        return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX}[kind]
 
     def kept(self) -> list[str]:
         """What the forward keeps beside its input; of a block that is computed again whole, what the second forward
@@ -220,6 +220,12 @@ class CompiledBlock:
             made.append("attention.query.wide, attention.key.wide")
         return self._kernel("attention.qkv.output", ", ".join(made))
 
+    @property
+    def _turned_apart(self) -> bool:
+        """Whether attention that is computed again has queries and keys of its own beside its backward's: it has of a
+        narrow type."""
+        return self.x < self.wide and not self.traded and not self.cuda
+
     def backward(self) -> Iterator[Kernel]:
         config, kept = self.at.config, set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
@@ -268,7 +274,7 @@ class CompiledBlock:
         recomputed = "attention.output.input" not in kept
         turns = self.turned and "attention.query" not in kept and "attention.traded" not in kept
         if turns:
-            yield self._turned(twice=recomputed and not self.traded and not self.cuda)
+            yield self._turned(twice=recomputed and self._turned_apart)
         yield from self._core_backward(kept, recomputed)
         made = "attention.qkv.output.gradient"
         normed = yield from self._product_gradient(made, "attention.qkv.input", "attention_norm")
@@ -295,7 +301,8 @@ class CompiledBlock:
 
     def _core_again(self) -> Iterator[Kernel]:
         """What attention gave, for the weight gradient of the product after it."""
-        turned = ", attention.query.again, attention.key.again" if self.turned else ""
+        again = ".again" if self._turned_apart else ""
+        turned = f", attention.query{again}, attention.key{again}" if self.turned else ""
         yield from self._attended("attention.traded" if self.traded else f"attention.qkv.output{turned}")
 
     def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:

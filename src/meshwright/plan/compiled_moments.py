@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from meshwright.plan.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, RESULT, CompiledBlock
+from meshwright.plan.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, RESULT
+from meshwright.plan.compiled_encoder import block_of
 from meshwright.plan.kernels import Held, highest
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.temporaries import Extra
@@ -50,14 +51,14 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
 
 @lru_cache(maxsize=64)
 def forward_held(at: Local, window: int | None, x: int) -> Held:
-    block = CompiledBlock(at, window, x)
+    block = block_of(at, window, x)
     return highest(list(block.forward()), {}, {*block.kept(), RESULT})
 
 
 @lru_cache(maxsize=64)
 def _backward(at: Local, window: int | None, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
     """The highest moment and the last one; where the forward runs again, its highest too."""
-    block = CompiledBlock(at, window, x)
+    block = block_of(at, window, x)
     found = []
     kernels = list(block.backward())
     kept = {name: block.bytes(name) for name in block.kept()}

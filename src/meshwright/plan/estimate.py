@@ -206,6 +206,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
     if problem.precision == "fp8":
         found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
+    if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
+        found.append("memory is the most that rows of several documents could take, wherever these begin")
     if problem.compile and not memory.compiled:
         found.append("memory is that of blocks that are not compiled")
     return found

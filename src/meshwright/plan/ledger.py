@@ -24,6 +24,7 @@ from meshwright.model.refuse import refuse
 from meshwright.model.stage_times import program_for
 from meshwright.model.stages import Stage
 from meshwright.names import unknown
+from meshwright.plan.attention_tiles import Starts
 from meshwright.plan.compiled_blocks import known
 from meshwright.plan.moment import Moment, Reduction, Ways
 from meshwright.plan.moments import StageMoments
@@ -119,7 +120,7 @@ def ledger(
     parameter_dtype: str | None = None,
     engine: str = "meshwright",
     rank: int = 0,
-    documents: bool = False,
+    documents: bool | Starts = False,
     device: str = "cpu",
     routed: Mapping[int, Routed] | None = None,
     pairs: bool = False,
@@ -129,10 +130,11 @@ def ledger(
     """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
 
     precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
-    in its place ("float64" in tests). documents: whether rows pack several. device: "cpu" (gloo) or "cuda" (NCCL).
-    pairs: whether what is learnt from is pairs of responses. compile: whether blocks, the final norm and the loss are
-    compiled; `compiled` of the answer says whether they are priced so. architecture: of a CUDA device, as the catalogue
-    names it.
+    in its place ("float64" in tests). documents: whether rows pack several, of which attention on a CPU then holds the
+    most that any could; or where they begin in each of this rank's rows, micro-batch after micro-batch. device: "cpu"
+    (gloo) or "cuda" (NCCL). pairs: whether what is learnt from is pairs of responses. compile: whether blocks, the
+    final norm and the loss are compiled; `compiled` of the answer says whether they are priced so. architecture: of a
+    CUDA device, as the catalogue names it.
     `UserError` where the layout cannot be, or a name is unknown.
     """
     if engine not in ENGINES:
@@ -192,7 +194,7 @@ class _Step:
         optimizer: str,
         dtype: str,
         rank: int,
-        documents: bool,
+        documents: bool | Starts,
         device: str,
         routed: Mapping[int, Routed] | None,
         pairs: bool,
@@ -201,7 +203,9 @@ class _Step:
     ) -> None:
         self.of_cublas = of_cublas
         self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
-        self.documents, self.device, self.routed, self.pairs, self.compiled = documents, device, routed, pairs, compiled
+        several = documents if isinstance(documents, bool) else any(len(row) > 1 for row in documents)
+        self.starts = documents
+        self.documents, self.device, self.routed, self.pairs, self.compiled = several, device, routed, pairs, compiled
         self.master = "float64" if dtype == "float64" else "float32"
         self.rows = batch // (layout.dp * layout.micro_batches)
         self.place = layout.coordinates(rank)
@@ -351,7 +355,7 @@ class _Step:
                 pairs=self.pairs, compiled=self.compiled,
             )  # fmt: skip
 
-        sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.documents, self.dtype, self.device)
+        sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.starts, self.dtype, self.device)
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(

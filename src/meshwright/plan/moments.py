@@ -412,5 +412,5 @@ def _of_norm_or_known(saved: Saved) -> bool:
 
 
 def _of_loss(saved: Saved) -> bool:
-    """What the loss keeps to itself: it goes when the whole backward is over."""
-    return saved.name.startswith("head.") or saved.name == "loss"
+    """What the loss keeps to itself: it goes when the whole backward is over, and not with autograd's tensors."""
+    return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

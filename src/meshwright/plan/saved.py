@@ -16,8 +16,9 @@ from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
 from meshwright.model.work import predictions
-from meshwright.plan import compiled_blocks
+from meshwright.plan import compiled_blocks, compiled_encoder
 from meshwright.plan import saved_blocks as blocks
+from meshwright.plan.attention_tiles import Starts
 from meshwright.plan.saved_blocks import Entry, Local
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
@@ -93,13 +94,19 @@ def _saved(entry: Entry, types: Mapping[str, str]) -> Saved:
 
 
 def local_sizes(
-    config: ModelConfig, layout: Layout, rows: int, sequence: int, documents: bool, parameter_dtype: str, device: str
-) -> Local:
-    """Sizes on one rank, of which the closed forms are made."""
+    config: ModelConfig, layout: Layout, rows: int, sequence: int, documents: bool | Starts, parameter_dtype: str,
+    device: str,
+) -> Local:  # fmt: skip
+    """Sizes on one rank, of which the closed forms are made. documents: whether rows pack several, or where in each row
+    they begin."""
     tokens = sequence // layout.cp
     sliced = layout.tp if layout.tp > 1 and layout.tensor_sequence_parallel else 1
     narrow = parameter_dtype in ("bfloat16", "float16")
-    return Local(config, layout, rows, sequence, tokens, tokens // sliced, narrow, device, documents)
+    starts = None if isinstance(documents, bool) else documents
+    masked = any(len(row) > 1 for row in starts) if starts is not None else bool(documents)
+    return Local(
+        config, layout, rows, sequence, tokens, tokens // sliced, narrow, device, masked, starts if masked else None
+    )
 
 
 def _entries(
@@ -120,7 +127,8 @@ def _entries(
         if compiled and compiled_blocks.known(at, layer):
             if stage.first or layer != stage.layers[0]:
                 yield Entry(f"{name}.input", stream, "x")
-            yield from compiled_blocks.kept(at, layer)
+            whose = compiled_encoder if config.encoder else compiled_blocks
+            yield from whose.kept(at, layer)
             continue
         if again != "none" and (stage.first or layer != stage.layers[0]):
             yield Entry(f"{name}.input", stream, "x")

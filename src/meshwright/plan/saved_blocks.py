@@ -40,6 +40,7 @@ class Local:
     narrow: bool
     device: str = "cpu"
     masked: bool = False  # whether rows pack several documents
+    starts: tuple[tuple[int, ...], ...] | None = None  # where they begin in each row, where that is known
     pairs: bool = False  # whether what is learnt from is pairs of responses, not the next token
 
     @property

@@ -8,9 +8,9 @@ inside is that of their sources.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.plan.attention_tiles import Heads, Lies, backward_bytes
 from meshwright.plan.saved_blocks import Local, masked, repeats
 
 if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
@@ -111,32 +111,18 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Of `tiled_attention`: probabilities and both gradients of the tile before, scores and probabilities of this."""
-    size, length = at.config.head_dim, at.whole
-    cut = _cut(at, heads, kv_heads, length)
-    longest, before = length, cut.before
-    if window is not None and window < length:
-        longest, before = (min(each, window + cut.queries - 1) for each in (longest, before))
-        masks = sum(min(end, window + cut.queries - 1) for end in range(cut.queries, length + 1, cut.queries))
-        turns = 1 if cut.rows == at.rows else 2  # those of the rows before are there while these are made
-        yield Extra("workspace", "masks of tiles", turns * cut.rows * cut.queries * masks * wide)
-    each_key = cut.rows * cut.kv_heads * length * size
+    """Of `tiled_attention`: masks, tiles one after another, and sums of the gradients of keys and values."""
+    cut = _cut(at, heads, kv_heads, at.whole)
+    whole = Heads(
+        at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
+    )  # fmt: skip
     turned = (at.config.positions == "rope" or at.config.query_key_norm) and at.layout.cp == 1
-    if before:
-        scores = cut.lines * (3 * x * before + 2 * wide * longest + 3 * size * x)
-        if rest := length % cut.queries:  # the last tile has fewer queries
-            sees = [min(end, longest) for end in range(cut.queries, length, cut.queries)]
-            two = [3 * x * each + 2 * wide * after for each, after in pairwise(sees)]
-            two.append(3 * x * sees[-1] + 2 * wide * longest * rest // cut.queries)
-            scores = cut.lines * (max(two) + 3 * size * x)
-    else:  # a single tile: at its end, as the gradient of keys is added; of a narrow type as its scores are made
-        rows = (2 if x == wide else 1) + (not turned)  # turned queries lie as products read them
-        scores = cut.lines * (max(3 * x, 2 * wide) * longest + rows * size * x) + (each_key * x if x == wide else 0)
-    yield Extra("workspace", "tiles of attention", scores + cut.queries**2 * wide)
-    # Sums of the gradients of keys and values, and copies where rows and heads do not lie one after the other.
-    copies = (1 if turned else 2) if cut.rows > 1 and cut.kv_heads > 1 else 0
-    held = 2 * wide + copies * x + (wide if x < wide else 0)
-    yield Extra("workspace", "keys and values of tiles", each_key * held)
+    lies = Lies(turned, apart=at.layout.cp > 1)
+    found = backward_bytes(whole, lies, window, x, wide, at.starts, at.masked and at.starts is None)
+    if found.masks:
+        yield Extra("workspace", "masks of tiles", found.masks)
+    yield Extra("workspace", "tiles of attention", found.tiles)
+    yield Extra("workspace", "keys and values of tiles", found.keys_and_values)
 
 
 def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:

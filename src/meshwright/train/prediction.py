@@ -13,11 +13,13 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.plan import engines
+from meshwright.plan.attention_tiles import Starts
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
+from meshwright.train.step_memory import STEPS
 from meshwright.train.trainer import Trainer
 
 WARM_UP = 2
@@ -141,10 +143,13 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 def _memory(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> dict[str, int]:
     tokens = trainer.tokens
+    documents: bool | Starts = tokens.document_mask and tokens.documents > 1
+    if documents and trainer.device.type == "cpu":  # where they begin decides what its attention holds
+        documents = trainer.documents_of(STEPS)
     found = ledger(
         trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
-        documents=tokens.document_mask and tokens.documents > 1, pairs=trainer.preference is not None,
+        documents=documents, pairs=trainer.preference is not None,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:

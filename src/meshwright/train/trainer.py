@@ -330,11 +330,19 @@ class Trainer:
         """The step is skipped: nothing but parameters and optimizer state changes in one, and these have not."""
 
     def _micro_batches(self) -> list[MicroBatch]:
-        """This rank's share of the step's samples: rank after rank, micro-batch after micro-batch."""
-        share = self.recipe.train.batch // self.mesh.dp.size
-        first = self.steps_done * self.recipe.train.batch + self.mesh.dp.rank * share
-        samples = self.order.sample(first + np.arange(share))
+        samples = self._samples(self.steps_done)
         return [self._micro_batch("train", part) for part in np.split(samples, self.layout.micro_batches)]
+
+    def _samples(self, step: int) -> NDArray[np.int64]:
+        """This rank's share of a step's samples: rank after rank, micro-batch after micro-batch."""
+        share = self.recipe.train.batch // self.mesh.dp.size
+        first = step * self.recipe.train.batch + self.mesh.dp.rank * share
+        return self.order.sample(first + np.arange(share))
+
+    def documents_of(self, steps: int) -> tuple[tuple[int, ...], ...]:
+        """Where documents begin in this rank's rows of the next steps, row after row."""
+        samples = [self._samples(self.steps_done + step) for step in range(steps)]
+        return tuple(tuple(row.tolist()) for row in self.tokens.batch(np.concatenate(samples)).starts())
 
     def _micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """What this rank has of some rows."""

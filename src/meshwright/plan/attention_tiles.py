@@ -1,0 +1,192 @@
+"""What the backward of CPU attention holds at most beside its results: the loop over tiles of
+`model/tiled_attention.py`, name by name. A name keeps its tensor until the next one is made.
+
+Where documents begin decides which keys a tile has, and where its queries see differently many it has a mask over all
+of them. Of documents whose places are not known the most that any could take is said: a tile never has more keys than
+those before it, and at worst every tile that could has a mask over all of these.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+Starts = tuple[tuple[int, ...], ...]
+"""Where documents begin, row by row, and row after row of all micro-batches that are priced; the first place is 0."""
+
+LAST_TILES = 4
+"""Of rows that are one document the last tiles have the most keys: these are looked at."""
+
+
+class Heads(NamedTuple):
+    """Rows and key-value heads of all and of those worked on at once, query heads of each, its size, tokens of a row,
+    queries of a tile."""
+
+    rows: int
+    kv_heads: int
+    rows_at_once: int
+    kv_heads_at_once: int
+    group: int
+    size: int
+    length: int
+    queries: int
+
+
+class Lies(NamedTuple):
+    """How tensors lie in memory. turned: queries and keys are copies, head after head; apart: queries are, but rows do
+    not lie one after the other."""
+
+    turned: bool
+    apart: bool = False
+
+
+class Tile(NamedTuple):
+    """Queries, keys, and bytes of its mask in a row."""
+
+    queries: int
+    keys: int
+    mask: int
+
+
+class TileBytes(NamedTuple):
+    """Bytes when there are the most: of masks, of tiles, of sums and copies of keys and values."""
+
+    masks: int
+    tiles: int
+    keys_and_values: int
+
+    @property
+    def all(self) -> int:
+        return sum(self)
+
+
+@lru_cache(maxsize=256)
+def backward_bytes(
+    heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
+) -> TileBytes:
+    """x, wide: bytes of an element and of one of the type of sums. starts: None, rows are one document, or it is
+    `unknown` where others begin in them."""
+    micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
+    loops = [_Loop(heads, lies, window, x, wide, each, unknown) for each in micro_batches]
+    return max((loop.run() for loop in loops), key=lambda each: each.all)
+
+
+def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
+    """Of one row a tile has one where a document begins in it, from where the one before began: together they reach
+    over the row once, and over each tile but one twice. Of several rows each tile may have one over everything, where
+    documents begin earlier in some than in others."""
+    queries, length = tiles[0].queries, sum(tile.queries for tile in tiles)
+    if rows == 1:
+        return queries * (length + queries * (len(tiles) - 1)) * wide
+    return rows * sum(tile.queries * tile.keys for tile in tiles) * wide
+
+
+def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -> list[Tile]:
+    """Of rows that are worked on together (`tiles_of`)."""
+    found = []
+    limited = window is not None and window < heads.length
+
+    def first(row: Sequence[int], place: int) -> int:
+        begins = row[bisect_right(row, place) - 1]
+        return max(begins, place - window + 1) if limited and window is not None else begins
+
+    for start in range(0, heads.length, heads.queries):
+        stop = min(heads.length, start + heads.queries)
+        rows = starts or ((0,),)
+        oldest = min(first(row, start) for row in rows)
+        newest = max(first(row, stop - 1) for row in rows)
+        queries, keys = stop - start, stop - oldest
+        found.append(Tile(queries, keys, queries * keys * wide if newest > oldest else 0))
+    return found
+
+
+class _Loop:
+    """`_backward` of the engine: what its names hold, and the most so far."""
+
+    def __init__(
+        self, heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
+    ) -> None:
+        self.heads, self.lies, self.window, self.x, self.wide, self.starts = heads, lies, window, x, wide, starts
+        self.unknown = unknown
+        self.names: dict[str, int] = {"triangle": heads.queries**2 * wide}
+        self.now = self.names["triangle"]
+        self.most, self.then = 0, dict(self.names)
+
+    def run(self) -> TileBytes:
+        for rows, tiles in self._row_groups():
+            masks = sum(tile.mask for tile in tiles) * rows
+            if self.unknown:
+                masks = max(masks, _worst_masks(rows, tiles, self.wide))
+            self._give(masks=masks)
+            if self.starts is None:
+                tiles = tiles[-LAST_TILES:]
+            for kv_heads in self._head_groups():
+                self._group(rows, kv_heads, tiles)
+        of_keys = sum(size for name, size in self.then.items() if name in ("k", "v", "wide k", "dk", "dv"))
+        masks = self.then.get("masks", 0) + self.then.get("new masks", 0)
+        return TileBytes(masks, self.most - of_keys - masks, of_keys)
+
+    def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
+        """Rows that are worked on together. Where all are alike, two groups show what one after the other holds."""
+        heads = self.heads
+        groups = range(0, heads.rows, heads.rows_at_once)
+        for row in groups if self.starts else groups[:2]:
+            rows = min(heads.rows_at_once, heads.rows - row)
+            starts = None if self.starts is None else self.starts[row : row + rows]
+            yield rows, _tiles(heads, self.window, starts, self.wide)
+
+    def _head_groups(self) -> list[int]:
+        heads = self.heads
+        groups = range(0, heads.kv_heads, heads.kv_heads_at_once)
+        return [min(heads.kv_heads_at_once, heads.kv_heads - head) for head in groups[:2]]
+
+    def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
+        heads, x, wide = self.heads, self.x, self.wide
+        together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
+        head_after_head = together or (self.lies.turned and kv_heads == heads.kv_heads)
+        each = rows * kv_heads * heads.length * heads.size
+        self._give(k=0 if head_after_head else each * x, v=0 if together else each * x)
+        self._give(**{"wide k": each * wide if x < wide else 0})
+        self._give(dk=each * wide, dv=each * wide)
+        for tile in tiles:
+            lines = rows * kv_heads * heads.group * tile.queries
+            scores, columns = lines * tile.keys, lines * heads.size
+            copied = self.lies.turned or self.lies.apart
+            whole = heads.group == 1 or (copied and tile.queries == heads.length)
+            self._give(
+                q=0 if head_after_head and whole else columns * x,
+                d_out=0 if together and heads.group == 1 else columns * x,
+            )
+            self._passing(columns * wide + scores * wide)
+            self._passing(2 * scores * wide)
+            if x < wide:
+                self._passing(scores * (wide + x))
+            self._name("p", scores * x)
+            of_keys = rows * kv_heads * tile.keys * heads.size * (x if x == wide else x + wide)
+            self._passing(of_keys)
+            self._give(dp=scores * x)
+            self._give(ds=scores * x)
+            self._give(dq=columns * x)
+            self._passing(of_keys)
+        if x < wide:
+            self._passing(each * wide)
+
+    def _give(self, **names: int) -> None:
+        """Tensors that are made together and then take the names of earlier ones."""
+        for name, size in names.items():
+            self.names[f"new {name}"] = size
+            self.now += size
+        self._passing(0)
+        for name in names:
+            self._name(name, self.names.pop(f"new {name}"), made=True)
+
+    def _name(self, name: str, size: int, made: bool = False) -> None:
+        self.now += (0 if made else size) - self.names.get(name, 0)
+        self.names[name] = size
+
+    def _passing(self, size: int) -> None:
+        """What is there beside the names for a moment."""
+        if self.now + size > self.most:
+            self.most, self.then = self.now + size, dict(self.names)
