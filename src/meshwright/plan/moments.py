@@ -305,6 +305,9 @@ class StageMoments:
             else:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [*around, extra, Extra("workspace", "weight gradient", product)]
+        if config.norm == "rmsnorm" and not (split or after):
+            sums = Extra("workspace", "gradients inside of a norm", 4 * (self.stream // x) * self.wide)
+            yield ".mlp_norm", [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp."]), sums]
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
         gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
