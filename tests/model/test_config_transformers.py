@@ -132,3 +132,21 @@ def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_p
         count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
         biases = sum(row.numel for row in parameter_table(config).rows if row.balances)  # buffers in transformers
         assert count + biases == parameter_table(config).numel, name
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny") and not name.startswith("bert")])
+def test_a_length_that_a_file_leaves_out_is_the_one_that_transformers_gives_it(name: str):
+    data = preset(name).to_huggingface()
+    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
+        data.pop(key, None)
+    theirs = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    assert ModelConfig.from_huggingface(data).max_positions == theirs.max_position_embeddings
+
+
+def test_bloom_is_four_times_as_wide_inside_whatever_its_file_says():
+    data = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_inner": 100}
+    with torch.device("meta"):
+        theirs = transformers.BloomForCausalLM(transformers.BloomConfig.from_dict(data))
+    assert parameter_table(ModelConfig.from_huggingface(data)).numel == sum(
+        each.numel() for each in theirs.parameters()
+    )

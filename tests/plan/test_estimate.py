@@ -137,6 +137,34 @@ def test_a_configuration_that_nobody_can_price_is_refused(tmp_path: Path):
         told(model=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "priced as LlamaForCausalLM: what LlamaForSequenceCl"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "the model's own code (auto_map)"),
+        ({"architectures": ["LLaMAForCausalLM"]}, None),  # as the first of them spelled it
+        ({}, None),
+    ],
+)
+def test_a_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], said: str | None):
+    data = {**preset("llama-tiny").to_huggingface(), **changes}
+    one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+    assert any(said in line for line in one.warnings) if said else one.warnings == ()
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3_text"])
+def test_an_unknown_architecture_says_that_nothing_of_it_is_priced(name: str):
+    """And not first of all that it is quantised."""
+    data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UserError, match=f"'{name}' is not a known family; .* nothing of it can be priced or run"):
+        evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+
+
+def test_more_documents_than_tokens_are_refused():
+    with pytest.raises(UserError, match="documents 65: a row of 64 tokens"):
+        evaluate("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
+
+
 def test_what_cannot_run_is_priced_with_a_warning():
     assert any("cannot run" in line or "refuses" in line for line in told("dp8 tp8 fp8").warnings)
 

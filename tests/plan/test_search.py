@@ -145,6 +145,26 @@ def test_the_schedules_that_training_runs_are_looked_at():
     assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
 
 
+@pytest.mark.parametrize("micro", [4, 8, 32])
+@pytest.mark.parametrize("ranks", ["dp4 zero1 tp4 pp4", "dp8 zero3 tp2 pp4", "dp4 tp2 pp8"])
+def test_breadth_first_pipelines_are_never_the_fastest_and_keep_no_less(ranks: str, micro: int):
+    """Which is why no search looks at them."""
+    problem = PROBLEMS["dense"]
+
+    def seconds(schedule: str) -> float:
+        layout = Layout.parse(f"{ranks}:{schedule} mb{micro}")
+        return step_time(problem.config, layout, problem.cluster, 4096, 256).seconds
+
+    for chunks in (2, 4):
+        others = min(seconds(each) for each in (f"interleaved:{chunks}", f"interleaved-zb:{chunks}", "zb-v", "1f1b"))
+        assert seconds(f"looped-bfs:{chunks}") >= others * (1 - 1e-9)
+    layout = Layout.parse(f"{ranks}:looped-bfs:4 mb{micro}")
+    kept = [
+        search_room.device_bytes(problem, layout.with_(schedule=name)) for name in ("looped-bfs", "interleaved")
+    ]  # fmt: skip
+    assert kept[0] >= kept[1]
+
+
 def test_a_small_space_is_searched_as_by_hand():
     """Two devices: every layout that can be written down, priced one by one."""
     config = preset("gpt2-tiny")

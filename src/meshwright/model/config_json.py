@@ -162,16 +162,19 @@ class _Reader:
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """The family that ``model_type`` names; an error lists the known ones."""
-    for key in ("quantization_config", "compression_config"):
-        if data.get(key) is not None:
-            raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
+    """The family that ``model_type`` names; an error says what of another is not known, and lists the known ones."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f'{where}: "model_type" {name!r} is not a known family (known: {known})')
+        raise UserError(
+            f'{where}: "model_type" {name!r} is not a known family; what its layers compute and which parameters they '
+            f"have is not known here, so nothing of it can be priced or run (known: {known})"
+        )
+    for key in ("quantization_config", "compression_config"):
+        if data.get(key) is not None:
+            raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
     return FAMILIES[name]
 
 
@@ -211,7 +214,10 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         # BLOOM's positions are slopes, not a table: its trained length (2048) is not in the file and bounds nothing.
         fields["head_dim"] = hidden // heads
-        fields["intermediate"] = read.integer(keys["intermediate"], None if family.encoder else 4 * hidden)
+        of_file = family.name != "bloom"  # whose width transformers fixes, whatever the file says
+        fields["intermediate"] = (
+            read.integer(keys["intermediate"], None if family.encoder else 4 * hidden) if of_file else 4 * hidden
+        )
         fields["max_positions"] = read.integer(keys["max_positions"], 2048 if family.name == "bloom" else None)
         fields["activation"] = read.activation(
             ("hidden_act" if family.encoder else "activation_function",),

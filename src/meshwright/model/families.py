@@ -78,25 +78,42 @@ FAMILIES: dict[str, Family] = {
             "llama",
             "LlamaForCausalLM",
             _ROPE_DECODER | _NO_WINDOW | {"query_key_norm": False},
-            {"bos_token_id": 1, "eos_token_id": 2},
+            {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         ),
         Family(
             "mistral",
             "MistralForCausalLM",
             _ROPE_DECODER | _NO_BIAS | {"query_key_norm": False, "windowed_layers": None},
-            {"num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+            {
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 4096,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             _ROPE_DECODER | {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "query_key_norm": False},
-            {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+            {
+                "num_key_value_heads": 32,
+                "max_position_embeddings": 32768,
+                "sliding_window": 4096,
+                "max_window_layers": 28,
+            },
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": True},
-            {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+            {
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+                "max_position_embeddings": 32768,
+                "sliding_window": 4096,
+                "max_window_layers": 28,
+            },
         ),
         Family(
             "mixtral",
@@ -108,6 +125,7 @@ FAMILIES: dict[str, Family] = {
             | {"query_key_norm": False, "windowed_layers": None, "normalise_choice": True, "dense_layers": ()},
             {
                 "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 1e6,
                 "num_local_experts": 8,
@@ -126,6 +144,7 @@ FAMILIES: dict[str, Family] = {
             | {"output_bias": False, "mlp_bias": False, "query_key_norm": False, "shared_gate": True},
             {
                 "num_key_value_heads": 16,
+                "max_position_embeddings": 32768,
                 "sliding_window": 4096,
                 "max_window_layers": 28,
                 "qkv_bias": True,
@@ -146,6 +165,7 @@ FAMILIES: dict[str, Family] = {
             | {"mlp_bias": False, "query_key_norm": True, "windowed_layers": None},
             {
                 "num_key_value_heads": 4,
+                "max_position_embeddings": 32768,
                 "sliding_window": 4096,
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
@@ -166,14 +186,19 @@ FAMILIES: dict[str, Family] = {
                 "router_loss": 0.0,
                 "shared_gate": False,
             },
-            {"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
+            {
+                "max_position_embeddings": 2048,
+                "sliding_window": 4096,
+                "max_window_layers": 62,
+                "moe_intermediate_size": 1408,
+            },
             experts=True,
         ),
         Family(
             "gpt2",
             "GPT2LMHeadModel",
             _GPT | {"positions": "learned", "embedding_norm": False},
-            {"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
+            {"n_positions": 1024, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
         ),
         Family(
             "bert",
@@ -206,6 +231,7 @@ FAMILIES: dict[str, Family] = {
             {
                 "num_key_value_heads": 4,
                 "head_dim": 256,
+                "max_position_embeddings": 8192,
                 "sliding_window": 4096,
                 "tie_word_embeddings": True,
                 "bos_token_id": 2,

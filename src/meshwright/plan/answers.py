@@ -23,7 +23,7 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
         "layouts": [one.document() for one in best],
     }  # fmt: skip
     if found is None:
-        return told
+        return told | {"searched": 0, "search_seconds": 0.0}
     told |= {"searched": found.searched, "search_seconds": found.seconds, "undecided": found.undecided}
     for one, why in zip(told["layouts"], found.reasons, strict=True):
         one["compared_with_first"] = why

@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
-from meshwright.plan.models import config_of, is_recipe, model_of, recipe_of
+from meshwright.plan.models import config_of, is_recipe, model_of, priced_as, recipe_of
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
@@ -108,10 +108,12 @@ def problem_of(
             raise UserError(f"{name} {value}: at most {MOST[name]:,} can be planned")
     if isinstance(documents, bool) or not (math.isfinite(documents) and documents >= 1):
         raise UserError(f"documents: takes a number, at least 1, not {documents!r}")
+    if documents > sequence:
+        raise UserError(f"documents {documents:g}: a row of {sequence} tokens has at most as many")
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
     recipe = recipe_of(str(model)) if is_recipe(model) else None
-    config, assumed = (model_of(model), None) if recipe is None else config_of(recipe)
+    config, assumed = (model_of(model), priced_as(model)) if recipe is None else config_of(recipe)
     chosen = precision or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective != "next-token"

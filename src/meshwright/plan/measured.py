@@ -244,6 +244,8 @@ def _with_curve(each: Pass | Collective) -> dict[str, Any]:
 def read(table: Any, where: str) -> Measured:
     """What `tables` wrote. `UserError` names the first place that is not as it was written."""
     try:
+        if not isinstance(table, Mapping):
+            raise TypeError(f"it should be a table, not {table!r}")
         return Measured(
             backend=_text(table["backend"]),
             ranks=_count(table["ranks"]),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.model.config_json import read_config
+from meshwright.model.families import FAMILIES
 from meshwright.model.presets import PRESETS, preset
 from meshwright.names import TOKENIZERS, unknown
 
@@ -44,6 +46,21 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
     hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
     raise UserError(unknown("model", text, PRESETS) + hint)
+
+
+def priced_as(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
+    """What a Hugging Face configuration says that its model is, where that is another than what its `model_type` is
+    priced as; None where it is the same. `wanted`: of which `model_of` has made a model."""
+    if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
+        return None
+    data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
+    family = FAMILIES[data["model_type"]]
+    said = data.get("architectures") or [family.architecture]
+    if not family.encoder and str(said[0]).lower() != family.architecture.lower():
+        return f"priced as {family.architecture}: what {said[0]} has beside or in place of its layers is not known"
+    if data.get("auto_map"):
+        return f"priced as {family.architecture}: what the model's own code (auto_map) computes is not known"
+    return None
 
 
 def is_recipe(wanted: object) -> bool:

@@ -32,7 +32,7 @@ FINAL = 20
 MOST_PRICED = 120
 """Exact prices that a search may take."""
 
-MOST_TOLD, MOST_LOOKED_AT = 3, 12
+MOST_TOLD, MOST_LOOKED_AT = 3, 6
 """Fast layouts that do not fit: told of, and priced exactly."""
 
 MOST_ADVICE = 4
