@@ -12,6 +12,9 @@ from meshwright.program.durations import Floats
 
 __all__ = ["closed_makespan", "in_flight", "places_of"]
 
+SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
+"""Weight gradients wait until there is nothing else to do."""
+
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Of a rank's two stages the second is as far from the end as the first from the start."""
 
