@@ -69,6 +69,19 @@ SMALL_HEAD = dataclasses.replace(
 )  # then memory is highest in a layer, not in the loss
 
 
+SMALL_MIXTURE = dataclasses.replace(
+    preset("mixtral-tiny"), tied=False, vocabulary=256, layers=2, intermediate=384, expert_intermediate=384
+)  # then it is highest where experts' gradients are
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_compiled_mixture_is_what_the_allocator_saw() -> None:
+    found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
+    passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
+    assert said == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert found.predicted.compiled
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_compiled_step_is_what_the_allocator_saw() -> None:
     """`bench/compiled_memory.py` does so in every way."""
@@ -90,8 +103,11 @@ def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
     assert compiled < 0.75 * eager
     assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()
     assert told("llama-3-8b", "dp4 zero3 pp2:1f1b mb4 bf16")[1] == ()
-    for name, layout in (("llama-3-8b", "dp4 zero1 pp2:zb-h1 mb4 bf16"), ("mixtral-8x7b-v0.1", "dp8 zero3 bf16")):
-        assert told(name, layout) == (told(name, layout, False)[0], warning)
+    split = "llama-3-8b", "dp4 zero1 pp2:zb-h1 mb4 bf16"
+    assert told(*split) == (told(*split, False)[0], warning)
+    for layout in ("dp8 zero3 bf16", "dp8 zero3 ep8 bf16"):
+        eager, compiled = (told("mixtral-8x7b-v0.1", layout, compile) for compile in (False, True))
+        assert compiled[1] == () and compiled[0] < eager[0]
 
 
 def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:

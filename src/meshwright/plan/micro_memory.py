@@ -97,6 +97,8 @@ class KeptBytes:
             if self.problem.compile and known(sizes, at):
                 layers[kind] = split[kind] = saved(layout, one) - empty + stream
                 most = max(most, passing_bytes(sizes, at, self.x) - 4 * stream)
+                if sizes.spread and config.has_experts(at):  # its mixture is not compiled
+                    most = max(most, saved(layout.with_(recompute="none"), one) - empty + stream - layers[kind])
                 continue
             layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)
             every_one = tensors(layout.with_(recompute="none"), one)

@@ -13,7 +13,7 @@ from meshwright.model.chunks import loss_chunks
 from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
-from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
+from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.plan.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.plan.saved import ITEM_BYTES, Saved
 from meshwright.plan.saved_blocks import Local
@@ -129,7 +129,7 @@ class StageMoments:
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
-        if self._known(unit):
+        if self._known(unit) and not self._spread(unit):
             yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
             return
         yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
@@ -174,8 +174,9 @@ class StageMoments:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            around = [*self._gathered(place, -1), *self._reductions(place, ways, self._known(unit))]
-            opened = [] if not self._known(unit) else self._opened(place)
+            whole = self._known(unit) and not self._spread(unit)
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, whole)]
+            opened = self._opened(place) if whole else []
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
@@ -216,6 +217,10 @@ class StageMoments:
         elif self._known(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
+            if self._spread(unit):
+                parts = self.whole, self.saved
+                yield from spread_backward(self.at, int(unit.split(".")[1]), self.x, parts, self.stream, arrived)
+                return
             yield from backward_extras(self.at, int(unit.split(".")[1]), self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
@@ -338,6 +343,10 @@ class StageMoments:
     def _known(self, unit: str) -> bool:
         """Whether it is a layer whose kernels are known."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
+
+    def _spread(self, unit: str) -> bool:
+        """Whether it is a layer whose experts have ranks of their own."""
+        return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
 
     def _reduced(self, place: int, ways: Ways) -> list[Reduction]:
         """The reductions that were posted from the unit at `place` on, in their order."""
