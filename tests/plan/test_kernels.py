@@ -141,6 +141,7 @@ WIDE = {"expert_intermediate": 256, "shared_intermediate": 256}
         ("mixtral-tiny", {"hidden": 128, "intermediate": 512}, "dp1", "float32", 4, 128, 8_421_496),
         ("mixtral-tiny", {}, "tp2", "float32", 4, 128, 1_025_316),
         ("qwen2-moe-tiny", {}, "dp1", "float32", 4, 128, 1_433_636),
+        ("qwen2-moe-tiny", {}, "tp2", "float32", 4, 128, 1_097_252),
         ("qwen2-moe-tiny", {}, "dp1 ac:selective", "bfloat16", 4, 128, 729_126),
         ("qwen2-moe-tiny", WIDE, "dp1", "bfloat16", 4, 256, 6_744_104),
         ("dots1-tiny", {"expert_intermediate": 64}, "dp1", "bfloat16", 4, 256, 2_019_368),
