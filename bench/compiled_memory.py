@@ -28,6 +28,44 @@ from tests.plan import encoder_cases
 from tests.plan.ledger_cases import Measured, Step, measure
 
 LIMIT = 0.05
+MIXTURES = [
+    *(
+        ("mixtral-tiny", f"dp1{again}", dtype, 4, 128)
+        for again in ("", " ac:selective", " ac:full")
+        for dtype in ("bfloat16", "float32")
+    ),
+    *(("mixtral-wide", f"dp1{again}", "bfloat16", 4, 256) for again in ("", " ac:selective", " ac:full")),
+    *(("dots1-tiny", f"dp1{again}", "bfloat16", 4, 128) for again in ("", " ac:selective", " ac:full")),
+    *(("qwen2-moe-tiny", f"dp1{again}", "float32", 4, 128) for again in ("", " ac:full")),
+    ("qwen2-moe-wide", "mb2", "bfloat16", 8, 128),
+    ("qwen3-moe-tiny", "dp1", "bfloat16", 4, 128),
+    ("dots1-tiny", "dp1", "float32", 4, 128),
+]
+"""With "wide" the experts hold the most, else attention's tiles do. In qwen2-moe-tiny one layer of two is dense, in
+dots1-tiny the first one."""
+SPREAD = [
+    *(("mixtral-tiny", layout, "float32", 4, 128) for layout in ("tp2", "cp2", "dp2 zero1", "dp2 zero3")),
+    ("mixtral-wide", "tp2 ac:full", "bfloat16", 4, 128),
+    ("mixtral-wide", "tp2 ac:selective", "float32", 4, 128),
+    ("qwen2-moe-tiny", "tp2", "float32", 4, 128),
+    ("dots1-tiny", "tp2:nosp", "bfloat16", 4, 128),
+    *(("mixtral-wide", f"dp2 ep2{again}", "bfloat16", 4, 128) for again in ("", " ac:selective")),
+    ("mixtral-wide", "dp2 ep2 ac:full", "float32", 4, 128),
+    ("mixtral-tiny", "dp2 ep2", "float32", 4, 128),
+    ("mixtral-tiny", "dp2 ep2 ac:selective", "float32", 4, 128),
+    ("dots1-tiny", "tp2 ep2", "bfloat16", 4, 128),
+    ("qwen2-moe-tiny", "tp2 ep2", "float32", 4, 128),
+    ("mixtral-wide", "tp2 ep1:etp2", "float32", 4, 128),
+    ("mixtral-tiny", "cp2:ulysses", "bfloat16", 4, 128),
+    ("mixtral-wide", "dp2 zero2 mb2", "bfloat16", 8, 128),
+]
+EXPERTS = {
+    "mixtral-tiny": {"experts": 4},
+    "mixtral-wide": {"experts": 4, "expert_intermediate": 512, "intermediate": 512},
+    "qwen2-moe-tiny": {"experts": 4, "dense_layers": (1,)},
+    "dots1-tiny": {"experts": 4},
+    "qwen2-moe-wide": {"expert_intermediate": 256, "shared_intermediate": 256, "dense_layers": ()},
+}
 WIDE = {"llama-tiny": {"hidden": 128}, "gpt2-tiny": {"hidden": 128, "intermediate": 512, "head_dim": 16}}
 ONE = [
     *(("llama-tiny", f"dp1{again}", "bfloat16", 4, 256) for again in ("", " ac:selective", " ac:full")),
@@ -85,7 +123,9 @@ def family_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> 
 
 def step_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> Step:
     layers = 4 if "pp" in layout else 2
-    config = dataclasses.replace(preset(name), vocabulary=256, tied=False, layers=layers, **WIDE.get(name, {}))
+    sizes = WIDE.get(name, {}) | EXPERTS.get(name, {})
+    config = preset(name.replace("wide", "tiny"))
+    config = dataclasses.replace(config, vocabulary=256, tied=False, layers=layers, **sizes)
     return Step(config, layout, batch, sequence, dtype=dtype, compiled=True)
 
 
@@ -111,8 +151,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
     only = parser.parse_args().only
     lines: list[dict[str, Any]] = []
-    lists = (1, ONE, step_of), (2, TWO, step_of), (2, SPLIT, step_of), (1, FAMILIES, family_of)
-    for count, cases, of in lists:
+    one, two = [*ONE, *MIXTURES], [*TWO, *SPREAD, *SPLIT]
+    for count, cases, of in ((1, one, step_of), (2, two, step_of), (1, FAMILIES, family_of)):
         chosen = [case for case in cases if only in f"{case[0]} {case[1]}"]
         if not chosen:
             continue

@@ -105,6 +105,19 @@ SMALL_HEAD = dataclasses.replace(
 )  # then memory is highest in a layer, not in the loss
 
 
+SMALL_MIXTURE = dataclasses.replace(
+    preset("mixtral-tiny"), tied=False, vocabulary=256, layers=2, intermediate=384, expert_intermediate=384
+)  # then it is highest where experts' gradients are
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_compiled_mixture_is_what_the_allocator_saw() -> None:
+    found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
+    passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
+    assert said == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert found.predicted.compiled
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_compiled_step_is_what_the_allocator_saw() -> None:
     """`bench/compiled_memory.py` does so in every way."""
@@ -127,7 +140,10 @@ def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
     assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()
     for schedule in ("1f1b", "zb-h1", "dualpipe-v"):
         assert told("llama-3-8b", f"dp4 zero1 pp2:{schedule} mb4 bf16")[1] == ()
-    name, layout = "mixtral-8x7b-v0.1", "dp8 zero3 bf16"
+    for layout in ("dp8 zero3 bf16", "dp8 zero3 ep8 bf16"):
+        eager, compiled = (told("mixtral-8x7b-v0.1", layout, compile) for compile in (False, True))
+        assert compiled[1] == () and compiled[0] < eager[0]
+    name, layout = "mixtral-8x7b-v0.1", "dp4 zero1 pp2:zb-h1 mb4 bf16"
     assert told(name, layout) == (told(name, layout, False)[0], warning)
 
 

@@ -78,6 +78,20 @@ def recomputed(
     return _checkpointed(function) if kind == "full" else function
 
 
+def recomputed_parts(
+    first: Function,
+    second: Function,
+    kind: str,
+    compile_options: dict[str, Any],
+    around: Callable[[Function], Function],
+) -> tuple[Function, Function]:
+    """Two parts of a function, of which the first alone is compiled, each as `recomputed` would have it; where all of
+    it is computed again ("full"), that is for both together, by who calls them."""
+    if kind == "full":
+        return around(torch.compile(first, **compile_options)), second
+    return recomputed(first, kind, compile_options, around), recomputed(second, kind)
+
+
 def _keeping(function: Function, operators: frozenset[Any]) -> Function:
     """`function` of which the backward pass keeps the results of `operators`."""
 

@@ -26,7 +26,7 @@ from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy, token_cross_entropy
-from meshwright.model.recompute import recomputed
+from meshwright.model.recompute import recomputed, recomputed_parts
 from meshwright.model.rope import RotaryTable
 from meshwright.model.stages import Stage, whole_model
 from meshwright.model.units import NoUnits, Units
@@ -57,11 +57,23 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
+        x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
-            return x_BSH + self.mlp(self.mlp_norm(x_BSH)), None
-        y_BSH, balance = self.mlp(self.mlp_norm(x_BSH), counted_B)
+            return x_BSH + self.mlp(normed_BSH), None
+        y_BSH, balance = self.mlp(normed_BSH, counted_B)
         return x_BSH + y_BSH, balance
+
+    def attend(
+        self,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: torch.Tensor | None,
+        cache: KeyValueCache | None = None,
+        layer: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes before the MLP: x + attention(norm(x)), and its norm."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
+        return x_BSH, self.mlp_norm(x_BSH)
 
     def products(self) -> list[Linear]:
         """Those of all tokens, whichever experts they go to."""
@@ -238,6 +250,8 @@ class Transformer(nn.Module):
         weight_gradients.stay_out_of_graphs()
         options = {"dynamic": False, **options}
         self._run_block = recomputed(Block.forward, self._recompute, options, self._with_taps)
+        if self.axes.layout.expert_parallel:
+            self._run_block = _apart_from_exchanges(self._run_block, self._recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._loss_options["compiled"] = True
@@ -327,3 +341,34 @@ class Transformer(nn.Module):
 
     def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
         return enter_tensor_parallel(self._norm(self.final_norm, x_BSH), self.axes, "head.input")
+
+
+def _apart_from_exchanges(
+    run_dense: Callable[..., Any],
+    recompute: str,
+    options: dict[str, Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Runs a block whose experts have ranks of their own: what comes before the mixture is compiled, the mixture is
+    not. A graph that breaks inside of a checkpoint leaves all of the block to be run as it is, and again in the
+    backward pass. `run_dense` runs the others; `around` is what is to be around something compiled."""
+    before, mixture = recomputed_parts(Block.attend, Mixture.__call__, recompute, options, around)
+
+    def apart(
+        block: Block,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: torch.Tensor | None,
+        counted_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x_BSH, normed_BSH = before(block, x_BSH, rotation, visible)
+        y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
+        return x_BSH + y_BSH, balance
+
+    spread = recomputed(apart, "full") if recompute == "full" else apart
+
+    def run(block: Block, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = spread if isinstance(block.mlp, Mixture) else run_dense
+        return found(block, *arguments)  # type: ignore[no-any-return]
+
+    return run

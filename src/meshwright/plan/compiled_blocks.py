@@ -19,20 +19,14 @@ from meshwright.plan.saved_blocks import INDEX, Entry, Local, masked, repeats
 from meshwright.plan.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
+INT32 = 4
 REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 
 def known(at: Local, layer: int) -> bool:
-    """Whether what a compiled layer keeps and holds is written down here."""
+    """Whether what a compiled layer keeps and holds is written down."""
     config = at.config
-    return not config.has_experts(layer) and not config.post_norms
-
-
-def kept(at: Local, layer: int) -> Iterator[Entry]:
-    """What the forward of a layer keeps beside its input; nothing where it is computed again whole."""
-    block = CompiledBlock(at, at.config.layer_window(layer))
-    for title in [] if block.again == "full" else block.kept():
-        yield block.entry(title)._replace(name=f"layers.{layer}.{title}")
+    return not config.post_norms
 
 
 class CompiledBlock:
@@ -115,7 +109,7 @@ class CompiledBlock:
 
     def bytes(self, name: str) -> int:
         shape, kind = self._shapes[name]
-        return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX}[kind]
+        return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX, "int32": INT32}[kind]
 
     def kept(self) -> list[str]:
         """What the forward keeps beside its input; of a block that is computed again whole, what the second forward
@@ -139,10 +133,19 @@ class CompiledBlock:
         turned = ["attention.query", "attention.key"] if self.turned and not self.traded else []
         return [*dict.fromkeys([*scales, *inputs, *turned, *found, "mlp.down.input"])]
 
+    def gradients(self) -> tuple[str, ...]:
+        """What its backward is given."""
+        return (GRADIENT,)
+
+    def results(self) -> tuple[str, ...]:
+        """What its forward gives."""
+        return (RESULT,)
+
     # --- kernels
 
     def _buffer(self, name: str, operator: bool = False) -> Buffer:
-        kind = "x" if self._shapes[name][1] == "x" and self.x < self.wide else "wide"
+        kind = self._shapes[name][1]
+        kind = "wide" if kind == "x" and self.x == self.wide else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 

@@ -12,22 +12,9 @@ from collections.abc import Iterator
 
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, RESULT, CompiledBlock
 from meshwright.plan.kernels import Kernel
-from meshwright.plan.saved_blocks import Entry, Local
 
 RANDOM_STATE = 632
 """Numbers of eight bytes in the state of a CPU's random numbers."""
-
-
-def kept(at: Local, layer: int) -> Iterator[Entry]:
-    """What the forward of a layer keeps beside its input; nothing where it is computed again whole."""
-    block = CompiledEncoderBlock(at)
-    for title in [] if block.again == "full" else block.kept():
-        yield block.entry(title)._replace(name=f"layers.{layer}.{title}")
-
-
-def block_of(at: Local, window: int | None, x: int) -> CompiledBlock:
-    """A layer's block, an encoder's or a decoder's."""
-    return CompiledEncoderBlock(at, None, x) if at.config.encoder else CompiledBlock(at, window, x)
 
 
 class CompiledEncoderBlock(CompiledBlock):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
-from meshwright.plan.compiled_moments import COLLECTED, extras_of, forward_held
+from meshwright.plan.compiled_layers import block_of
+from meshwright.plan.compiled_moments import COLLECTED, alike, extras_of, forward_held
 from meshwright.plan.kernels import Held, Kernel, highest
 from meshwright.plan.saved_blocks import Local
 from meshwright.plan.temporaries import Extra
@@ -28,7 +29,7 @@ def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 def queued_bytes(at: Local, layer: int, x: int) -> int:
     """What the weight gradients of a layer need."""
-    block = CompiledBlock(at, at.config.layer_window(layer), x)
+    block = block_of(at, layer, x)
     return sum(block.bytes(name) for pair in pairs(block).values() for name in pair)
 
 
@@ -37,15 +38,15 @@ def split_backward_extras(
 ) -> Iterator[tuple[str, list[Extra]]]:
     """As `backward_extras`, of a backward whose products leave their weight gradients. at_once: whether these are
     computed as soon as it is over, and `fused`, added to their sums by the products themselves."""
-    for name, held in _backward(at, at.config.layer_window(layer), x, arrived, at_once, fused):
+    for name, held in _backward(at, alike(at, layer), x, arrived, at_once, fused):
         yield name, list(extras_of(held, f"layers.{layer}"))
 
 
 @lru_cache(maxsize=64)
 def _backward(
-    at: Local, window: int | None, x: int, arrived: frozenset[str], at_once: bool, fused: bool
+    at: Local, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
 ) -> list[tuple[str, Held]]:
-    block = CompiledBlock(at, window, x)
+    block = block_of(at, layer, x)
     found = []
     kernels = list(split_backward(block))
     kept = {name: block.bytes(name) for name in block.kept()}
@@ -55,7 +56,7 @@ def _backward(
     again = block.again == "full"
     made_again = {name: Extra("activations", name, size) for name, size in kept.items()} if again else {}
     if again:
-        held = forward_held(at, window, x)
+        held = forward_held(at, layer, x)
         found.append((".forward again", Held(held.name, held.buffers, 0, (*held.inside, gradient))))
     held = highest(kernels, given | kept, stays)
     inside = (*held.inside, gradient, *made_again.values())

@@ -218,6 +218,8 @@ class _Step:
         self.stages: dict[tuple[int, bool], StageMoments] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
+        if self.split and any(map(config.has_experts, range(config.layers))):
+            self.compiled = False  # what experts leave for later cuts a compiled block into pieces
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:

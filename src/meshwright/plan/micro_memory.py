@@ -99,8 +99,14 @@ class KeptBytes:
             one = Stage(1, range(at, at + 1), first=False, last=False)
             if self.problem.compile and known(sizes, at):
                 layers[kind] = saved(layout, one) - empty + stream
-                split[kind] = float(compiled_split.queued_bytes(sizes, at, self.x))
+                if config.has_experts(at):
+                    every_one = tensors(layout.with_(recompute="none"), one)
+                    split[kind] = float(queued_bytes(sizes, every_one, at, self.x))
+                else:
+                    split[kind] = float(compiled_split.queued_bytes(sizes, at, self.x))
                 most = max(most, passing_bytes(sizes, at, self.x) - 4 * stream)
+                if sizes.spread and config.has_experts(at):  # its mixture is not compiled
+                    most = max(most, saved(layout.with_(recompute="none"), one) - empty + stream - layers[kind])
                 continue
             layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)
             every_one = tensors(layout.with_(recompute="none"), one)

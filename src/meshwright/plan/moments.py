@@ -14,7 +14,7 @@ from meshwright.model.stages import LOOKED_UP, Stage
 from meshwright.model.work import predictions
 from meshwright.plan import compiled_split
 from meshwright.plan.compiled_blocks import GRADIENT, INPUT, known
-from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras
+from meshwright.plan.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.plan.compiled_split import split_backward_extras
 from meshwright.plan.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.plan.saved import ITEM_BYTES, Saved
@@ -136,7 +136,7 @@ class StageMoments:
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
-        if self._known(unit):
+        if self._known(unit) and not self._spread(unit):
             yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
             return
         yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
@@ -182,8 +182,9 @@ class StageMoments:
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, self._known(unit))]
-            opened = self._opened(place) if self._known(unit) and not split else []
+            whole = self._known(unit) and not self._spread(unit)
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, whole)]
+            opened = self._opened(place) if whole and not split else []
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
@@ -233,7 +234,10 @@ class StageMoments:
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
             layer = int(unit.split(".")[1])
-            if self.tapped:
+            if self._spread(unit):
+                parts = self.whole, self.saved
+                yield from spread_backward(self.at, layer, self.x, parts, self.stream, arrived)
+            elif self.tapped:
                 yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
             else:
                 yield from backward_extras(self.at, layer, self.x, arrived)
@@ -377,6 +381,10 @@ class StageMoments:
     def _known(self, unit: str) -> bool:
         """Whether it is a layer whose kernels are known."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
+
+    def _spread(self, unit: str) -> bool:
+        """Whether it is a layer whose experts have ranks of their own."""
+        return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
 
     def _waits(self, place: int) -> bool:
         """Whether a unit is complete only when weight gradients are."""

@@ -16,7 +16,7 @@ from meshwright.model.chunks import keeps_head_gradient, loss_chunks
 from meshwright.model.config import ModelConfig
 from meshwright.model.stages import Stage, whole_model
 from meshwright.model.work import predictions
-from meshwright.plan import compiled_blocks, compiled_encoder
+from meshwright.plan import compiled_blocks, compiled_layers
 from meshwright.plan import saved_blocks as blocks
 from meshwright.plan.attention_tiles import Starts
 from meshwright.plan.saved_blocks import Entry, Local
@@ -127,8 +127,12 @@ def _entries(
         if compiled and compiled_blocks.known(at, layer):
             if stage.first or layer != stage.layers[0]:
                 yield Entry(f"{name}.input", stream, "x")
-            whose = compiled_encoder if config.encoder else compiled_blocks
-            yield from whose.kept(at, layer)
+            yield from compiled_layers.kept(at, layer)
+            if mixed and at.spread and again == "none":
+                yield from blocks.mixture(at, f"{name}.mlp", rows.computed)
+            elif mixed and at.spread and again == "selective":
+                yield Entry(f"{name}.mlp.input", stream, "x")
+                yield from blocks.mixture_products(at, f"{name}.mlp", rows.arrived, rows.computed)
             continue
         if again != "none" and (stage.first or layer != stage.layers[0]):
             yield Entry(f"{name}.input", stream, "x")

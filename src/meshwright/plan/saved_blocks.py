@@ -264,7 +264,7 @@ def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> 
         yield Entry(f"{name}.mlp.up.output", (*tokens, width), "x")
         yield from _row_parallel(at, f"{name}.mlp.down")
         return
-    yield from _mixture_products(at, f"{name}.mlp", arrived, computed)
+    yield from mixture_products(at, f"{name}.mlp", arrived, computed)
 
 
 def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
@@ -275,7 +275,8 @@ def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
         yield Entry(f"{name}.sum", (at.rows, at.slice, hidden), "x")
 
 
-def _mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
+def mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
+    """Of a mixture."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     copies = at.routed * config.experts_per_token
     width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
