@@ -25,7 +25,7 @@ from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.ledger import ledger
 from tests.plan import encoder_cases
-from tests.plan.ledger_cases import Measured, Step, measure
+from tests.plan.ledger_cases import Step, measure
 
 LIMIT = 0.05
 MIXTURES = [
@@ -108,10 +108,6 @@ FAMILIES = [
 """What families and rows have of their own; after the name of a preset what else is said of it."""
 
 
-def watched(step: Step | encoder_cases.EncoderStep) -> Measured:
-    return measure(step) if isinstance(step, Step) else encoder_cases.measure(step)
-
-
 def family_of(name: str, layout: str, dtype: str, batch: int, sequence: int) -> Step | encoder_cases.EncoderStep:
     model, _, what = name.partition(" ")
     if model.startswith("bert"):
@@ -159,7 +155,8 @@ def main() -> int:
         with LocalRanks(count, timeout=900) as ranks:
             for case in chosen:
                 step = of(*case)
-                for rank, found in enumerate(ranks.run(watched, step)):
+                work = measure if isinstance(step, Step) else encoder_cases.measure
+                for rank, found in enumerate(ranks.run(work, step)):
                     lines.append(line_of(case[0], step, rank, found))
                 if not only:  # what was measured stays if the rest is not waited for
                     write_result("compiled_memory", summary(lines))

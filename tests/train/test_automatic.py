@@ -39,7 +39,7 @@ def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     recipe = Recipe.from_tables(TABLES)
     layout = Layout.parse(chosen_layout(recipe, None, said.append))
     assert layout.world_size == 4 and layout.precision is None
-    refuse(layout, config_of(recipe), 8, 64, 4)
+    refuse(layout, config_of(recipe)[0], 8, 64, 4)
     assert len(said) == 1 and str(layout) in said[0] and "the fastest of" in said[0]
     assert Layout.parse(chosen_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
 

@@ -15,9 +15,10 @@ from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.estimate import evaluate
 from meshwright.plan.measured import ReferenceStep
+from meshwright.plan.step_time import StepTime
 from meshwright.train import prediction
 from meshwright.train.metrics import peak_memory_bytes
-from meshwright.train.prediction import StepTimes, compared, measured_memory
+from meshwright.train.prediction import Prediction, StepTimes, compared, measured_memory
 from meshwright.train.step_memory import StepMemory
 from tests.plan.calibration_cases import DEVICE, cluster_file
 from tests.plan.test_measured_rates import here, measured
@@ -58,6 +59,9 @@ def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran
     assert measured["step_seconds"] > 0 and measured["waiting_seconds"] == 0
     assert {"data", "forward", "backward", "update"} <= measured["seconds_by_part"].keys()
     assert sum(measured["seconds_by_part"].values()) == pytest.approx(measured["step_seconds"], rel=0.05, abs=2e-3)
+    for side in (predicted, measured):  # one rank waits for nobody
+        assert side["seconds_by_kind"]["working"] == pytest.approx(side["step_seconds"], rel=0.05)
+        assert side["seconds_by_kind"]["waiting"] == 0
 
 
 def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_pieces():
@@ -147,6 +151,14 @@ def test_the_time_of_a_step_is_the_median_without_the_first_two():
     found = times.document(torch.device("cpu"))
     assert found["step_seconds"] == 2.5
     assert found["seconds_by_part"] == {"forward": 0.5, "backward": 1.5} and found["waiting_seconds"] == 0.25
+    assert found["seconds_by_kind"] == {"working": 1.75, "waiting": 0.25}
+    assert times.document(torch.device("cuda"))["seconds_by_kind"] is None
+
+
+def test_two_ranks_are_predicted_to_wait_as_long_as_their_steps_are_not_their_own_work():
+    time = StepTime(1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, simulated=True)
+    said = Prediction(None, time, None, None, compiled=False).document()
+    assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
 
 
 def test_states_are_told_by_category():

@@ -107,6 +107,7 @@ def test_it_says_what_the_files_of_the_run_say(tmp_path):
 def test_predicted_and_measured_stand_side_by_side(tmp_path):
     predicted = {
         "step_seconds": 0.5, "step_seconds_low": 0.4, "step_seconds_high": 0.7, "seconds_by_part": {"compute": 0.5},
+        "seconds_by_kind": {"working": 0.375, "waiting": 0.125},
         "memory_bytes": {"parameters": 4096, "activations": 100, "framework": 0, "peak": 4196},
         "sent_bytes_by_axis": {"data": 1234567},
     }  # fmt: skip
@@ -123,6 +124,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
         "<th>memory of rank 0: unexplained</th><td>–</td><td>4 B</td>",
         "<th>sent a step by rank 0: data</th><td>1,234,567 B</td><td>1,234,568 B</td>",
         "<td>compute 0.5</td><td>forward 0.2</td>",
+        "<th>seconds of a step: waiting</th><td>0.125</td><td>–</td>",
     ):
         assert row in text, row
     assert "framework" not in text

@@ -77,7 +77,7 @@ def _search(found: Found, least: Nearest | None) -> Iterator[str]:
         larger = [
             (
                 str(one.layout), around(found.problem, one.seconds), Unit.of(one.bytes).say(one.bytes),
-                "no single change" if one.change is None or one.instead_seconds is None
+                "no three changes" if one.change is None or one.instead_seconds is None
                 else f"{one.change}: {around(found.problem, one.instead_seconds)}",
             )
             for one in found.advice

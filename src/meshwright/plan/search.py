@@ -35,8 +35,11 @@ MOST_PRICED = 120
 MOST_TOLD, MOST_LOOKED_AT = 3, 6
 """Fast layouts that do not fit: told of, and priced exactly."""
 
+MOST_CHANGES = 3
+"""In how many things at most a layout that fits may differ from one that does not, to be told as its mend."""
+
 MOST_ADVICE = 4
-"""Changes of which the ledger is asked, before a layout is called one that no single change makes fit."""
+"""Changes of which the ledger is asked, of each number of changes."""
 
 DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
 """A closed form of memory may be so many times the ledger's, or the ledger's so many times it, where the ledger has not
@@ -45,8 +48,8 @@ been asked of a layout like it (tests/plan/test_search.py)."""
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A fast layout that does not fit, and what would have to change: the fastest layout that differs in one thing and
-    fits, if there is one."""
+    """A fast layout that does not fit, and what would have to change: the fastest layout that fits of those that differ
+    in as few things as can be, if one does that differs in few."""
 
     layout: Layout
     seconds: float
@@ -286,15 +289,25 @@ def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
-        near = np.flatnonzero(fit & (sum((column != column[at]).astype(np.int8) for column in columns.values()) == 1))
-        nearest = near[np.argsort(expected[near])][:MOST_ADVICE]
-        chosen = next((int(each) for each in nearest if decided.fits(decided.layout(int(each)))), None)
+        chosen = _mended(decided, columns, at, fit, expected)
         if chosen is None:
             yield Advice(layout, seconds, size, None, None, None)
         else:
-            name = next(name for name in columns if columns[name][chosen] != columns[name][at])
             instead = decided.layout(chosen)
-            yield Advice(layout, seconds, size, _CHANGES[name](instead), instead, decided.seconds(chosen, instead))
+            changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
+            change = " and ".join(dict.fromkeys(changes))
+            yield Advice(layout, seconds, size, change, instead, decided.seconds(chosen, instead))
+
+
+def _mended(decided: _Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
+    """The fastest layout that fits and differs from the one at `at` in as few things as can be."""
+    unlike = np.asarray(sum((column != column[at]).astype(np.int8) for column in columns.values()))
+    for changes in range(1, MOST_CHANGES + 1):
+        near = np.flatnonzero(fit & (unlike == changes))
+        for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
+            if decided.fits(decided.layout(each)):
+                return int(each)
+    return None
 
 
 def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:

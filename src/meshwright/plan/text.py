@@ -84,7 +84,7 @@ def advice_text(found: Found, one: Advice) -> str:
         f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
     )
     if one.instead is None or one.instead_seconds is None:
-        return f"{wants}; no single change makes it fit"
+        return f"{wants}; no three changes make it fit"
     return f"{wants}; with {one.change} it fits: {around(problem, one.instead_seconds)}"
 
 

@@ -52,6 +52,7 @@ class Prediction:
             "step_seconds_low": None if time is None else time.low,
             "step_seconds_high": None if time is None else time.high,
             "seconds_by_part": None if time is None else dict(time.breakdown),
+            "seconds_by_kind": None if time is None else _kinds(time.seconds, _waiting(time.breakdown)),
             "sent_bytes_by_axis": None if self.sent_by_axis is None else dict(self.sent_by_axis),
             "device": None if machine is None else machine.device.name,
             "calibration": None if calibration is None else calibration.table(),
@@ -197,12 +198,28 @@ class StepTimes:
         """What `measured` of the result document has of it."""
         step = self.middle()
         if step is None:
-            return {"step_seconds": None, "seconds_by_part": None, "waiting_seconds": None}
+            nothing = "step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"
+            return dict.fromkeys(nothing)
+        told = device.type == "cpu"  # on CUDA the device waits, not the host
         return {
             "step_seconds": statistics.median(each.seconds for each in self._steps),
             "seconds_by_part": dict(step.parts),
-            "waiting_seconds": step.waited if device.type == "cpu" else None,  # on CUDA the device waits, not the host
+            "seconds_by_kind": _kinds(step.seconds, step.waited) if told else None,
+            "waiting_seconds": step.waited if told else None,
         }
+
+
+OWN = "compute", "optimizer"
+"""Parts of a predicted step in which its rank works; in all others it waits."""
+
+
+def _waiting(breakdown: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in breakdown.items() if part not in OWN)
+
+
+def _kinds(seconds: float, waiting: float) -> dict[str, float]:
+    """What predicted and measured steps both tell: the planner's parts are those of a program, a run's are phases."""
+    return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
 def measured_memory(states: Mapping[str, int], peak: int | None, predicted: Mapping[str, int] | None) -> dict[str, Any]:

@@ -136,6 +136,9 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("seconds of a step", *map(_step_seconds, (predicted, measured))),
         ("of which", *(_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
     ]
+    kinds = [side.get("seconds_by_kind") or {} for side in (predicted, measured)]
+    for kind in dict.fromkeys(kind for side in kinds for kind in side):
+        said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     for title, key in (("memory of rank 0", "memory_bytes"), ("sent a step by rank 0", "sent_bytes_by_axis")):
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
