@@ -236,7 +236,11 @@ def recorder(monkeypatch):
     monkeypatch.setattr(Recorder, "gate", threading.Event())
     Recorder.gate.set()
     monkeypatch.setattr(tracking, "PAUSE", 0.001)
-    return Recorder
+    yield Recorder
+    Recorder.gate.set()
+    for thread in threading.enumerate():  # one that was left hanging would tell the next test's recorder
+        if thread.name.startswith("tracker "):
+            thread.join(60)
 
 
 def own(place: Path, options: dict | None = None, steps: int = 6) -> Recipe:
