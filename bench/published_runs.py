@@ -1,6 +1,6 @@
 """Tables of published training runs, one metric of a run a row, as the planner is told of them.
 
-`bench/data/published_runs.csv` has runs that no constant of the planner was chosen by; its columns are those of the
+`bench/data/published_runs.csv` has runs that no rate of the planner was chosen by; its columns are those of the
 table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks
 were compiled.
 """
@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import ENGINES, Engine
 from meshwright.plan.flops import training_flops_per_token
 
-NEVER_SEEN = Path(__file__).parent / "data" / "published_runs.csv"
+PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 
 DEVICES = {
     "A100-40GB": "a100-40",

@@ -179,7 +179,9 @@ def live_bytes() -> int:
     for each in gc.get_objects():
         if not issubclass(type(each), torch.Tensor) or isinstance(each, FakeTensor | FunctionalTensor):
             continue
-        if each.device.type == "cpu" and not torch._is_functional_tensor(each):
+        if torch._is_functional_tensor(each):
+            assert isinstance(torch._from_functional_tensor(each), FakeTensor)
+        elif each.device.type == "cpu":
             storage = each.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -46,7 +46,15 @@ def test_the_document_has_what_others_rely_on_and_adds_up():
 def test_memory_is_the_ledgers_of_the_fullest_rank():
     one = told("dp4 zero1 tp4 pp4 mb8")
     by_rank = [
-        ledger(preset("llama-3-8b"), one.layout, batch=128, sequence=4096, rank=rank * 16, device="cuda").peak_bytes
+        ledger(
+            preset("llama-3-8b"),
+            one.layout,
+            batch=128,
+            sequence=4096,
+            rank=rank * 16,
+            device="cuda",
+            architecture="Hopper",
+        ).peak_bytes
         for rank in range(4)
     ]
     assert one.memory.peak_bytes == max(by_rank)
@@ -95,8 +103,9 @@ def test_an_engine_without_an_axis_is_priced_with_a_warning():
     assert any("llm-foundry is not known to have tp" in line for line in told(engine="llm-foundry").warnings)
 
 
-def test_operations_add_up_to_the_time_that_is_computed():
-    one = told("dp64 zero0 mb2")
+@pytest.mark.parametrize("precision", ["", " fp8"])
+def test_operations_add_up_to_the_time_that_is_computed(precision: str):
+    one = told(f"dp64 zero0 mb2{precision}")
     rows = explain(one.problem, one.layout)
     assert sum(row.seconds for row in rows) * 2 == pytest.approx(one.time.breakdown["compute"], rel=1e-6)
     assert sum(row.share for row in rows) == pytest.approx(1.0)

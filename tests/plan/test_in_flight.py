@@ -12,8 +12,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.model.stage_times import program_for
-from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.plan.bubbles import in_flight
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES
+from meshwright.names import SCHEDULES as EVERY_SCHEDULE
+from meshwright.plan.bubbles import SPLIT_SCHEDULES, in_flight
 from meshwright.plan.cluster import cluster
 from meshwright.plan.memory import memory_of
 from meshwright.plan.screen import screen
@@ -105,3 +106,11 @@ def test_screened_memory_of_pipelines_is_near_the_ledgers(
                 assert 0.9 <= float(size) / real <= 1.15, (str(layout), float(size) / real)
                 looked_at += 1
     assert looked_at >= 30
+
+
+def test_schedules_whose_backwards_are_split_are_those_whose_programs_split_them() -> None:
+    for name in EVERY_SCHEDULE:
+        if name not in ASYNCHRONOUS_SCHEDULES:
+            program = program_for(Layout.parse(f"pp4:{name} mb8"), dataclasses.replace(MODEL, layers=8), 64)
+            split = bool((program.steps.kind == Kind.INPUT_GRADIENT).any())
+            assert split == (name in SPLIT_SCHEDULES), name

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.plan_accuracy import figures, priced
-from bench.published_runs import NEVER_SEEN
+from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.parameters import parameter_table
@@ -127,7 +127,7 @@ def test_published_runs_are_met(shared_data: Path, tmp_path: Path):
 def test_runs_that_nothing_was_chosen_by_lie_between_the_bounds():
     """322 runs of twelve projects, none of which any constant was chosen by (bench/data/published_runs.csv): between
     the planner's bounds, and between bounds around what the other projects' runs alone say."""
-    runs, refused = priced(NEVER_SEEN, verbose=False)
+    runs, refused = priced(PUBLISHED, verbose=False)
     found = figures(runs, refused, runs)
     assert found["runs"] > 300 and found["share_refused"] < 0.05
     assert found["bounds_hold"] >= 0.9 and found["held_out_bounds_hold"] >= 0.9
@@ -139,7 +139,7 @@ def test_runs_that_nothing_was_chosen_by_lie_between_the_bounds():
 
 def test_the_table_of_runs_adds_up():
     """Ranks of the axes are the devices, a batch is whole micro-batches, and every row says where it is from."""
-    with NEVER_SEEN.open(newline="") as file:
+    with PUBLISHED.open(newline="") as file:
         for row in csv.DictReader(file):
             ranks = [int(row[axis]) for axis in ("dp", "tp", "pp", "cp")]
             assert math.prod(ranks) == int(row["gpus"]), row

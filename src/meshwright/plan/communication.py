@@ -112,15 +112,16 @@ class _Calls:
         entries, exits = around + stage.last, around + stage.first
         beside: Literal["weight"] | None = "weight" if self.engine.overlaps_tensor else None
         if layout.tensor_sequence_parallel:
-            # The embedding's scatter and the head's gather have no product of a block at their side.
             inner: Literal["product"] | None = "product" if self.engine.overlaps_tensor == "products" else None
-            if layers == 0:
-                inner = None
-            yield Call("tensor", "forward", "all-gather", group, self.hidden, entries, inner)
-            yield Call("tensor", "forward", "reduce-scatter", group, self.hidden, exits, inner)
+            yield Call("tensor", "forward", "all-gather", group, self.hidden, around, inner)
+            yield Call("tensor", "forward", "reduce-scatter", group, self.hidden, around, inner)
+            # The embedding's scatter and the head's gather have no product of a block at their side.
+            yield Call("tensor", "forward", "all-gather", group, self.hidden, int(stage.last))
+            yield Call("tensor", "forward", "reduce-scatter", group, self.hidden, int(stage.first))
             yield Call("tensor", "again", "all-gather", group, self.hidden, gathered, inner)
             yield Call("tensor", "again", "reduce-scatter", group, self.hidden, summed, inner)
-            yield Call("tensor", "input", "all-gather", group, self.hidden, exits, inner)
+            yield Call("tensor", "input", "all-gather", group, self.hidden, around, inner)
+            yield Call("tensor", "input", "all-gather", group, self.hidden, int(stage.first))
             yield Call("tensor", "input", "reduce-scatter", group, self.hidden, entries, beside)
         else:
             yield Call("tensor", "forward", "all-reduce", group, self.hidden, exits)

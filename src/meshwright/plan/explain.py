@@ -59,7 +59,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
         for one in operations(
             problem.config, layout, rows, problem.sequence, stage, problem.engine,
             itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
-            at_once=followed_at_once(layout) and not problem.pairs,
+            at_once=followed_at_once(layout) and not problem.pairs, eight_bit=rates.eight_bit,
         ):  # fmt: skip
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0

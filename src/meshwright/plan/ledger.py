@@ -66,11 +66,17 @@ CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
 """Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
 performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
 
-CUBLAS_WORKSPACE, SMALL_CUBLAS_WORKSPACE = 32 << 20, 8 * (1 << 20) + 128 * (1 << 10)
+CUBLAS_WORKSPACE = 8 * (1 << 20) + 128 * (1 << 10)
+CUBLAS_WORKSPACES = {
+    "Hopper": 32 << 20,
+    "Hopper+Grace": 32 << 20,
+    "CDNA2": 32 << 20,
+    "CDNA3": 128 << 20,
+    "CDNA4": 128 << 20,
+}
 """Bytes that matrix products keep for good from their first call on, once for the forward's thread and once for the
-backward's: of NVIDIA's architectures from Hopper on, and before (aten/src/ATen/cuda/CublasHandlePool.cpp,
+backward's, by architecture where it is not the first (aten/src/ATen/cuda/CublasHandlePool.cpp,
 `parseChosenWorkspaceSize`)."""
-BEFORE_HOPPER = ("Volta", "Turing", "Ampere", "Ada")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ def ledger(
     dtype = parameter_dtype or DTYPES[name]
     of_cublas = 0
     if device == "cuda":
-        of_cublas = SMALL_CUBLAS_WORKSPACE if architecture in BEFORE_HOPPER else CUBLAS_WORKSPACE
+        of_cublas = CUBLAS_WORKSPACES.get(architecture, CUBLAS_WORKSPACE)
     step = _Step(
         config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile, of_cublas
     )
@@ -216,6 +222,7 @@ class _Step:
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
+        self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
@@ -340,6 +347,7 @@ class _Step:
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *part.reduced(ways, half))[-REDUCTIONS_IN_FLIGHT:]
+                leaves = self._same.setdefault(leaves, leaves)
             self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
         return self._highest_of[key]
 

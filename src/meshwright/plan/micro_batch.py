@@ -125,18 +125,21 @@ class MicroBatch:
             elif one.kind == "product":
                 products[one.phase] += seconds
         hidden: dict[tuple[str, str], float] = {}
+        in_pieces: dict[tuple[str, str], float] = {}
         for call in calls(*arguments, self.collectives.cluster, self.itemsize):
             seconds = call.seconds(self.collectives)
             if call.beside is None:
                 found[_PHASE[call.phase], _PART[call.axis]] += seconds
             elif call.beside == "product":
-                # In as many pieces as ranks: the first that is gathered, or the last that is summed, is waited for.
-                pieces, group = self.layout.tp, group_of(self.layout, "tp", self.collectives.cluster)
-                waited = max(seconds / pieces, seconds - products[call.phase] * (pieces - 1) / pieces)
-                found[_PHASE[call.phase], _PART[call.axis]] += waited + self.collectives.tax(group) * (seconds - waited)
+                in_pieces[call.phase, call.axis] = in_pieces.get((call.phase, call.axis), 0.0) + seconds
             else:
                 key = ("weight" if call.beside == "weight" else call.phase, call.axis)
                 hidden[key] = hidden.get(key, 0.0) + seconds
+        for (phase, axis), seconds in in_pieces.items():
+            # In as many pieces as ranks: the first that is gathered, or the last that is summed, is waited for.
+            pieces, group = self.layout.tp, group_of(self.layout, "tp", self.collectives.cluster)
+            waited = max(seconds / pieces, seconds - products[phase] * (pieces - 1) / pieces)
+            found[_PHASE[phase], _PART[axis]] += waited + self.collectives.tax(group) * (seconds - waited)
         for (cover, axis), seconds in hidden.items():
             # In a ring all but the last piece's attention have a message beside them.
             covered = beside[cover] * ((self.layout.cp - 1) / self.layout.cp if axis == "context" else 1)

@@ -81,7 +81,7 @@ class StageMoments:
         compiled: bool = False,
         queued: bool = False,
     ) -> None:
-        self.compiled, self.tapped = compiled, compiled and queued
+        self.compiled, self.queued, self.tapped = compiled, queued, compiled and queued
         self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
         self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
         self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -95,7 +95,8 @@ class StageMoments:
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
         self.predicted = predictions(at.config, at.rows, at.tokens)
-        self.queue = sum(self.queued(unit) for unit in units if unit.startswith("layers."))
+        layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
+        self.queue = sum(map(self._queue_of, layers))
 
     def _place(self, saved: Saved) -> int:
         """The number of its unit; -1 for what comes before them and is there until the end."""
@@ -189,7 +190,7 @@ class StageMoments:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
-            elif split and self.stage.last and unit != "head" and self.at.config.head in ("next", "masked"):
+            elif split and self.stage.last and unit != "head" and self.at.config.head == "next":
                 weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Extra("gradients", "head weight gradient, held", weight * self.x))
             if queue:
@@ -200,7 +201,7 @@ class StageMoments:
                 more = opened if name == COLLECTED else []
                 yield Moment(f"{unit}{name}: backward", left, (*around, *more, *extras), self, place, True)
             if split and unit.startswith("layers."):
-                queue += self.queued(unit)
+                queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
             ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
@@ -257,7 +258,8 @@ class StageMoments:
         names = [f"{unit}.input"] if self.x < self.wide else []
         if not self.at.config.post_norms:
             names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
-            if self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden < WORTH_ADDING_AT_ONCE:
+            down = self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden
+            if not self.queued and down < WORTH_ADDING_AT_ONCE:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
@@ -316,7 +318,7 @@ class StageMoments:
         gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
-            of_products = queued_bytes(at, self.whole, number, x, attention=False)
+            of_products = queued_bytes(at, self._of(unit), number, x, attention=False)
             around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
         elif unit == self.units[-1]:  # of a stage that is not the last one
             around.append(Extra("communication", "gradient from the next stage", self.stream))
@@ -338,12 +340,12 @@ class StageMoments:
         if freed:
             yield Extra("activations", "used already", -freed)
 
-    def queued(self, unit: str) -> int:
+    def _queue_of(self, unit: str) -> int:
         """What the weight gradients of a layer need."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_split.queued_bytes(self.at, layer, self.x)
-        return queued_bytes(self.at, self.whole, layer, self.x)
+        return queued_bytes(self.at, self._of(unit), layer, self.x)
 
     # --- what ZeRO adds
 

@@ -158,9 +158,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
     if repeats(at, window):
         for what in ("keys", "values"):
             yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
-    if (
-        limited and not at.config.encoder
-    ):  # an encoder's mask is one for all layers, made of numbers to be added already
+    # An encoder's mask is one for all layers, made of numbers to be added already.
+    if limited and not at.config.encoder:
         yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
     queries = -(-length // 32) * 32 if limited or not at.narrow else length
     yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")

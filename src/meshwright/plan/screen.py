@@ -22,7 +22,7 @@ from meshwright.plan.communication import group_of, held, neighbours
 from meshwright.plan.data_time import gradient_waits, level_in_time, passes_beside, update_bytes, updated, zero_calls
 from meshwright.plan.measured_rates import Chosen
 from meshwright.plan.micro_batch import ITEMSIZE, MicroBatch, layer_kinds, zero_waits
-from meshwright.plan.micro_memory import KeptOfWays, state_sizes
+from meshwright.plan.micro_memory import KeptOfWays, bytes_each, state_sizes
 from meshwright.plan.rates import Collectives, Cost, Group, Rates
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Pipe, Problem, Way, pipes, ways
@@ -234,7 +234,7 @@ class _Stages:
         self.here = here
         self.memory = memory = of.memory
         self.replicas = 2 if pipe.schedule in BIDIRECTIONAL_SCHEDULES else 1
-        self.count = pipe.ranks * pipe.chunks
+        self.count, self.pipe_ranks = pipe.ranks * pipe.chunks, pipe.ranks
         rows: dict[tuple[Any, ...], int] = {}
         self.examples, which = list[Stage](), []
         for stage in stages_of(config, self.count, of.problem.sequence):
@@ -303,7 +303,11 @@ class _Stages:
                 dense = dense - np.outer(matrix, both / self.replicas**2)
             stay = state_sizes(of.problem, zero, dense, shards) + state_sizes(of.problem, zero, spread, spread_shards)
             layer = np.zeros(len(stay))
-            if zero >= 2:
+            if (
+                zero == 3 and level_in_time(zero, self.pipe_ranks, of.problem.engine) < 3
+            ):  # gathered once, until all is over
+                stay = stay + (dense + spread) * (of.itemsize + bytes_each(of.problem).gradients)
+            elif zero >= 2:
                 largest = ((self.dense + self.spread) / self.layers).max(axis=1)
                 layer = largest * (3 * of.gradient_bytes + (2 * of.itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer

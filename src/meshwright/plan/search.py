@@ -7,6 +7,7 @@ take their new places. The search ends when nothing that is left can be better t
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from meshwright.layout import Layout
 from meshwright.model.refuse import refuse
 from meshwright.names import RECOMPUTE
 from meshwright.plan.estimate import Estimate, priced
-from meshwright.plan.memory import context_bytes, memory_of, slack
+from meshwright.plan.memory import context_bytes, memory_of, slack, unlike_ranks
 from meshwright.plan.screen import Array, Priced, screen
 from meshwright.plan.space import Problem, layout_of
 from meshwright.plan.step_time import PARTS, Step
@@ -117,24 +118,25 @@ class _Decided:
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = Makespans()
-        self.kinds = self._kinds()
+        self.kinds, self._memory = self._kinds(), self._memory_kinds()
         self.factors: dict[int, float] = {}
         self.stopped = False
-        self._decide(wanted)
+        self._wanted = wanted
+        self._needed = on_device(problem, every.bytes)
+        self._left = self._needed <= self.room * DOUBT_ABOVE
+        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
+        self.told = np.where(self._left, every.seconds, np.inf)
+        self._decide()
 
     @property
     def differences(self) -> list[float]:
         """Of closed forms from the simulator, best layouts first."""
         return [self.difference[at] for _, at, _ in self.best]
 
-    def _decide(self, wanted: int) -> None:
-        every, problem = self.every, self.problem
-        needed = on_device(problem, every.bytes)
-        left = needed <= self.room * DOUBT_ABOVE
-        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
-        self.told = told = np.where(left, every.seconds, np.inf)
+    def _decide(self) -> None:
+        every, problem, wanted = self.every, self.problem, self._wanted
+        needed, left, told = self._needed, self._left, self.told
         kinds, factors = self.kinds, self.factors
-        memory = self._memory_kinds()
         for _ in range(MOST_PRICED):
             at = int(told.argmin())
             if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
@@ -145,11 +147,8 @@ class _Decided:
             if not self.takes(layout):
                 continue
             if needed[at] * DOUBT_BELOW > self.room:
-                exact = device_bytes(problem, layout)
-                alike = (memory == memory[at]) & left
-                needed[alike] *= exact / needed[at]
-                too_large = alike & (needed > self.room * DOUBT_ABOVE)
-                told[too_large], left[too_large] = np.inf, False
+                exact = device_bytes(problem, layout, self.room)
+                self._learn(at, exact)
                 if exact > self.room:
                     continue
             seconds = self.seconds(at, layout)
@@ -166,6 +165,13 @@ class _Decided:
             insort(self.best, (seconds, at, layout))
         else:
             self.stopped = True
+
+    def _learn(self, at: int, exact: float) -> None:
+        """What closed forms of memory say of the others of its kind, corrected by the ledger's bytes of one."""
+        alike = (self._memory == self._memory[at]) & self._left
+        self._needed[alike] *= exact / self._needed[at]
+        too_large = alike & (self._needed > self.room * DOUBT_ABOVE)
+        self.told[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
         """A number for each pipeline and about how many micro-batches it has a rank."""
@@ -194,7 +200,7 @@ class _Decided:
 
     def fits(self, layout: Layout) -> bool:
         """Whether training takes it, and devices have room for it."""
-        return self.takes(layout) and device_bytes(self.problem, layout) <= self.room
+        return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, at: int, layout: Layout) -> float:
         """Of a step, exactly."""
@@ -229,20 +235,43 @@ class _Decided:
         return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """The best, priced whole."""
-        found: list[Estimate] = []
-        for _, at, layout in self.best:
-            one = priced(self.problem, layout, self._step(at, layout))
-            found += [one] if one.fits else []
-            if len(found) == top:
-                break
-        return found
+        """The best, priced whole. Where one does not fit that its closed form had fit, others are looked at."""
+        found: dict[int, Estimate] = {}
+        while True:
+            fit: list[Estimate] = []
+            too_large: dict[int, float] = {}
+            for _, at, layout in self.best:
+                if at not in found and (size := self._too_large(layout)) is not None:
+                    too_large[at] = size
+                    continue
+                if at not in found:
+                    found[at] = priced(self.problem, layout, self._step(at, layout))
+                fit.append(found[at])
+                if len(fit) == top:
+                    break
+            self.best = [entry for entry in self.best if entry[1] not in too_large]
+            if len(fit) == top or not too_large or self.stopped:
+                return fit
+            for at, size in too_large.items():
+                self._learn(at, size)
+            self._decide()
+
+    def _too_large(self, layout: Layout) -> float | None:
+        """Bytes of the first rank that needs more than there is, None if none does."""
+        layout = layout.with_(precision=self.problem.precision)
+        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
+        return next((size for size in sizes if size > self.room), None)
 
 
-def device_bytes(problem: Problem, layout: Layout) -> int:
+def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
     """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
-    or the logits. What is shown is priced on every rank that differs."""
-    return max(memory_of(problem, layout, rank).device_bytes for rank in {0, layout.pp - 1})
+    or the logits; where one needs more than `room`, of that one. What is shown is priced on every rank that differs."""
+    most = 0
+    for rank in sorted({0, layout.pp - 1}):
+        most = max(most, memory_of(problem, layout, rank).device_bytes)
+        if most > room:
+            break
+    return most
 
 
 def _reasons(best: list[Estimate]) -> Iterator[str]:
