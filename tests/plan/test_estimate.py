@@ -204,3 +204,17 @@ def test_jobs_answer_line_by_line():
 def test_layouts_may_be_objects():
     one = evaluate("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64)
     assert one.layout.precision == "bf16"
+
+
+def test_matrix_products_keep_workspaces_of_their_architecture():
+    """By torch's rule: 32 MiB on Hopper alone, for the forward's thread and for the backward's."""
+
+    def peak(architecture: str) -> int:
+        layout = Layout.parse("dp8 zero1 bf16")
+        return ledger(
+            preset("llama-3-8b"), layout, batch=8, sequence=512, device="cuda", architecture=architecture
+        ).peak_bytes
+
+    small = 8 * 2**20 + 128 * 2**10
+    assert peak("Hopper") - peak("Ampere") == 2 * (32 * 2**20 - small)
+    assert peak("Blackwell") == peak("Ampere") and peak("CDNA3") - peak("Ampere") == 2 * (128 * 2**20 - small)

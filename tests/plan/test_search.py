@@ -264,3 +264,10 @@ def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch
 def test_a_batch_that_no_layout_can_share_is_answered():
     with pytest.raises(UserError, match="each of dp replicas needs a sequence"):
         search(dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8192xh100-sxm"), batch=1, sequence=509))
+
+
+def test_what_an_engine_gathers_once_for_a_pipeline_does_not_hide_what_fits():
+    """torchtitan keeps the parameters of ZeRO-3 gathered from the first micro-batch to the last one."""
+    problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
+    found = search(problem, 3)
+    assert len(found.best) == 3 and all(one.fits for one in found.best)

@@ -65,14 +65,14 @@ def test_everything_is_measured_with_all_ranks_at_once_and_with_one(found: dict[
 
 
 def test_times_are_those_of_the_work(found: dict[str, Any]):
-    """Wide limits, of a machine whose cores others use: a megaflop to a hundred teraflop, 100 kB/s to 10 TB/s."""
+    """Wide limits: a machine has between a megaflop and a hundred teraflop, memory between 10 MB/s and 10 TB/s."""
     measured = read(found["measured"], "probe")
     for each in measured.products:
         for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
             assert 1e6 < 2 * tokens * out * inner / seconds < 1e14
     for each in measured.passes:
         assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.passes)
-        assert 1e5 < each.curve.sizes[-1] / each.curve.seconds[-1] < 1e13
+        assert 1e7 < each.curve.sizes[-1] / each.curve.seconds[-1] < 1e13
     for each in measured.collectives:
         assert 1e-6 < each.curve.seconds[0] < 0.5
 

@@ -162,14 +162,18 @@ class CompiledBlock:
         found = self._kernel(reads, makes, inside=inside)
         return found._replace(makes=tuple(made._replace(operator=True) for made in found.makes))
 
-    def forward(self) -> Iterator[Kernel]:
-        added = "sum" if self.summed else "product"
+    def _attention(self) -> Iterator[Kernel]:
+        """From the block's input to what attention adds to it."""
         yield from self._normed("attention", INPUT, "attention.qkv.input")
         yield self._kernel("attention.qkv.input", "attention.qkv.output")
         yield from self._core()
         yield self._kernel("attention.output.input", "attention.output.product")
         if self.summed:
             yield self._operator("attention.output.product", "attention.output.sum")
+
+    def forward(self) -> Iterator[Kernel]:
+        added = "sum" if self.summed else "product"
+        yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, attention.output.{added}", "mlp.up.input")
         yield self._kernel("mlp.up.input", "mlp.up.output")
         yield self._kernel("mlp.up.output", "mlp.down.input")

@@ -106,12 +106,7 @@ class CompiledMixture(CompiledBlock):
 
     def forward(self) -> Iterator[Kernel]:
         added = f"attention.output.{'sum' if self.summed else 'product'}"
-        yield from self._normed("attention", INPUT, "attention.qkv.input")
-        yield self._kernel("attention.qkv.input", "attention.qkv.output")
-        yield from self._core()
-        yield self._kernel("attention.output.input", "attention.output.product")
-        if self.summed:
-            yield self._operator("attention.output.product", "attention.output.sum")
+        yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, {added}", "mlp.input")
         yield from self._mixed()
         last = "mlp.experts.down.output, mlp.experts.inverse, mlp.router.weights"

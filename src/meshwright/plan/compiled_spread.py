@@ -27,12 +27,7 @@ class CompiledFront(CompiledBlock):
 
     def forward(self) -> Iterator[Kernel]:
         added = f"attention.output.{'sum' if self.summed else 'product'}"
-        yield from self._normed("attention", INPUT, "attention.qkv.input")
-        yield self._kernel("attention.qkv.input", "attention.qkv.output")
-        yield from self._core()
-        yield self._kernel("attention.output.input", "attention.output.product")
-        if self.summed:
-            yield self._operator("attention.output.product", "attention.output.sum")
+        yield from self._attention()
         yield self._kernel(f"{INPUT}, {added}", f"mlp_norm.scale, {BETWEEN}, {NORMED}")
 
     def results(self) -> tuple[str, ...]:

@@ -167,10 +167,10 @@ class _Decided:
             self.stopped = True
 
     def _learn(self, at: int, exact: float) -> None:
-        """What closed forms of memory say of the others of its kind, corrected by the ledger's bytes of one."""
-        alike = (self._memory == self._memory[at]) & self._left
+        """What closed forms of memory say of its kind, corrected by the ledger's bytes of one."""
+        alike = self._memory == self._memory[at]
         self._needed[alike] *= exact / self._needed[at]
-        too_large = alike & (self._needed > self.room * DOUBT_ABOVE)
+        too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.told[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
