@@ -269,5 +269,11 @@ def test_a_batch_that_no_layout_can_share_is_answered():
 def test_what_an_engine_gathers_once_for_a_pipeline_does_not_hide_what_fits():
     """torchtitan keeps the parameters of ZeRO-3 gathered from the first micro-batch to the last one."""
     problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
+    every = screen(problem)
+    long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)
+    for at in np.flatnonzero(long)[:: int(long.sum()) // 12]:
+        way, pipe = every.ways[every.way[at]], every.pipes[every.pipe[at]]
+        layout = layout_of(problem, way, pipe, 3, int(every.hybrid[at]))
+        assert every.bytes[at] > 0.7 * fullest(problem, layout).peak_bytes, str(layout)
     found = search(problem, 3)
     assert len(found.best) == 3 and all(one.fits for one in found.best)
