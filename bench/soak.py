@@ -6,12 +6,12 @@ until it is complete. Compared with an undisturbed run: every file of the last c
 optimizer state, state) and every step's loss and gradient norm. Checked as well: exit codes, that no complete
 checkpoint is lost, that no process, temporary file or shared memory is left, and that nothing shows a traceback.
 
-    python bench/soak.py [--seed 0] [--count 200] [--seconds 3000] [--piece 0/1] [--work DIRECTORY]
+    python bench/soak.py [--seed 0] [--count 200] [--seconds 3000] [--piece 0/1] [--work DIRECTORY] [--result FILE]
 
-Trials that bench/results/soak.json has already are left out, so that a soak can be run piece by piece, also several
-pieces at a time: `--piece I/N` takes the trials whose number leaves I when divided by N. Small disks and private shared
-memory need mount namespaces (root, or user namespaces); where they are not permitted, no disk is filled, and the result
-says so.
+Trials that the result (bench/results/soak.json) has already are left out, so that a soak can be run piece by piece,
+also several pieces at a time: `--piece I/N` takes the trials whose number leaves I when divided by N. Small disks and
+private shared memory need mount namespaces (root, or user namespaces); where they are not permitted, no disk is filled,
+and the result says so.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from soak_runs import Command, Ended, Reference, Wrong, make_reference
 TRIALS_PER_CONFIGURATION = 6
 INSIDE = "MESHWRIGHT_SOAK_NAMESPACE"
 SHARED_MEMORY = Path("/dev/shm")
-RESULT = RESULTS / "soak.json"
 
 
 @dataclass
 class Soak:
-    """All trials of a seed. work: a directory for their files. mounts: whether small disks can be mounted."""
+    """All trials of a seed. work: a directory for their files. result: the file with a record of each. mounts: whether
+    small disks can be mounted."""
 
     seed: int
     count: int
     work: Path
+    result: Path
     mounts: bool
 
     def trial(self, number: int) -> dict[str, Any]:
@@ -140,52 +141,46 @@ class Soak:
         finally:
             subprocess.run(["umount", "-l", str(place)], check=True)
 
+    def records(self, more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records of the result, to which others may be adding too, after adding some more."""
+        lock = os.open(self.result.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = json.loads(self.result.read_text()) if self.result.exists() else {}
+            same = (kept.get("seed"), kept.get("count")) == (self.seed, self.count)
+            by_number = {record["trial"]: record for record in (kept["records"] if same else []) + more}
+            records = [by_number[number] for number in sorted(by_number)]
+            if more:
+                fresh = self.result.with_suffix(".new")
+                fresh.write_text(self._document(records))
+                fresh.rename(self.result)
+            return records
+        finally:
+            os.close(lock)
 
-def keep_record(seed: int, count: int, mounts: bool, record: dict[str, Any] | None) -> set[int]:
-    """Add a trial's record to the result, which other pieces may be writing too; the numbers of all that it has."""
-    RESULTS.mkdir(exist_ok=True)
-    lock = os.open(RESULTS, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        records = kept["records"] if (kept.get("seed"), kept.get("count")) == (seed, count) else []
-        if record is not None:
-            records = sorted([each for each in records if each["trial"] != record["trial"]] + [record], key=_number)
-            fresh = RESULT.with_suffix(".new")
-            fresh.write_text(_document(seed, count, mounts, records))
-            fresh.rename(RESULT)
-    finally:
-        os.close(lock)
-    return {each["trial"] for each in records}
-
-
-def _number(record: dict[str, Any]) -> int:
-    return int(record["trial"])
-
-
-def _document(seed: int, count: int, mounts: bool, records: list[dict[str, Any]]) -> str:
-    """The result: counts by kind of fault, moment and part of the layout, and a line for each trial."""
-    faults = [fault for record in records for fault in record["faults"] if fault.get("struck")]
-    axes = Counter(axis for record in records for axis in axes_of(record["layout"]))
-    summary = {
-        "benchmark": "soak",
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "seed": seed,
-        "count": count,
-        "small_disks": mounts,
-        "trials": len(records),
-        "failed": sum(record["failure"] is not None for record in records),
-        "faults_struck": len(faults),
-        "faults_struck_while_saving": sum(fault["saving"] for fault in faults),
-        "faults_too_late": sum(fault.get("struck") is False for record in records for fault in record["faults"]),
-        "by_kind": dict(sorted(Counter(fault["kind"] for fault in faults).items())),
-        "by_moment": dict(sorted(Counter(fault["moment"] for fault in faults).items())),
-        "by_exit_code": {str(code): n for code, n in sorted(Counter(fault["code"] for fault in faults).items())},
-        "by_part_of_layout": dict(sorted(axes.items())),
-    }
-    lines = ",\n".join("  " + json.dumps(record) for record in records)
-    return json.dumps(summary, indent=1)[:-2] + f',\n "records": [\n{lines}\n ]\n}}\n'
+    def _document(self, records: list[dict[str, Any]]) -> str:
+        """The result: counts by kind of fault, moment and part of the layout, and a line for each trial."""
+        faults = [fault for record in records for fault in record["faults"] if fault.get("struck")]
+        axes = Counter(axis for record in records for axis in axes_of(record["layout"]))
+        summary = {
+            "benchmark": "soak",
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "seed": self.seed,
+            "count": self.count,
+            "small_disks": self.mounts,
+            "trials": len(records),
+            "failed": sum(record["failure"] is not None for record in records),
+            "faults_struck": len(faults),
+            "faults_struck_while_saving": sum(fault["saving"] for fault in faults),
+            "faults_too_late": sum(fault.get("struck") is False for record in records for fault in record["faults"]),
+            "by_kind": dict(sorted(Counter(fault["kind"] for fault in faults).items())),
+            "by_moment": dict(sorted(Counter(fault["moment"] for fault in faults).items())),
+            "by_exit_code": {str(code): n for code, n in sorted(Counter(fault["code"] for fault in faults).items())},
+            "by_part_of_layout": dict(sorted(axes.items())),
+        }
+        lines = ",\n".join("  " + json.dumps(record) for record in records)
+        return json.dumps(summary, indent=1)[:-2] + f',\n "records": [\n{lines}\n ]\n}}\n'
 
 
 def enter_namespace() -> bool:
@@ -211,20 +206,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3000.0)
     parser.add_argument("--piece", default="0/1")
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--result", type=Path, default=RESULTS / "soak.json")
     options = parser.parse_args()
     piece, pieces = map(int, options.piece.split("/"))
     mounts = enter_namespace()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        soak = Soak(options.seed, options.count, (options.work or Path(temporary)).resolve(), mounts)
-        soak.work.mkdir(parents=True, exist_ok=True)
+        work = (options.work or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        soak = Soak(options.seed, options.count, work, options.result.resolve(), mounts)
         for number in range(piece, options.count, pieces):
             if time.monotonic() - begun > options.seconds:
                 break
-            if number not in keep_record(soak.seed, soak.count, mounts, None):
+            if number not in {record["trial"] for record in soak.records([])}:
                 record = soak.trial(number)
-                keep_record(soak.seed, soak.count, mounts, record)
+                soak.records([record])
                 print(json.dumps(record), flush=True)
 
 
