@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +24,7 @@ from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.train.checkpoint import newest
 from meshwright.train.launcher_signals import StopSignals
+from meshwright.train.meeting_place import meeting_place
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
 
@@ -118,16 +117,15 @@ class _Attempt:
         self.snapshot: Snapshot | None = None  # when the first one had bad news
 
     def run(self) -> dict[str, Any]:
-        meeting = Path(tempfile.mkdtemp(prefix="meshwright-"))
-        try:
-            for number in range(self.spec.ranks):
-                self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
-            self.directory.write_ranks([rank.process.pid for rank in self.ranks])
-            self._watch()
-            return self._result()
-        finally:
-            self._end_all()
-            shutil.rmtree(meeting, ignore_errors=True)
+        with meeting_place() as meeting:
+            try:
+                for number in range(self.spec.ranks):
+                    self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
+                self.directory.write_ranks([rank.process.pid for rank in self.ranks])
+                self._watch()
+                return self._result()
+            finally:
+                self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
         spec = self.spec
