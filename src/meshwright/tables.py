@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
+from meshwright.limits import most, shown
 from meshwright.names import nearest, unknown
-from meshwright.toml import toml_value
+from meshwright.toml import parse_toml, toml_value
+
+LONGEST_SHOWN = 200  # characters of a wrong value
 
 
 class Table(BaseModel):
@@ -24,8 +26,13 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+def size(name: str, least: int = 1) -> Any:
+    """Marks a whole number from `least` to the limit of that name in `limits.LIMITS`."""
+    return Field(ge=least, le=most(name))
+
+
+Count = Annotated[int, size("count")]
+CountOrZero = Annotated[int, size("count", 0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -97,8 +104,8 @@ class Schema(Generic[Root]):
 
     def _override_value(self, key: str, text: str) -> Any:
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            value = parse_toml(f"value = {text}", key)["value"]
+        except UserError:
             return text
         takes_text = key in self.keys and str in _plain_types(self.keys[key].annotation)
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
@@ -211,4 +218,7 @@ def _said(value: Any) -> str:
     """A wrong value as the person wrote it."""
     if isinstance(value, Mapping):
         return "a table"
-    return toml_value(value) if isinstance(value, (str, int, float, list)) else repr(value)
+    if isinstance(value, (str, float, list, bool)):
+        text = toml_value(value)
+        return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    return shown(value)

@@ -18,6 +18,7 @@ from meshwright.data.special_tokens import named_special, special_tokens, text_e
 from meshwright.data.tokenizer_kinds import END_OF_TEXT, KINDS, byte_tokenizer
 from meshwright.errors import UserError
 from meshwright.names import TOKENIZERS, nearest
+from meshwright.untrusted import read_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 # What publishers call the end of a text, most telling first; asked only when no file says it.
@@ -214,7 +215,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise UserError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if not isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from meshwright.serve.sampling import Sampler, Sampling
 from meshwright.serve.text import TextStream
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
+from meshwright.untrusted import read_json
 
 
 @dataclass(slots=True)
@@ -216,8 +216,8 @@ def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
     if not path.is_file():
         return frozenset(config.eos_tokens)
     try:
-        said = json.loads(path.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        said = read_json(path, "config_bytes").get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
     ends = said if isinstance(said, list) else [said]
     return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
