@@ -73,7 +73,7 @@ def over(name: str, value: Any, called: str | None = None) -> str | None:
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
-    return f"{called or name} {shown(value)} is too large: at most {limit.most:,} ({limit.reason})"
+    return f"{name if called is None else called} {shown(value)} is too large: at most {limit.most:,} ({limit.reason})"
 
 
 def shown(value: object, width: int = 60) -> str:

@@ -8,7 +8,6 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from meshwright.limits import most
 from meshwright.names import (
     ALGORITHM_ALIASES,
     CHECKPOINT_DTYPES,
@@ -21,7 +20,7 @@ from meshwright.names import (
     OPTIMIZERS,
     unknown,
 )
-from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Table, matching, named, size
+from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Size, Table, matching, named
 from meshwright.toml import toml_value
 
 
@@ -66,8 +65,8 @@ class RunRecipe(Table):
     directory: Name | None = None  # runs/NAME unless said
     rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
     device: Annotated[str, named("device", DEVICES)] = "auto"
-    threads: Annotated[int, size("threads")] | None = None  # per rank; the processors shared out unless said
-    collective_timeout: Annotated[float, Field(gt=0, le=most("seconds"))] = 600.0  # seconds
+    threads: Annotated[int, Size("threads")] | None = None  # per rank; the processors shared out unless said
+    collective_timeout: Annotated[Positive, Size("seconds", 0)] = 600.0  # seconds
 
 
 class ModelRecipe(Table):
@@ -77,24 +76,24 @@ class ModelRecipe(Table):
     from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
     load_weights: bool = False  # with `from`: start from its weights
     family: Annotated[str, named("family", (*FAMILIES, *ENCODER_FAMILIES))] | None = None
-    layers: Annotated[int, size("layers")] | None = None
-    hidden: Annotated[int, size("hidden")] | None = None
-    heads: Annotated[int, size("heads")] | None = None
-    kv_heads: Annotated[int, size("kv_heads")] | None = None
-    head_dim: Annotated[int, size("head_dim")] | None = None
-    intermediate: Annotated[int, size("intermediate")] | None = None
-    vocabulary: Annotated[int, size("vocabulary")] | None = None  # the tokenizer's unless said
-    max_positions: Annotated[int, size("max_positions")] | None = None  # data.sequence unless said
+    layers: Annotated[int, Size("layers")] | None = None
+    hidden: Annotated[int, Size("hidden")] | None = None
+    heads: Annotated[int, Size("heads")] | None = None
+    kv_heads: Annotated[int, Size("kv_heads")] | None = None
+    head_dim: Annotated[int, Size("head_dim")] | None = None
+    intermediate: Annotated[int, Size("intermediate")] | None = None
+    vocabulary: Annotated[int, Size("vocabulary")] | None = None  # the tokenizer's unless said
+    max_positions: Annotated[int, Size("max_positions")] | None = None  # data.sequence unless said
     rope_theta: Positive | None = None
     rope_scaling: dict[str, bool | int | float | str] | None = None
-    sliding_window: Annotated[int, size("sliding_window")] | None = None
+    sliding_window: Annotated[int, Size("sliding_window")] | None = None
     tied: bool | None = None
     norm_epsilon: Positive | None = None
-    experts: Annotated[int, size("experts")] | None = None  # of each layer; families with experts only
-    experts_per_token: Annotated[int, size("experts_per_token")] | None = None
-    expert_intermediate: Annotated[int, size("expert_intermediate")] | None = None
-    shared_intermediate: Annotated[int, size("shared_intermediate", 0)] | None = None  # 0: no shared expert
-    dense_layers: list[Annotated[int, size("layers", 0)]] | None = None  # layers without experts
+    experts: Annotated[int, Size("experts")] | None = None  # of each layer; families with experts only
+    experts_per_token: Annotated[int, Size("experts_per_token")] | None = None
+    expert_intermediate: Annotated[int, Size("expert_intermediate")] | None = None
+    shared_intermediate: Annotated[int, Size("shared_intermediate", 0)] | None = None  # 0: no shared expert
+    dense_layers: list[Annotated[int, Size("layers", 0)]] | None = None  # layers without experts
     router_loss: NotNegative | None = None  # weight of the loss that balances experts
 
     @model_validator(mode="after")
@@ -118,8 +117,8 @@ class ModelRecipe(Table):
 class TrainRecipe(Table):
     """[train]: one optimizer step after another."""
 
-    steps: Annotated[int, size("steps")]
-    batch: Annotated[int, size("batch")]  # sequences in a step, over all ranks
+    steps: Annotated[int, Size("steps")]
+    batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
     objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # "dpo" of preferences unless said
     preference_beta: Positive = 0.1  # dpo, ipo: how dear it is to leave the reference
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs taken to be the wrong way
@@ -131,21 +130,21 @@ class TrainRecipe(Table):
     momentum: Decay = 0.0  # sgd
     router_bias_rate: NotNegative = 0.001  # a step of the biases that balance experts, where a family has them
     schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
-    warmup: Annotated[int, size("steps", 0)] = 0  # steps
-    decay: Annotated[int, size("steps", 0)] = 0  # steps of the wsd tail
+    warmup: Annotated[int, Size("steps", 0)] = 0  # steps
+    decay: Annotated[int, Size("steps", 0)] = 0  # steps of the wsd tail
     minimum_learning_rate: Fraction = 0.1  # of the peak
     clip: NotNegative = 1.0  # global gradient norm; 0 = off
     compile: bool = False
     deterministic: bool = False
     validate_every: CountOrZero = 0  # steps; 0 = never
-    validation_sequences: Annotated[int, size("documents")] = 64
+    validation_sequences: Annotated[int, Size("documents")] = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
     loss_scale: Annotated[Positive, AfterValidator(_power_of_two)] = 65536.0  # fp16: at the start
     loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
     profile: Annotated[str, AfterValidator(_steps)] | None = None  # steps, "10" or "10:12", both ends included
-    profile_ranks: list[Annotated[int, size("ranks", 0)]] = []  # whose operators are written; all unless said
+    profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # whose operators are written; all unless said
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeGuard, TypeVar, Union, get_args, get_origin
 
+from annotated_types import Ge, GroupedMetadata
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
-from meshwright.limits import most, shown
+from meshwright.limits import over, shown
 from meshwright.names import nearest, unknown
 from meshwright.toml import parse_toml, toml_value
 
@@ -26,13 +27,25 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def size(name: str, least: int = 1) -> Any:
-    """Marks a whole number from `least` to the limit of that name in `limits.LIMITS`."""
-    return Field(ge=least, le=most(name))
+@dataclass(frozen=True)
+class Size(GroupedMetadata):
+    """Marks a number from `ge` to the limit called `name` in `limits.LIMITS`."""
+
+    name: str
+    ge: int = 1
+
+    def __iter__(self) -> Iterator[object]:
+        yield Ge(self.ge)
+        yield AfterValidator(self._check)
+
+    def _check(self, value: float) -> float:
+        if problem := over(self.name, value, ""):
+            raise ValueError(problem.strip())
+        return value
 
 
-Count = Annotated[int, size("count")]
-CountOrZero = Annotated[int, size("count", 0)]
+Count = Annotated[int, Size("count")]
+CountOrZero = Annotated[int, Size("count", 0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
