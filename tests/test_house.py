@@ -17,7 +17,9 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 ROOMS = [
     *(
         "errors",
+        "limits",
         "names",
+        "untrusted",
         "toml",
         "layout",
         "tables",
@@ -49,6 +51,7 @@ MODEL_AS_DATA = {
         "chunks",
         "config",
         "config_json",
+        "config_reader",
         "disk_names",
         "encoder_json",
         "experts_json",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, json_option, trust_option
 from meshwright.errors import Terminated
 
 
@@ -22,21 +22,25 @@ from meshwright.errors import Terminated
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
+@trust_option
 @json_option
-def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: bool) -> None:
+def command(recipe: str, overrides: tuple[str, ...], restarts: int, trust: bool, as_json: bool) -> None:
     """Train RECIPE, or go on from its newest whole checkpoint.
 
     Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C end the step under
     way, save and stop, with exit code 143 or 130; the same command then goes on. A second one does not wait for that.
     """
     with answering(as_json) as answer:
-        result = train(recipe, overrides, restarts=restarts)
+        result = train(recipe, overrides, restarts=restarts, trust=trust)
         if result is not None:
             answer(result, _text(result))
 
 
-def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0) -> dict[str, Any] | None:
-    """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
+def train(
+    recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0, trust: bool = False
+) -> dict[str, Any] | None:
+    """What the command does, as one call. None on ranks other than 0 of somebody else's launcher. trust: code that the
+    recipe names may run."""
     from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
     from meshwright.recipe import load_recipe
@@ -46,14 +50,14 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     from meshwright.train.resuming import check_resume
     from meshwright.train.run_directory import RunDirectory
 
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(recipe_path, overrides, trust=trust)
     started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
     if recipe.layout == "auto":
         from meshwright.train.automatic import chosen_layout
 
         say = _say if started is None or started.rank == 0 else _say_nothing
         layout = chosen_layout(recipe, None if started is None else started.ranks, say)
-        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"))
+        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
     if started is not None:
         from meshwright.train.worker import join
 

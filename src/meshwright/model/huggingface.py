@@ -25,6 +25,7 @@ from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.rows import Row
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
+from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -86,7 +87,7 @@ class CheckpointFiles:
 
     def _from_index(self, index: Path) -> dict[str, Path]:
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(index)["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None

@@ -80,7 +80,12 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     from meshwright.train.refusals import check_recipe
 
     check_recipe(recipe)
-    description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
+    description = {
+        "recipe": recipe.to_toml(),
+        "source": str(recipe.source_path or "recipe"),
+        "trust": recipe.trusted,
+        "options": options,
+    }
     return launch(
         LaunchSpec(
             description,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.train.run_directory import METRICS, RECIPE, RESULT
+from meshwright.untrusted import read_json
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 280, 64, 40, 16, 16
 BUCKETS = 720  # of a curve with more than twice as many points: one for each column of the chart
@@ -43,7 +43,10 @@ def write_report(
     if not lines:
         raise UserError(f"{metrics_path} holds no step yet")
     result_path, recipe_path = run_directory / RESULT, run_directory / RECIPE
-    result = json.loads(result_path.read_text()) if result_path.exists() else {}
+    try:
+        result = read_json(result_path) if result_path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{result_path} cannot be read: {error}") from None
     recipe = recipe_path.read_text() if recipe_path.exists() else ""
     page = run_directory / "report.html"
     name = run_directory.resolve().name
