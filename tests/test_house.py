@@ -48,6 +48,7 @@ MODEL_AS_DATA = {
     *(
         "chunks",
         "config",
+        "config_fields",
         "config_json",
         "disk_names",
         "encoder_json",

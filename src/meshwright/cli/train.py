@@ -10,7 +10,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option
-from meshwright.errors import Terminated
+from meshwright.errors import Terminated, ignore_model_warnings
 
 
 @plumbing.command(
@@ -48,6 +48,8 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
 
     recipe = load_recipe(recipe_path, overrides)
     started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
+    if started is not None and started.rank > 0:
+        ignore_model_warnings()
     if recipe.layout == "auto":
         from meshwright.train.automatic import chosen_layout
 
