@@ -112,7 +112,7 @@ def _model_warnings_as_lines() -> Iterator[None]:
                 click.echo(f"meshwright: warning: {text}", err=True)
 
         warnings.simplefilter("always", ModelWarning)
-        warnings.showwarning = show_line  # type: ignore[assignment]  # it takes whatever the other takes
+        warnings.showwarning = show_line
         yield
 
 

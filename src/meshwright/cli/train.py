@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, json_option, overrides_argument
 from meshwright.errors import Terminated, ignore_model_warnings
 
 
@@ -20,7 +20,7 @@ from meshwright.errors import Terminated, ignore_model_warnings
     "torchrun --nproc-per-node 2 -m meshwright train recipes/quickstart.toml",
 )
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
 @json_option
 def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: bool) -> None:

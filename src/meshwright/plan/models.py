@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +65,11 @@ def is_recipe(wanted: object) -> bool:
     return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
 
 
-def recipe_of(wanted: str | Path) -> Recipe:
-    """The recipe of a file, for which `is_recipe`."""
+def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file, for which `is_recipe`, with overrides as on the command line."""
     from meshwright.recipe import load_recipe
 
-    return load_recipe(wanted)
+    return load_recipe(wanted, overrides)
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
