@@ -50,6 +50,7 @@ MODEL_AS_DATA = {
     *(
         "chunks",
         "config",
+        "config_fields",
         "config_json",
         "config_reader",
         "disk_names",

@@ -5,6 +5,8 @@ Any other exception is a fault of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import warnings
+
 
 class MeshwrightError(Exception):
     """Base of every error that Meshwright raises on purpose; its text is one line for a person to read."""
@@ -16,6 +18,15 @@ class UserError(MeshwrightError):
     """A mistake in what a person wrote: one line that says what, where, and what would be right."""
 
     exit_code = 2
+
+
+class ModelWarning(UserWarning):
+    """A model's files ask for something that is not computed; commands print its text as one line."""
+
+
+def ignore_model_warnings() -> None:
+    """Print no `ModelWarning` in this process, a rank: the process that started it, or rank 0, prints them."""
+    warnings.simplefilter("ignore", ModelWarning)
 
 
 class CheckFailed(MeshwrightError):

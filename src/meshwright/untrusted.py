@@ -6,10 +6,13 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.limits import most
+
+PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
@@ -33,10 +36,14 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
     return data
 
 
-def parse_json(text: str | bytes | bytearray) -> Any:
-    """The value of JSON text. ValueError, and nothing else, where it is not JSON, or nested deeper than is read."""
+def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
+    """The value of JSON text. ValueError, and nothing else, where it is not JSON, or nested deeper than is read.
+
+    object_pairs_hook: as `json.loads` has it; what it raises is raised here.
+    """
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = json.loads(decoded, object_pairs_hook=object_pairs_hook)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8 text") from None
     except RecursionError:
@@ -45,9 +52,9 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     return value
 
 
-def read_json(path: str | Path, limit: str = "json_bytes") -> Any:
+def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
     """The value of a JSON file. OSError as `read_file`, ValueError as `parse_json`."""
-    return parse_json(read_file(path, limit))
+    return parse_json(read_file(path, limit), object_pairs_hook)
 
 
 def check_nesting(value: Any) -> None:

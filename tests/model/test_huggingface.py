@@ -198,6 +198,32 @@ def rewrite(directory: Path, change: Any) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
+def in_two_files(directory: Path, change: Any = lambda index, first, second: None) -> None:
+    """The model in two files with an index, `change`d before they are written."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    first, second = ({n: t for at, (n, t) in enumerate(sorted(tensors.items())) if at % 2 == odd} for odd in (0, 1))
+    index = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(second, "b.safetensors")}
+    change(index, first, second)
+    save_file(first, directory / "a.safetensors")
+    save_file(second, directory / "b.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def index_that_repeats(directory: Path) -> None:
+    in_two_files(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('{"weight_map": {', f'{{"weight_map": {{"{NAME}": "a.safetensors", '))
+
+
+def spoiled(value: float, at: int) -> Any:
+    return lambda directory: rewrite(directory, lambda tensors: tensors[NAME].view(-1)[at].fill_(value))
+
+
+def retyped(dtype: torch.dtype) -> Any:
+    return lambda directory: rewrite(directory, lambda tensors: tensors.update({NAME: tensors[NAME].to(dtype)}))
+
+
 def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
@@ -233,6 +259,21 @@ DAMAGES = {
         lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x/model.safetensors"}}'),
         ["index.json", "not in the directory"],
     ),
+    "tensor in two files": (
+        lambda at: in_two_files(at, lambda index, first, second: first.update({NAME: second[NAME]})),
+        ["b.safetensors", NAME, "is in a.safetensors as well"],
+    ),
+    "tensor that the index leaves out": (
+        lambda at: in_two_files(at, lambda index, first, second: index.pop(NAME)),
+        ["b.safetensors", NAME, "is not in model.safetensors.index.json"],
+    ),
+    "tensor twice in the index": (index_that_repeats, ["index.json", NAME, "is in it twice"]),
+    "NaN": (spoiled(float("nan"), 7), ["model.safetensors", NAME, "1 of 4,800 values that are NaN or infinite"]),
+    "infinite": (spoiled(float("inf"), 0), ["model.safetensors", NAME, "1 of 4,800 values that are NaN or infinite"]),
+    "minus infinite": (spoiled(-float("inf"), -1), ["model.safetensors", NAME, "NaN or infinite"]),
+    "integers": (retyped(torch.int8), ["model.safetensors", NAME, "is of type I8; weights are F64, F32, BF16, F16"]),
+    "booleans": (retyped(torch.bool), [NAME, "is of type BOOL; .* save the unquantised one"]),
+    "floats of 8 bits": (retyped(torch.float8_e4m3fn), [NAME, "is of type F8_E4M3"]),
     "no index": (lambda at: (at / "model.safetensors.index.json").write_text("[]"), ["index.json", "weight_map"]),
 }
 
@@ -246,6 +287,22 @@ def test_a_damaged_directory_is_named_in_one_line(damage: Any, words: list[str],
     assert str(saved) in str(caught.value)
     for word in words:
         assert caught.match(word)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_every_floating_type_are_read_and_checked(dtype: torch.dtype, saved: Path):
+    rewrite(saved, lambda tensors: tensors.update({name: value.to(dtype) for name, value in tensors.items()}))
+    load_huggingface(saved)
+    spoiled(float("nan"), 7)(saved)
+    with pytest.raises(UserError, match="1 of 4,800 values that are NaN or infinite"):
+        load_huggingface(saved)
+
+
+def test_a_model_in_two_files_is_the_model_in_one(saved: Path):
+    whole = load_huggingface(saved)[0].state_dict()
+    in_two_files(saved)
+    for name, value in load_huggingface(saved)[0].state_dict().items():
+        assert torch.equal(value, whole[name])
 
 
 def test_a_file_is_not_a_directory(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import data_records
-from meshwright.cli.plumbing import answering, json_option, write_file
+from meshwright.cli.plumbing import answering, json_option, overrides_argument, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.cli.terminal import printable, rendered
 from meshwright.cli.tokenizer_text import tables, tokens_line
@@ -39,7 +39,7 @@ def command() -> None:
 
 @a_command("prepare", "meshwright data prepare recipe.toml data.tokenizer=bytes")
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @json_option
 def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Read, clean, tokenize and pack the data of RECIPE; check what is there already, byte for byte.
@@ -54,7 +54,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--rows", default=2, show_default=True, type=click.IntRange(min=0), help="Rows of a batch to show.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
@@ -72,7 +72,7 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
 
 @a_command("report", "meshwright data report recipe.toml --output report.html")
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option(
     "--output", type=click.Path(path_type=Path), help="The page; report.html beside the prepared data unless given."
 )
@@ -97,7 +97,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
     "meshwright data tokenizer recipe.toml data.tokenizer=unigram --text 'Two words.' --html tokenizer.html",
 )
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--text", metavar="TEXT", help="Show the tokens of this text, too.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page.")
 @json_option

@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
+from meshwright.cli.plumbing import (
+    answering,
+    device_option,
+    device_or_layout,
+    json_option,
+    overrides_argument,
+    reading_layout_option,
+    refuse_overrides,
+)
 
 
 @plumbing.command(
@@ -16,8 +24,10 @@ from meshwright.cli.plumbing import answering, device_option, device_or_layout, 
     "meshwright evaluate runs/quickstart --data recipes/quickstart.toml",
     "meshwright evaluate runs/quickstart/checkpoints/step-000300 --data book.txt",
     'meshwright evaluate runs/quickstart --data book.txt --layout "tp2 pp2"',
+    "meshwright evaluate runs/quickstart --data recipes/quickstart.toml data.validation_fraction=0.1",
 )
 @click.argument("checkpoint")
+@overrides_argument
 @click.option("--data", required=True, help="A recipe (its validation split), or text: stdlib, a path, a glob.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Tokens of context; the recipe's or model's unless given.")
 @click.option("--xz/--no-xz", default=True, help="What `xz -9` makes of the same bytes, for comparison.")
@@ -25,14 +35,31 @@ from meshwright.cli.plumbing import answering, device_option, device_or_layout, 
 @reading_layout_option
 @json_option
 def command(
-    checkpoint: str, data: str, sequence: int | None, xz: bool, device: str, layout: str | None, as_json: bool
+    checkpoint: str,
+    overrides: tuple[str, ...],
+    data: str,
+    sequence: int | None,
+    xz: bool,
+    device: str,
+    layout: str | None,
+    as_json: bool,
 ) -> None:
-    """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory."""
+    """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory.
+
+    KEY=VALUE overrides one field of the recipe that --data names.
+    """
     from meshwright.train.evaluation import evaluate
 
     with answering(as_json) as answer:
         device_or_layout(device, layout)
-        options: dict[str, Any] = {"device": device, "layout": layout, "progress": _progress, "log": _say}
+        refuse_overrides(overrides, data)
+        options: dict[str, Any] = {
+            "device": device,
+            "layout": layout,
+            "overrides": overrides,
+            "progress": _progress,
+            "log": _say,
+        }
         result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, **options)
         answer(result, _text(result))
 

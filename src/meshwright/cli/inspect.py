@@ -64,6 +64,7 @@ def _progress(done: int, total: int) -> None:
 
 def _sums(document: Mapping[str, Any]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="bold", no_wrap=True)
@@ -77,6 +78,11 @@ def _sums(document: Mapping[str, Any]) -> Any:
         facts.add_row("file", f"{printable(file['file'])}: {file['tensors']:,} tensors, {_size(file['bytes'])}")
     if document["not_in_index"]:
         facts.add_row("not in the index", printable(", ".join(document["not_in_index"])))
+    if document["config_problem"]:
+        facts.add_row("config.json", Text(printable(document["config_problem"]), style="red"))
+    if found := document["not_finite"]:
+        names = ", ".join(list(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        facts.add_row("not finite", Text(f"{sum(found.values()):,} values, in {printable(names)}", style="red"))
     return facts
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, trust_option
+from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
 
 
 @plumbing.command(
@@ -19,7 +19,7 @@ from meshwright.cli.plumbing import answering, json_option, trust_option
     "meshwright launch --slurm recipe.toml --devices-per-node 4 --sbatch=--partition=gpu > train.sbatch",
 )
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--torchrun", "kind", flag_value="torchrun", help="A script to run on every host.")
 @click.option("--slurm", "kind", flag_value="slurm", help="A script for sbatch.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Hosts; as many as the layout's ranks need, unless said.")

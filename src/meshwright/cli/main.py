@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
-from meshwright.errors import MeshwrightError, Terminated
+from meshwright.errors import MeshwrightError, ModelWarning, Terminated
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
@@ -71,7 +73,8 @@ def meshwright() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
     try:
-        code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
+        with _model_warnings_as_lines():
+            code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -92,6 +95,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _model_warnings_as_lines() -> Iterator[None]:
+    """Print each `ModelWarning` as one line on standard error, once; other warnings as Python prints them."""
+    printed: set[str] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if not issubclass(category, ModelWarning):
+                show(message, category, *place, **more)
+            elif (text := " ".join(str(message).split())) not in printed:
+                printed.add(text)
+                click.echo(f"meshwright: warning: {text}", err=True)
+
+        warnings.simplefilter("always", ModelWarning)
+        warnings.showwarning = show_line
+        yield
 
 
 def _fail(reason: str, code: int, kind: str = "error: ") -> int:

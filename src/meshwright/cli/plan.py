@@ -11,7 +11,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from meshwright.cli.plumbing import answering, json_document, json_option, write_file
+from meshwright.cli.plumbing import (
+    answering,
+    json_document,
+    json_option,
+    overrides_behind,
+    refuse_overrides,
+    write_file,
+)
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 
@@ -22,10 +29,11 @@ from meshwright.errors import UserError
     "meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 --layout 'zero1 tp8 mb64' --explain",
     "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
     "meshwright plan recipes/quickstart.toml --cluster this",
+    'meshwright plan recipes/quickstart.toml "layout=dp2 zero1" train.batch=32 --cluster this',
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
     "meshwright plan --calibrate runs/first runs/second",
 )
-@click.argument("names", nargs=-1, metavar="[MODEL]")
+@click.argument("names", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--cluster", metavar="C", help="So many devices of a kind (64xh100-sxm), a cluster file, or this.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Tokens in a sequence (a recipe says it itself).")
 @click.option(
@@ -67,8 +75,8 @@ def command(
 ) -> None:
     """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
 
-    MODEL is a preset, a Hugging Face directory, a config.json or a recipe. Memory is that of the fullest rank; times
-    come with bounds between which published runs lie.
+    MODEL is a preset, a Hugging Face directory, a config.json or a recipe, of which KEY=VALUE overrides one field.
+    Memory is that of the fullest rank; times come with bounds between which published runs lie.
     """
     if calibrate:
         context = click.get_current_context()
@@ -77,9 +85,6 @@ def command(
                 raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
         _calibrate(names, cluster, as_json)
         return
-    if len(names) > 1:
-        raise UserError(f"one MODEL at a time: {names[1]} is too much (--calibrate takes several runs)")
-    model = names[0] if names else None
     if jobs is not None:
         context = click.get_current_context()
         for name in context.params.keys() - {"jobs", "as_json"}:
@@ -87,6 +92,9 @@ def command(
                 raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
         _answer_jobs(jobs)
         return
+    given, overrides = overrides_behind(names)
+    model = given[0] if given else None
+    refuse_overrides(overrides, model)
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     if cluster is None:
@@ -100,7 +108,7 @@ def command(
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
     own = None
     if is_recipe(model):
-        own = recipe_of(model)
+        own = recipe_of(model, overrides)
         said = said_by(own, said)
     for name in ("sequence", "batch"):
         if said[name] is None:
@@ -109,7 +117,8 @@ def command(
     mine = None if own is None or parsed is not None else layout_of_recipe(own)
     named = (parsed.precision if parsed else None) or precision or (mine.precision if mine else None)
     problem = problem_of(
-        model, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine, compile=bool(said["compile"]),
+        model if own is None else own, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine,
+        compile=bool(said["compile"]),
         optimizer=said["optimizer"] or "adamw", precision=named,
         documents=documents,
     )  # fmt: skip

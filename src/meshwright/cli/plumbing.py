@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -111,6 +112,34 @@ def _wanted(parameter: click.Parameter) -> str:
     """What belongs into an option, from its line in --help."""
     said = (getattr(parameter, "help", None) or "").rstrip(".")
     return f": {said[:1].lower()}{said[1:]}" if said else ""
+
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+def overrides_behind(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Arguments of a command whose recipe may be left out: what comes before the first override, and the overrides.
+
+    Raises UserError for more than so many names, and for a name behind an override.
+    """
+    first = next((number for number, each in enumerate(arguments) if is_override(each)), len(arguments))
+    named, overrides = tuple(arguments[:first]), tuple(arguments[first:])
+    over = next((each for each in overrides if not is_override(each)), named[names] if len(named) > names else None)
+    if over is not None:
+        raise UserError(f"{over}: one name, and behind it overrides such as train.steps=100 or layout=dp2")
+    return named, overrides
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument is written as an override, and is no file that is called so."""
+    return re.match(r"[A-Za-z_][A-Za-z0-9_.]*\s*=", argument) is not None and not os.path.exists(argument)
+
+
+def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
+    """Raise UserError where overrides follow what is no recipe."""
+    if overrides and not (name or "").endswith(".toml"):
+        what = f"{name} is no recipe (a .toml file)" if name else "there is no recipe"
+        raise UserError(f'override "{overrides[0]}": overrides change a recipe, and {what}')
 
 
 def device_or_layout(device: str, layout: str | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, trust_option
-from meshwright.errors import Terminated
+from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
+from meshwright.errors import Terminated, ignore_model_warnings
 
 
 @plumbing.command(
@@ -20,7 +20,7 @@ from meshwright.errors import Terminated
     "torchrun --nproc-per-node 2 -m meshwright train recipes/quickstart.toml",
 )
 @click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
 @trust_option
 @json_option
@@ -52,6 +52,8 @@ def train(
 
     recipe = load_recipe(recipe_path, overrides, trust=trust)
     started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
+    if started is not None and started.rank > 0:
+        ignore_model_warnings()
     if recipe.layout == "auto":
         from meshwright.train.automatic import chosen_layout
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import answering, json_option, overrides_behind, refuse_overrides
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import CheckFailed, UserError
 
@@ -14,26 +14,41 @@ from meshwright.errors import CheckFailed, UserError
 @a_command(
     "verify",
     "meshwright verify recipe.toml",
+    'meshwright verify recipe.toml "layout=dp2 zero2" model.layers=3',
     'meshwright verify --layout "dp4 zero3 hs2 mb2" --model qwen3-tiny --mutate',
     "meshwright verify",
 )
-@click.argument("recipe", required=False)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
 @click.option("--model", metavar="M", help="A preset, a Hugging Face directory, a config.json or a recipe.")
 @click.option("--dtype", default="float64", show_default=True, metavar="float64|float32", help="What is computed in.")
 @click.option("--mutate", is_flag=True, help="Spoil every collective call in turn; each must be noticed.")
 @json_option
-def command(recipe: str | None, layout: str | None, model: str | None, dtype: str, mutate: bool, as_json: bool) -> None:
+def command(
+    arguments: tuple[str, ...], layout: str | None, model: str | None, dtype: str, mutate: bool, as_json: bool
+) -> None:
     """Run a small model of the recipe's kind under its layout and on one device, and compare.
 
     Loss, every gradient, the gradient norm and three updates must agree to 1e-10 (float32: 1e-5) on batches with
     ragged documents. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
-    of many ranks is made small first. Exit code 1 when something does not agree.
+    of many ranks is made small first. KEY=VALUE overrides one field of the recipe. Exit code 1 when something does not
+    agree.
     """
+    names, overrides = overrides_behind(arguments)
+    recipe = names[0] if names else None
     if recipe is not None and not recipe.endswith(".toml"):
         raise UserError(f'{recipe}: a recipe is a .toml file; a layout goes into --layout "{recipe}"')
     if recipe is not None and layout is not None:
         model = recipe if model is None else model
+    refuse_overrides(overrides, recipe if recipe is not None else model)
+    wanted: Any = layout if layout is not None else recipe
+    asked: Any = model
+    if overrides:
+        from meshwright.recipe import load_recipe
+
+        loaded = load_recipe(str(recipe or model), overrides)
+        wanted = loaded if wanted == recipe else wanted
+        asked = loaded if asked == (recipe or model) else asked
     from meshwright.comm.local import start_server
 
     start_server()  # it loads torch while we do
@@ -41,8 +56,8 @@ def command(recipe: str | None, layout: str | None, model: str | None, dtype: st
 
     with answering(as_json) as answer:
         document = verify(
-            layout if layout is not None else recipe,
-            model=model,
+            wanted,
+            model=asked,
             dtype=dtype,
             mutate=mutate,
             log=lambda line: click.echo(line, err=True),

@@ -31,7 +31,7 @@ from typing import Any
 
 from meshwright.comm.call_ring import attach, named_file
 from meshwright.comm.rank_report import Snapshot
-from meshwright.errors import RankLost
+from meshwright.errors import RankLost, ignore_model_warnings
 
 _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
@@ -251,6 +251,7 @@ def _rank(
     status = 1
     try:
         _end_with_parent()
+        ignore_model_warnings()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.path[:] = path
         os.chdir(cwd)

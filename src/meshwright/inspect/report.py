@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,9 @@ def inspect_model(
         "tensors_in_all": len(files.entries),
         "tensors": tensors,
         "not_in_index": files.unindexed,
+        "not_finite": {tensor["name"]: count for tensor in tensors if (count := _not_finite(tensor))},
         "family": config.family if config else None,
+        "config_problem": why_not if config is None and (files.directory / "config.json").is_file() else None,
         "parameters_of_config": parameter_table(config).numel if config else None,
     }
     if layout is not None:
@@ -106,6 +108,12 @@ def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics
         except (OSError, ValueError) as error:  # a file that shrinks while it is read
             raise UserError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from None
     return found
+
+
+def _not_finite(tensor: Mapping[str, Any]) -> int:
+    """How many values of a tensor are NaN or infinite, as far as they were read."""
+    found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
+    return int(found["nan"] + found["infinite"])
 
 
 def _config(directory: Path) -> tuple[ModelConfig | None, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.limits import shown
+from meshwright.model.config_fields import check_fields
 from meshwright.model.config_reader import Reader
 from meshwright.model.encoder_json import read_encoder, write_encoder
 from meshwright.model.experts_json import read_experts, write_experts
@@ -44,30 +45,14 @@ _GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
     "max_positions": ("n_positions", "max_position_embeddings"),
     "norm_epsilon": ("layer_norm_epsilon",),
 }
-_BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("layer_norm_eps",)}
+_BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
+    "kv_heads": ("num_attention_heads",),
+    "norm_epsilon": ("layer_norm_eps",),
+}
 _NEMOTRON_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("norm_eps",)}
 _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
     "hidden": ("hidden_size", "n_embed"),
     "max_positions": ("seq_length",),
-}
-
-# Switches that change the mathematics -> the only value that is computed here. Dropout is simply not kept.
-_REFUSED_SWITCHES: dict[str, object] = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "is_encoder_decoder": False,
-    "is_decoder": False,
-    "position_embedding_type": "absolute",
-    "problem_type": "single_label_classification",
-    "use_mrope": False,
-    "apply_residual_connection_post_layernorm": False,
-    "use_bidirectional_attention": False,
-    "is_causal": True,
-    "partial_rotary_factor": 1.0,
-    "router_jitter_noise": 0.0,
-    "n_group": 1,
-    "topk_group": 1,
 }
 
 
@@ -116,16 +101,13 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of ModelConfig that a Hugging Face configuration describes."""
+    """The fields of ModelConfig that a Hugging Face configuration describes.
+
+    ``UserError`` and `ModelWarning` as `check_fields` has them.
+    """
     family = read_family(data, where)
     read = Reader(data, family.defaults, where)
     keys = file_keys(family.name)
-    for key, computed in _REFUSED_SWITCHES.items():
-        if key == "partial_rotary_factor" and family.name == "nemotron":  # planning only, and no FLOPs hang on it
-            continue
-        if data.get(key) is not None and data[key] != computed:
-            raise UserError(f'{where}: "{key}" = {shown(data[key])} is not computed here; only {computed!r} is')
-
     heads = read.integer("heads", keys["heads"])
     kv_heads = read.integer("kv_heads", keys["kv_heads"], heads)
     hidden = read.integer("hidden", keys["hidden"])
@@ -196,7 +178,9 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields["bos_token"] = bos[0] if bos else None
     fields["eos_token"] = eos[0] if eos else None
     fields["more_eos_tokens"] = eos[1:]
-    return {**family.fixed, **fields}
+    fields = {**family.fixed, **fields}
+    check_fields(data, family, fields, where)
+    return fields
 
 
 def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:

@@ -29,9 +29,15 @@ class Reader:
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
         keys = tuple(keys)
-        for key in keys:
-            if key in self.data:
-                return key, self.data[key]
+        present = [key for key in keys if key in self.data]
+        for other in present[1:]:
+            if self.data[other] != self.data[present[0]] and self.data[other] is not None:
+                raise UserError(
+                    f'{self.where}: "{present[0]}" is {shown(self.data[present[0]])} and "{other}", another name of '
+                    f"it, {shown(self.data[other])}; leave one out"
+                )
+        if present:
+            return present[0], self.data[present[0]]
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from meshwright.names import unknown
 from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"
+WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
 INDEX_FILE = "model.safetensors.index.json"
 LARGEST_FILE_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -67,6 +69,38 @@ class CheckpointFiles:
         with _reading(self._place[name], name):
             return self._open(self._place[name]).get_tensor(name)
 
+    def dtype(self, name: str) -> str:
+        """Element type of a tensor as safetensors calls it ("F32"), without reading it."""
+        with _reading(self._place[name], name):
+            return str(self._open(self._place[name]).get_slice(name).get_dtype())
+
+    def read_weights(self, name: str) -> torch.Tensor:
+        """A whole tensor of finite floating-point values, in the type it has on disk.
+
+        Raises UserError where its element type is another, and where a value is NaN or infinite: the smallest and the
+        largest value, one pass over what was just read, are NaN or infinite then.
+        """
+        self.check_weights(name)
+        value = self.read(name)
+        if value.numel():
+            ends = torch.aminmax(value)
+            if not (torch.isfinite(ends.min) & torch.isfinite(ends.max)):
+                count = value.numel() - int(torch.isfinite(value).sum())
+                raise UserError(
+                    f"{self.file(name)}: tensor {name} holds {count:,} of {value.numel():,} values that are NaN or "
+                    "infinite: no model computes with such weights (`meshwright inspect` counts them)"
+                )
+        return value
+
+    def check_weights(self, name: str) -> None:
+        """Raise UserError where a tensor's element type is none of `WEIGHT_TYPES`."""
+        dtype = self.dtype(name)
+        if dtype not in WEIGHT_TYPES:
+            raise UserError(
+                f"{self.file(name)}: tensor {name} is of type {dtype}; weights are {', '.join(WEIGHT_TYPES)}: a "
+                "quantised or packed model cannot be read, save the unquantised one"
+            )
+
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._place[name]
@@ -87,18 +121,26 @@ class CheckpointFiles:
 
     def _from_index(self, index: Path) -> dict[str, Path]:
         try:
-            weight_map = read_json(index)["weight_map"]
+            weight_map = read_json(index, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None
         held: dict[Path, set[str]] = {}
+        found: dict[str, Path] = {}
         for name, path in places.items():
             if path not in held:
                 if path.parent != self.directory or not path.is_file():
                     raise UserError(f"{index}: names {path.name}, which is not in the directory")
                 held[path] = set(self._open(path).keys())
+                for again in sorted(held[path] & found.keys()):
+                    raise UserError(f"{path}: tensor {again} is in {found[again].name} as well; remove one of the two")
+                found |= dict.fromkeys(held[path], path)
             if name not in held[path]:
                 raise UserError(f"{path}: tensor {name} is missing, though {INDEX_FILE} says it is here")
+        for name in sorted(found.keys() - places.keys()):
+            raise UserError(
+                f"{found[name]}: tensor {name} is not in {INDEX_FILE}, which lists all tensors of its files"
+            )
         return places
 
     def _open(self, path: Path) -> Any:
@@ -106,6 +148,16 @@ class CheckpointFiles:
             with _reading(path):
                 self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
+
+
+def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises UserError where it has a key twice: json keeps the last one in silence."""
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise UserError(f"{index}: {name} is in it twice; keep one of the two")
+        made[name] = value
+    return made
 
 
 class _reading:
@@ -195,7 +247,7 @@ def _fill(
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for row in table.rows:
-            value = files.read(names[row.name]) if row.name in names else initial_value(row, seed)
+            value = files.read_weights(names[row.name]) if row.name in names else initial_value(row, seed)
             place_row(parameters[row.tensor], row, value)
 
 
@@ -220,6 +272,7 @@ def match_rows(
             continue
         if name not in files.names:
             raise UserError(f"{files.directory}: tensor {name} {list(row.shape)} is missing")
+        files.check_weights(name)
         if files.shape(name) != row.shape:
             raise UserError(
                 f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(row.shape)}"
@@ -254,7 +307,7 @@ def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None =
     name = row.name if names is None else names[row.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
-    return files.read(name)
+    return files.read_weights(name)
 
 
 def save_huggingface(

@@ -91,21 +91,23 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
     ``original_max_position_embeddings``, as in transformers.
     """
     kind = entry.get("rope_type", entry.get("type", "default"))
-    if kind in (None, "default"):
-        return None
-    if kind not in ROPE_SCALINGS:
+    plain = kind in (None, "default")
+    if not plain and kind not in ROPE_SCALINGS:
         raise UserError(
             f'{where}: RoPE scaling "{kind}" is not supported (supported: default, {", ".join(ROPE_SCALINGS)})'
         )
-    keys = _KEYS[kind]
+    keys = {} if plain else _KEYS[kind]
     unknown = sorted(set(entry) - set(keys.values()) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     # Left-overs that transformers itself ignores for this kind (its own files carry some) would change nothing.
     harmless = {key for keys_of_kind in _KEYS.values() for key in keys_of_kind.values()}
     for key in unknown:
         if key not in harmless:
             raise UserError(
-                f'{where}: unknown key "{key}" for RoPE scaling "{kind}" (known: {", ".join(keys.values())})'
+                f'{where}: unknown key "{key}" for RoPE scaling "{kind or "default"}" (known: '
+                f"{', '.join(keys.values()) or 'rope_theta'})"
             )
+    if plain:
+        return None
     for key in _REQUIRED[kind]:
         if entry.get(key) is None:
             raise UserError(f'{where}: RoPE scaling "{kind}" needs "{key}"')

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -27,6 +27,9 @@ from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
 from meshwright.plan.step_time import Step, StepTime, default_precision
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 MOST = {"sequence": 2**27, "batch": 2**24}
 """Tokens of a sequence and sequences of a step: what is beyond is a slip of the keyboard, and would take for ever."""
@@ -89,7 +92,7 @@ class Estimate:
 
 
 def problem_of(
-    model: ModelConfig | str | Path | Mapping[str, Any],
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
     wanted: Cluster | str | Mapping[str, Any],
     *,
     sequence: int,
@@ -112,8 +115,15 @@ def problem_of(
         raise UserError(f"documents {documents:g}: a row of {sequence} tokens has at most as many")
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
-    recipe = recipe_of(str(model)) if is_recipe(model) else None
-    config, assumed = (model_of(model), priced_as(model)) if recipe is None else config_of(recipe)
+    recipe: Recipe | None = None
+    if not isinstance(model, ModelConfig | str | Path | Mapping):
+        recipe = model
+        config, assumed = config_of(recipe)
+    elif is_recipe(model):
+        recipe = recipe_of(str(model))
+        config, assumed = config_of(recipe)
+    else:
+        config, assumed = model_of(model), priced_as(model)
     chosen = precision or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective != "next-token"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.model.config_fields import other_code
 from meshwright.model.config_json import read_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.presets import PRESETS, preset
@@ -55,12 +56,8 @@ def priced_as(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | Non
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
     family = FAMILIES[data["model_type"]]
-    said = data.get("architectures") or [family.architecture]
-    if not family.encoder and str(said[0]).lower() != family.architecture.lower():
-        return f"priced as {family.architecture}: what {said[0]} has beside or in place of its layers is not known"
-    if data.get("auto_map"):
-        return f"priced as {family.architecture}: what the model's own code (auto_map) computes is not known"
-    return None
+    foreign = other_code(data, family)
+    return foreign and f"priced as {family.architecture}: {foreign}"
 
 
 def is_recipe(wanted: object) -> bool:
@@ -68,11 +65,11 @@ def is_recipe(wanted: object) -> bool:
     return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
 
 
-def recipe_of(wanted: str | Path) -> Recipe:
-    """The recipe of a file, for which `is_recipe`."""
+def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file, for which `is_recipe`, with overrides as on the command line."""
     from meshwright.recipe import load_recipe
 
-    return load_recipe(wanted)
+    return load_recipe(wanted, overrides)
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:

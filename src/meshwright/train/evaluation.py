@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def evaluate(
     with_xz: bool = True,
     device: str = "auto",
     layout: str | None = None,
+    overrides: Sequence[str] = (),
     check_hashes: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
@@ -45,9 +46,10 @@ def evaluate(
 
     checkpoint: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory; of a
     checkpoint every byte of the model is checked against its hash first, unless check_hashes is false. data: a recipe
-    (its validation split) or a source as in `data.source` (all of it). sequence: tokens of context, the recipe's or
-    the model's unless given. device: one of `names.DEVICES`. layout: cut the model over local ranks ("tp2 pp2"), which
-    compute on the CPU. `progress(done, total)` hears of rows, if there is one device. The result has
+    (its validation split; `overrides` change its fields) or a source as in `data.source` (all of it). sequence: tokens
+    of context, the recipe's or the model's unless given. device: one of `names.DEVICES`. layout: cut the model over
+    local ranks ("tp2 pp2"), which compute on the CPU. `progress(done, total)` hears of rows, if there is one device.
+    The result has
     `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `lossy_documents`,
     `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
     the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
@@ -58,14 +60,14 @@ def evaluate(
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = ModelConfig.from_path(directory)
-    prepared, tokens = held_out(directory, config, data, sequence, log)
+    prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
     if layout is None:
         nats, count = _on_one_device(directory, tokens, device, progress)
     else:
         reading = reading_layout(layout, config)
         threads = max(1, (os.cpu_count() or 1) // reading.world_size)
         with LocalRanks(reading.world_size, threads=threads) as ranks:
-            given = str(directory), str(reading), data, tokens.sequence
+            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
             nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]
     result: dict[str, Any] = {
         "loss": nats / count,
@@ -101,11 +103,11 @@ def _on_one_device(
     return nats, count
 
 
-def _on_rank(directory: str, layout: str, data: str, sequence: int) -> tuple[float, int]:
+def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]) -> tuple[float, int]:
     """The same, on one of several ranks that have a part of the model each."""
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh)
-    _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None)
+    _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
     nats, count = 0.0, 0
     under_way: list[MicroBatch] = []
     for number, batch in enumerate(tokens.batches(_rows(tokens)), start=1):
@@ -129,14 +131,20 @@ def _micro_batch(batch: TokenBatch) -> MicroBatch:
 
 
 def held_out(
-    checkpoint: Path, config: ModelConfig, data: str, sequence: int | None, log: Callable[[str], None]
+    checkpoint: Path,
+    config: ModelConfig,
+    data: str,
+    sequence: int | None,
+    log: Callable[[str], None],
+    overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, TokenRows]:
-    """The tokens to evaluate on, made with the checkpoint's own tokenizer."""
+    """The tokens to evaluate on, made with the checkpoint's own tokenizer. `overrides`: of the recipe, if `data` is
+    one."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
     from_recipe = data.endswith(".toml")
     if from_recipe:
-        recipe = load_recipe(data)
+        recipe = load_recipe(data, overrides)
         part, split, seed = recipe.data, "validation", recipe.run.seed
         if not part.validation_fraction:
             raise UserError(f"{data}: data.validation_fraction is 0: there is nothing held out to evaluate on")

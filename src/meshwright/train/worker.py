@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
-from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.host_calls import HostCalls
@@ -42,6 +42,7 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     description = json.loads(sys.stdin.readline() or "{}")
     _end_with_launcher(description.get("launcher"))
     faulthandler.enable()
+    ignore_model_warnings()
     report = os.fdopen(description["report"], "w")
     os.set_inheritable(report.fileno(), False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):

@@ -101,5 +101,5 @@ def load(module: nn.Module, path: str | Path) -> nn.Module:
                 raise UserError(
                     f"{files.directory}: {saved} has shape {files.shape(saved)}, the module's {tuple(value.shape)}"
                 )
-            value.copy_(files.read(saved))
+            value.copy_(files.read_weights(saved) if isinstance(value, nn.Parameter) else files.read(saved))
     return module
