@@ -1,11 +1,11 @@
 """Step time by number of OpenMP threads and by how they wait for each other, on a quiet machine and on a busy one.
 
 One process trains a Llama shape (float32, not compiled) with one thread, and with two under each waiting policy of
-libgomp: its default (spin for 300,000 rounds), passive (sleep at once), and shorter spins. Contenders stay alive and
+libgomp: its default (spin for 300,000 rounds, then sleep), passive (sleep at once), and shorter spins. Contenders stay alive and
 take turns, so that the machine's noise hits all alike. Busy: beside them one process on each core does nothing but
 count. `ranks`: the same with two processes (dp2) that share the cores.
 
-    python bench/threads.py [--only tiny small ...] [--seconds 0.5] [--rounds 4]
+    python bench/threads.py [--ranks 2] [--only "1 M" ...] [--seconds 0.5] [--rounds 5]
 
 Writes bench/results/threads.json; cases that are not run keep their figures. Run it where nothing else runs.
 """
@@ -42,12 +42,11 @@ POLICIES: dict[str, dict[str, str]] = {
     "default": {},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
-    "spin 3000": {"GOMP_SPINCOUNT": "3000"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
-    "spin 30000": {"GOMP_SPINCOUNT": "30000"},
 }
 CONTENDERS = {"1 thread": (1, POLICIES["passive"])} | {f"2 threads, {name}": (2, POLICIES[name]) for name in POLICIES}
 WARM = 3
+BURNER = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"
 
 
 class Racer:
@@ -75,7 +74,7 @@ class Racer:
 @contextmanager
 def competitors(count: int) -> Iterator[None]:
     """`count` processes that count as long as it is entered."""
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    burning = [subprocess.Popen([sys.executable, "-c", BURNER, str(os.getpid())]) for _ in range(count)]
     try:
         time.sleep(0.2)
         yield
@@ -108,14 +107,17 @@ def measure(racers: dict[str, Racer], case: str, seconds: float, rounds: int) ->
 
 
 def work(case: str) -> dict[str, Any]:
-    """What the case is: its parameters and tokens, and the work of one layer's forward."""
+    """What the case is: its parameters and tokens, and the FLOPs of one layer, by which `choose_threads` decides."""
     from meshwright.model.config import config_from_recipe
     from meshwright.model.parameters import parameter_table
+    from meshwright.plan.flops import training_flops_per_token
     from synthetic import synthetic_recipe
 
     shape = CASES[case]
     config = config_from_recipe(synthetic_recipe(shape, "dp1", False).model, shape["sequence"], shape["vocabulary"])
-    return {"parameters": parameter_table(config).numel, "tokens": shape["sequence"] * shape["batch"], "shape": shape}
+    tokens = shape["sequence"] * shape["batch"]
+    flops = training_flops_per_token(config, shape["sequence"]) * tokens / config.layers
+    return {"parameters": parameter_table(config).numel, "tokens": tokens, "layer_flops": round(flops), "shape": shape}
 
 
 # --- in a contender
@@ -194,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="cases whose name begins so, such as '1 M'")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--contender", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -211,7 +213,7 @@ def main() -> None:
         for case in cases:
             found = work(case) | measure(racers, case, options.seconds, options.rounds)
             kept[case if options.ranks == 1 else f"{case}, {options.ranks} ranks"] = {"ranks": options.ranks, **found}
-    write_result("threads", {"cases": kept})
+            write_result("threads", {"cases": kept})
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ MOST_THREADS = 1024
 """Threads of one rank, at most. Each is a thread of the kernel with a stack; libgomp crashes where some thousands of
 them cannot be had, and no machine gives one rank more cores."""
 
-WAITING = {"GOMP_SPINCOUNT": "10000"}
+WAITING = {"GOMP_SPINCOUNT": "1000"}
 """How threads wait at the end of a parallel region: spin for some 0.1 ms, then sleep. libgomp's default spins for
 milliseconds, which a thread that shares its core with another process takes from the very thread it waits for; sleeping
 at once costs a quiet machine a third of a small model's speed (bench/threads.py)."""
 
 _WAITING_OF_OTHERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them is a person's own choice
 
-FLOPS_PER_THREAD = 4e7
+FLOPS_PER_THREAD = 2e8
 """Model FLOPs of one layer, forward and backward of a micro-batch, that keep a thread busy: with fewer for each, one
 thread more costs as much as it saves (bench/threads.py)."""
 

@@ -240,7 +240,7 @@ def _address(method: str) -> tuple[str, int]:
 
 
 ANSWER_SECONDS = 30.0
-"""That rank 0's store, once it listens, has to answer a rank. torch would wait for another program's answer for ever."""
+"""That rank 0's store, once it listens, has to answer a rank. Of another program torch would wait for ever."""
 
 
 def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
