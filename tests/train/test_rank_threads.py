@@ -41,6 +41,8 @@ def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew
     assert threads_of_run(recipe(), 1, state | {"threads": None}) == rank_threads.Threads(1)  # it ran on a GPU
     assert threads_of_run(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.Threads(1)  # of an older version
     assert threads_of_run(recipe(), 1, None) == rank_threads.Threads(1)
+    for absurd in (10**9, 0, -1, "2", 1.5):
+        assert threads_of_run(recipe(), 1, state | {"threads": absurd}) == rank_threads.Threads(1)
 
 
 def test_another_number_of_threads_is_one_line_about_the_last_bits():

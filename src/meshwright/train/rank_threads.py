@@ -17,7 +17,7 @@ from meshwright.layout import Layout
 from meshwright.model.config import config_from_recipe
 from meshwright.plan.flops import training_flops_per_token
 from meshwright.recipe import Recipe
-from meshwright.threads import available_cores, choose_threads, threads_from_environment
+from meshwright.threads import MOST_THREADS, available_cores, choose_threads, threads_from_environment
 from meshwright.train.checkpoint import newest
 from meshwright.train.run_directory import RunDirectory
 
@@ -41,7 +41,8 @@ def threads_of_run(recipe: Recipe, fresh: int, state: dict[str, Any] | None) -> 
     if recipe.run.threads is not None:
         return Threads(recipe.run.threads)
     before = None if state is None else state.get("threads")
-    if state is None or before is None or not same_layout(recipe.parsed_layout, state["layout"]):
+    usable = isinstance(before, int) and 1 <= before <= MOST_THREADS  # it may be a stranger's checkpoint
+    if state is None or not usable or not same_layout(recipe.parsed_layout, state["layout"]):
         return Threads(fresh)
     if before == fresh:
         return Threads(before)
