@@ -48,13 +48,6 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     return environment
 
 
-def check_threads(count: int, name: str) -> int:
-    """`count`, if that many threads can be started; `UserError` that names `name`, which asks for them."""
-    if count > MOST_THREADS:
-        raise UserError(f"{name}: {too_many_threads(count)}")
-    return count
-
-
 def too_many_threads(count: int) -> str:
     """The reason why `count` threads are refused."""
     return (
@@ -72,7 +65,9 @@ def threads_from_environment(environment: Mapping[str, str] | None = None) -> in
     )  # a list is one number for each nesting level
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
-    return check_threads(int(first), f"OMP_NUM_THREADS={first}")
+    if int(first) > MOST_THREADS:
+        raise UserError(f"OMP_NUM_THREADS={first}: {too_many_threads(int(first))}")
+    return int(first)
 
 
 def available_cores() -> int:

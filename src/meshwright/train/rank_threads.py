@@ -40,9 +40,10 @@ def threads_of_run(recipe: Recipe, fresh: int, state: dict[str, Any] | None) -> 
     """
     if recipe.run.threads is not None:
         return Threads(recipe.run.threads)
-    before = None if state is None else state.get("threads")
-    usable = isinstance(before, int) and 1 <= before <= MOST_THREADS  # it may be a stranger's checkpoint
-    if state is None or not usable or not same_layout(recipe.parsed_layout, state["layout"]):
+    if state is None or not same_layout(recipe.parsed_layout, state["layout"]):
+        return Threads(fresh)
+    before = state.get("threads")
+    if not isinstance(before, int) or not 1 <= before <= MOST_THREADS:  # it may be a stranger's checkpoint
         return Threads(fresh)
     if before == fresh:
         return Threads(before)
