@@ -21,6 +21,7 @@ ROOMS = [
         "names",
         "untrusted",
         "toml",
+        "threads",
         "layout",
         "tables",
         "recipe_data",

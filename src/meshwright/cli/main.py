@@ -15,6 +15,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated
+from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
@@ -73,6 +74,7 @@ def meshwright() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
     try:
+        prepare_process()  # before any command loads torch
         with _model_warnings_as_lines():
             code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
