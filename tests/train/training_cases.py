@@ -153,7 +153,8 @@ def whole_state(outcomes: list[dict[str, Any]]) -> Values:
             pieces.setdefault((piece.kind, piece.name), []).append(piece)
     whole: Values = {}
     for key, found in pieces.items():
-        whole[key] = torch.full((sum(piece.stop - piece.start for piece in found),), torch.nan)
+        size = sum(piece.stop - piece.start for piece in found)
+        whole[key] = torch.full((size,), torch.nan, dtype=found[0].tensor.dtype)
         for piece in found:
             piece.put(whole[key])
         assert bool(whole[key].isfinite().all()), key  # as many elements as there are, and none left out: each once
