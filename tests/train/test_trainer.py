@@ -1,4 +1,4 @@
-"""`Trainer.step` in float64 takes the steps of `transformers`, autograd and `torch.optim`, alone and in every layout."""
+"""`Trainer.step` in float64 against `transformers`, autograd and `torch.optim`, on one device and on every axis."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ def assert_same_steps(outcomes: list[dict[str, Any]], expected: Steps) -> None:
 def moved(steps: Steps) -> Values:
     """The sum of a run's updates, and the optimizer state."""
     changes = {key: values - steps.before[key] for key, values in steps.after.items() if key[0] == "master"}
-    state = {key: values for key, values in steps.after.items() if key[0] != "master" and "correction_bias" not in key[1]}
+    state = {
+        key: values for key, values in steps.after.items() if key[0] != "master" and "correction_bias" not in key[1]
+    }
     return {**changes, **state}
 
 

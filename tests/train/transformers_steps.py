@@ -79,7 +79,10 @@ def write_data(place: Path) -> None:
     documents = ["".join(draw.choices(letters, k=length)) for length in lengths]
     (place / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
     records = [
-        {"instruction": "".join(draw.choices(letters, k=20 + 13 * number)), "output": "".join(draw.choices(letters, k=k))}
+        {
+            "instruction": "".join(draw.choices(letters, k=20 + 13 * number)),
+            "output": "".join(draw.choices(letters, k=k)),
+        }
         for number, k in enumerate((1, 150, 40, 12, 90, 3, 220, 60, 33, 7, 25, 110))
     ]
     (place / "instructions.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -106,7 +109,9 @@ class TransformersModel:
     wide: the context in which `transformers` computes in float64 throughout (the fixture `wide`).
     """
 
-    def __init__(self, settings: Mapping[str, Any], place: Path, wide: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], place: Path, wide: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         import transformers
 
         self.wide, self.directory = wide, place
