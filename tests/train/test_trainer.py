@@ -60,7 +60,7 @@ CASES = {
     ),
     "mixtral": Case({**EXPERTS, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": 150}),
     "qwen2_moe": Case(
-        {**FINE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 13, "mlp_only_layers": [1]},
+        {**FINE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "mlp_only_layers": [1]},
         data=INSTRUCTIONS,
     ),
     "qwen3_moe": Case(
