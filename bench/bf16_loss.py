@@ -35,18 +35,18 @@ LLAMA: dict[str, Any] = {"family": "llama", "kv_heads": 2, "tied": True}
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "model": {**LLAMA, "layers": 2, "hidden": 64, "heads": 4, "intermediate": 128},
-        "train": {"steps": 60, "batch": 8, "learning_rate": 2e-3, "warmup": 6},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 2e-3, "warmup": 10},
         "data": {"sequence": 128},
     },
     "small": {
         "model": {**LLAMA, "layers": 4, "hidden": 128, "heads": 4, "intermediate": 352},
-        "train": {"steps": 60, "batch": 8, "learning_rate": 1e-3, "warmup": 6},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 1e-3, "warmup": 10},
         "data": {"sequence": 128},
     },
     "mixture": {
         "model": {**LLAMA, "family": "mixtral", "layers": 2, "hidden": 64, "heads": 4, "intermediate": 64, "experts": 4,
                   "experts_per_token": 2},
-        "train": {"steps": 60, "batch": 8, "learning_rate": 2e-3, "warmup": 6},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 2e-3, "warmup": 10},
         "data": {"sequence": 128},
     },
 }  # fmt: skip

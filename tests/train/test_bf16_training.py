@@ -9,16 +9,16 @@ import pytest
 
 from tests.train import training_cases as cases
 
-FIRST_STEP, LAST_THIRD = 5e-4, 0.012
+FIRST_STEP, LAST_THIRD = 5e-4, 0.01
 """Bounds of |loss of bf16 - loss of float32| in nats per token: before any update, and the mean of the last third of
 the steps. bench/bf16_loss.py measures how far right and faulty trainers are from them."""
 
-STEPS = 60
+STEPS = 100
 MODEL = {
     "family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "tied": True,
 }  # fmt: skip
 TRAIN = {
-    "steps": STEPS, "batch": 8, "learning_rate": 2e-3, "warmup": 6, "validation_sequences": 32,
+    "steps": STEPS, "batch": 8, "learning_rate": 2e-3, "warmup": 10, "validation_sequences": 32,
     "validate_every": STEPS,
 }  # fmt: skip
 
