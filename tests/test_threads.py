@@ -10,6 +10,7 @@ import pytest
 
 from meshwright import threads
 from meshwright.errors import UserError
+from meshwright.limits import most
 from meshwright.threads import child_environment, choose_threads, prepare_process, threads_from_environment
 
 
@@ -69,6 +70,6 @@ def test_threads_are_the_cores_shared_out_as_far_as_the_work_keeps_them_busy(mon
     assert [choose_threads(ranks, 16) for ranks in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
     assert [choose_threads(1, 16, work * enough) for work in (0.1, 1.9, 2, 7.5, 1000)] == [1, 1, 2, 7, 16]
     assert choose_threads(8, 16, 1000 * enough) == 2
-    assert choose_threads(1, 10_000) == threads.MOST_THREADS
+    assert choose_threads(1, 10_000) == most("threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a person's own number
     assert choose_threads(8, 16, 0.1 * enough) == 3

@@ -21,7 +21,6 @@ from meshwright.names import (
     unknown,
 )
 from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Size, Table, matching, named
-from meshwright.threads import MOST_THREADS, too_many_threads
 from meshwright.toml import toml_value
 
 
@@ -29,12 +28,6 @@ def _power_of_two(value: float) -> float:
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
-
-
-def _startable(threads: int) -> int:
-    if threads > MOST_THREADS:
-        raise ValueError(too_many_threads(threads))
-    return threads
 
 
 def _steps(text: str) -> str:
@@ -72,7 +65,7 @@ class RunRecipe(Table):
     directory: Name | None = None  # runs/NAME unless said
     rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
     device: Annotated[str, named("device", DEVICES)] = "auto"
-    threads: Annotated[Count, AfterValidator(_startable)] | None = None  # per rank; by the model's work unless given
+    threads: Annotated[int, Size("threads")] | None = None  # per rank; by the model's work unless given
     collective_timeout: Annotated[Positive, Size("seconds", 0)] = 600.0  # seconds
 
 

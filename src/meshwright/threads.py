@@ -12,10 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import UserError
-
-MOST_THREADS = 1024
-"""Threads of one rank, at most. Each is a thread of the kernel with a stack; libgomp crashes where some thousands of
-them cannot be had, and no machine gives one rank more cores."""
+from meshwright.limits import most, over
 
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """How threads wait at the end of a parallel region: spin for some 0.1 ms, then sleep. libgomp's default spins for
@@ -31,7 +28,7 @@ thread more costs as much as it saves (bench/threads.py)."""
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
     """Set the waiting policy of this process's threads, before torch is loaded; a person's own stands. `UserError` for
-    an OMP_NUM_THREADS beyond `MOST_THREADS`."""
+    an OMP_NUM_THREADS beyond the limit of `meshwright.limits`."""
     environment = os.environ if environment is None else environment
     threads_from_environment(environment)
     if not any(name in environment for name in _WAITING_OF_OTHERS):
@@ -48,25 +45,17 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     return environment
 
 
-def too_many_threads(count: int) -> str:
-    """The reason why `count` threads are refused."""
-    return (
-        f"{count} threads for a rank: at most {MOST_THREADS} are started, since threads beyond the processor's cores "
-        "only wait for each other; right is the number of cores that the rank has to itself, or less"
-    )
-
-
 def threads_from_environment(environment: Mapping[str, str] | None = None) -> int | None:
     """OMP_NUM_THREADS as a person has set it, None where nobody has. torchrun's own default of 1 is nobody's choice.
-    `UserError` beyond `MOST_THREADS`."""
+    `UserError` beyond the limit of `meshwright.limits`."""
     environment = os.environ if environment is None else environment
     first = (
         environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     )  # a list is one number for each nesting level
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
-    if int(first) > MOST_THREADS:
-        raise UserError(f"OMP_NUM_THREADS={first}: {too_many_threads(int(first))}")
+    if problem := over("threads", int(first), "OMP_NUM_THREADS"):
+        raise UserError(problem)
     return int(first)
 
 
@@ -92,4 +81,4 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
         return said
     share = max(1, (available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
-    return min(share, busy, MOST_THREADS)
+    return min(share, busy, most("threads"))

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.tokenizer import least_vocabulary
 from meshwright.layout import Layout
+from meshwright.limits import most
 from meshwright.model.config import config_from_recipe
 from meshwright.plan.flops import training_flops_per_token
 from meshwright.recipe import Recipe
-from meshwright.threads import MOST_THREADS, available_cores, choose_threads, threads_from_environment
+from meshwright.threads import available_cores, choose_threads, threads_from_environment
 from meshwright.train.checkpoint import newest
 from meshwright.train.run_directory import RunDirectory
 
@@ -43,7 +44,7 @@ def threads_of_run(recipe: Recipe, fresh: int, state: dict[str, Any] | None) -> 
     if state is None or not same_layout(recipe.parsed_layout, state["layout"]):
         return Threads(fresh)
     before = state.get("threads")
-    if not isinstance(before, int) or not 1 <= before <= MOST_THREADS:  # it may be a stranger's checkpoint
+    if not isinstance(before, int) or not 1 <= before <= most("threads"):  # it may be a stranger's checkpoint
         return Threads(fresh)
     if before == fresh:
         return Threads(before)

@@ -98,6 +98,8 @@ class Trainer:
     """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them.
 
     initialise: whether it starts from the initial values of the recipe's seed; if not, its parameters are to be loaded.
+    master_dtype: dtype of master weights, gradients and optimizer state; parameters have the layout's precision, or
+    this dtype where the layout names none (float64: the step as verification runs it).
     """
 
     preference: Preference | None = None
@@ -112,11 +114,12 @@ class Trainer:
         mesh: Mesh,
         *,
         initialise: bool = True,
+        master_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
-        dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+        dtype = PARAMETER_DTYPES[layout.precision] if layout.precision else master_dtype
         choose_products(layout.precision, self.device)
         program = program_for(layout, config, recipe.data.sequence)
         check_same_everywhere(program, mesh)
@@ -136,6 +139,7 @@ class Trainer:
             mesh,
             seed=recipe.run.seed if initialise else None,
             parameter_dtype=dtype,
+            master_dtype=master_dtype,
             partition=partition,
         )
         self._stand_by()
