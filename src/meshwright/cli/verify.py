@@ -21,13 +21,16 @@ from meshwright.errors import CheckFailed, UserError
 @click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
 @click.option("--model", metavar="M", help="A preset, a Hugging Face directory, a config.json or a recipe.")
 @click.option("--dtype", default="float64", show_default=True, metavar="float64|float32", help="What is computed in.")
-@click.option("--mutate", is_flag=True, help="Spoil every collective call in turn; each must be noticed.")
+@click.option("--mutate", is_flag=True, help="Plant faults, one at a time; each must be found.")
+@click.option("--thorough", is_flag=True, help="Also several loss chunks, bf16, and a resume on another layout.")
 @json_option
-def command(recipe: str | None, layout: str | None, model: str | None, dtype: str, mutate: bool, as_json: bool) -> None:
-    """Run a small model of the recipe's kind under its layout and on one device, and compare.
+def command(
+    recipe: str | None, layout: str | None, model: str | None, dtype: str, mutate: bool, thorough: bool, as_json: bool
+) -> None:
+    """Train a small model of the recipe's kind under its layout and on one device, and compare.
 
-    Loss, every gradient, the gradient norm and three updates must agree to 1e-10 (float32: 1e-5) on batches with
-    ragged documents. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
+    Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (float32: 1e-5), through a
+    step that is skipped and a resume, on short and on long sequences. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
     of many ranks is made small first. Exit code 1 when something does not agree.
     """
     if recipe is not None and not recipe.endswith(".toml"):
@@ -45,6 +48,7 @@ def command(recipe: str | None, layout: str | None, model: str | None, dtype: st
             model=model,
             dtype=dtype,
             mutate=mutate,
+            thorough=thorough,
             log=lambda line: click.echo(line, err=True),
         )
         answer(document, _summary(document))

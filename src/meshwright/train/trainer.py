@@ -198,8 +198,7 @@ class Trainer:
         verdict = self._agree(loss_sum, terms, stop, save_failed)
         clock.mark("agree")
         if verdict.finite:
-            clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
-            self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip) / verdict.loss_scale)
+            self.optimizer.step(learning_rate(self.steps_done, train), self._gradient_scale(verdict))
             self.parallel.publish()
         else:
             self._take_back()
@@ -336,6 +335,12 @@ class Trainer:
     def _terms(self, micro_batches: list[MicroBatch]) -> int:
         """What the loss of the step is divided by, over all ranks."""
         return count_terms(micro_batches, self.mesh)
+
+    def _gradient_scale(self, verdict: Verdict) -> float:
+        """Factor of the gradients before the update: clips their global norm and undoes the loss scale."""
+        clip = self.recipe.train.clip
+        clipped = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
+        return clipped / verdict.loss_scale
 
     def _take_back(self) -> None:
         """The step is skipped: nothing but parameters and optimizer state changes in one, and these have not."""

@@ -16,7 +16,8 @@ from meshwright.verify.patterns import backward_order, describe_pattern
 from meshwright.verify.ranks import RankResult
 from meshwright.verify.reference import Reference, Rows
 
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
+"""By the dtype of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

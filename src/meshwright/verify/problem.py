@@ -109,10 +109,10 @@ class Problem:
         )
 
 
-def sequence_of(layout: Layout) -> int:
-    """Tokens in a row: odd where that is possible."""
+def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
+    """The shortest sequence of at least `tokens` that the layout can cut: odd where that is possible."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
-    return -(-SEQUENCE // pieces) * pieces
+    return -(-tokens // pieces) * pieces
 
 
 def scaled_down(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,18 +173,18 @@ class _Run:
         return trainer
 
     def _save(self, trainer: Trainer) -> None:
-        checkpointer = self._checkpointer()
-        checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
-        assert checkpointer.failed() is None, checkpointer.failed()
+        self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
+        assert self._checkpointer.failed() is None, self._checkpointer.failed()
 
     def _resumed(self) -> _WatchedTrainer:
         """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
         trainer = self._trainer(initialise=False)
-        loaded = self._checkpointer().load_newest(trainer.pieces(owned=False))
+        loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
         assert loaded is not None, f"no checkpoint in {self.directory}"
         trainer.restore(loaded[1])
         return trainer
 
+    @cached_property
     def _checkpointer(self) -> Checkpointer:
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, background=False)
