@@ -30,8 +30,9 @@ def command(
     """Train a small model of the recipe's kind under its layout and on one device, and compare.
 
     Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (float32: 1e-5), through a
-    step that is skipped and a resume, on short and on long sequences. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
-    of many ranks is made small first. Exit code 1 when something does not agree.
+    step that is skipped and a resume, on short and on long sequences. Without a recipe and a layout, a grid over every
+    axis is run. Needs no GPU and no data; a layout of many ranks is made small first. Exit code 1 when something does
+    not agree.
     """
     if recipe is not None and not recipe.endswith(".toml"):
         raise UserError(f'{recipe}: a recipe is a .toml file; a layout goes into --layout "{recipe}"')

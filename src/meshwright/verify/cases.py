@@ -92,9 +92,7 @@ class Maker:
         sequence = sequence_of(self.layout, tokens)
         window = None if config.sliding_window is None else TILE + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
-        return self._checked(
-            Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
-        )
+        return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
 
     def _config(self, layers: int) -> ModelConfig:
         layout = self.layout
@@ -118,4 +116,3 @@ def another_layout(layout: Layout) -> Layout:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)
     other = Layout(dp=ranks, zero=1)
     return other if layout.dp < ranks else Layout(dp=ranks, zero=0 if layout.zero else 3)
-

@@ -1,4 +1,4 @@
-"""Comparison of what the ranks did with one device's answer: which value differs first, by how much, in what pattern."""
+"""Comparison of the ranks' results with one device's: which value differs first, by how much, in what pattern."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Comparing:
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _copies(self.layout, [result.steps[step].weights for result in self.results], reference)
         made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
-        # Adding an update to a weight rounds it, on both sides; what that alone can make of it says nothing of the update.
+        # Adding an update to a weight rounds it, on both sides; that rounding says nothing of the update.
         rounding = (step + 1) * torch.finfo(getattr(torch, problem.masters)).eps
         grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
         errors = self._note(_errors(made, {name: after - start[name] for name, after in end.items()}, grains))

@@ -24,7 +24,7 @@ _SHIFT = "the log of a sum of exponentials does not depend on what is subtracted
 NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same"
     for kind in ("double", "drop", "stale")
-}
+} | {("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays"}
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
@@ -79,7 +79,7 @@ class _Planting:
         every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
         for batch in (every[start : start + BATCH] for start in range(0, len(every), BATCH)):
             found = self._try(short, batch)
-            # Those that no step showed, and stale results, which need an earlier one of the same size: there may be none.
+            # Those that no step showed, and stale results: one step may have no earlier one of the same size.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
                 found |= self._try(problem, again)

@@ -35,7 +35,9 @@ def backward_order(reference: Reference) -> list[str]:
     return [name for _, name in sorted(places, key=lambda each: each[0], reverse=True)]
 
 
-def describe_pattern(reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str) -> str:
+def describe_pattern(
+    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str
+) -> str:
     """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
     truth = reference.gradients[step][name]
     mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]

@@ -186,9 +186,7 @@ class _Forward:
             y_BSH = y_BSH + weights_BSE[..., expert, None] * ((self.activate(gate_BSF) * up_BSF) @ down.T)
         load_BE = chosen_BSE.sum(dim=1)
         # Fedus et al. 2021, arXiv:2101.03961, eq. 4, of each sequence.
-        self.balance_losses.append(
-            config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1)
-        )
+        self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))
         if config.router_bias:
             load_E = load_BE.sum(dim=0)
             self.excess_loads[f"{name}.router.bias"] = load_E - load_E.mean()

@@ -101,7 +101,7 @@ class Reference:
     # --- loss and gradient
 
     def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
-        """Loss and gradient over `terms` (those of the batch unless given) with the parameters that the masters make."""
+        """Loss and gradient over `terms` (those of the batch unless given), of the parameters that the masters make."""
         problem = self.problem
         tensors = self._tensors(self.parameters(weights))
         for tensor in tensors.values():
@@ -126,7 +126,9 @@ class Reference:
     @torch.no_grad()
     def _loss(self, weights: Rows, batch: Batch) -> float:
         tensors = self._tensors(self.parameters(weights))
-        found = [run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._portions(batch)]
+        found = [
+            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._portions(batch)
+        ]
         return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
 
     def _terms(self, batch: Batch) -> int:
@@ -174,7 +176,9 @@ class Reference:
             if training.optimizer == "adamw":
                 (beta1, beta2), t = training.betas, self.updates
                 m = self.optimizer["exp_avg"][name] = beta1 * self.optimizer["exp_avg"][name] + (1 - beta1) * g
-                v = self.optimizer["exp_avg_sq"][name] = beta2 * self.optimizer["exp_avg_sq"][name] + (1 - beta2) * g * g
+                v = self.optimizer["exp_avg_sq"][name] = (
+                    beta2 * self.optimizer["exp_avg_sq"][name] + (1 - beta2) * g * g
+                )
                 direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + training.epsilon)
                 after[name] = w - rate * decay * w - rate * direction
             else:

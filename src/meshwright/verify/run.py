@@ -1,4 +1,4 @@
-"""`verify`: train on layouts over local ranks, compare with one device, and (mutate) show that planted faults are found."""
+"""`verify`: train on layouts over local ranks, compare with one device; `mutate`: show that planted faults are found."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class _Bench:
         return entry
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time. planted: those that a model before this one had."""
+        """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
         layout = scaled_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = Maker(layout, config, self.dtype, self.preference)
