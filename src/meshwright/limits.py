@@ -42,9 +42,7 @@ LIMITS: dict[str, Limit] = {
     "batch": Limit(2**24, "sequences in a step; published runs take up to 2**24 tokens"),
     "sequence": Limit(2**30, "as max_positions"),
     "seconds": Limit(10**9, "30 years"),
-    "threads": Limit(
-        1024, "threads of a rank; more than its cores only wait for each other, and libgomp crashes at some thousands"
-    ),
+    "threads": Limit(1024, "of a rank: beyond its cores they only wait, and libgomp crashes at some thousands"),
     "documents": Limit(2**30, "sequences that are read for a loss of held-out text"),
     "characters": Limit(2**40, "characters in a document"),
     "words": Limit(10**6, "words that are compared at once"),

@@ -29,7 +29,7 @@ from meshwright.model.parameters import parameter_table
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
 from meshwright.train import loop
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import Dtypes, Trainer
 from tests.model.transformers_names import row_in_transformers
 from tests.train.training_cases import Values
 
@@ -247,7 +247,9 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
     data = prepare(wanted.data, wanted.run.seed)
     config = loop.model_config(wanted, data)
     with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
-        trainer = Trainer(wanted, mesh.layout, config, data, mesh, initialise=False, master_dtype=torch.float64)
+        trainer = Trainer(
+            wanted, mesh.layout, config, data, mesh, initialise=False, dtypes=Dtypes(torch.float64, torch.float64)
+        )
         trainer.load_weights(Path(str(wanted.model.from_path)))
         before = owned(trainer)
         verdicts = [trainer.step() for _ in range(STEPS)]
