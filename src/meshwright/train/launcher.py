@@ -25,6 +25,7 @@ from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.train.checkpoint import newest
+from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
@@ -69,11 +70,17 @@ class LaunchSpec:
     trains: bool = True
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
+    @property
+    def rank_threads(self) -> int:
+        """Threads of each rank."""
+        return self.threads or threads_said() or max(1, available_cores() // self.ranks)
 
-def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[str, Any]:
+
+def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
+    probe: measure this machine first where that is needed to predict the step time and was not done yet; a few seconds.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
@@ -82,17 +89,18 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
 
     check_recipe(recipe)
     description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
-    return launch(
-        LaunchSpec(
-            description,
-            recipe.parsed_layout.world_size,
-            recipe.run_directory,
-            restarts,
-            recipe.run.threads,
-            recipe.run.rendezvous,
-            recipe.run.collective_timeout,
-        )
+    spec = LaunchSpec(
+        description,
+        recipe.parsed_layout.world_size,
+        recipe.run_directory,
+        restarts,
+        recipe.run.threads,
+        recipe.run.rendezvous,
+        recipe.run.collective_timeout,
     )
+    if probe:
+        measure_first_start(recipe.parsed_layout, recipe.run.device, spec.rank_threads, spec.log)
+    return launch(spec)
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
@@ -132,7 +140,7 @@ class _Attempt:
     def _start(self, number: int, method: str) -> StartedRank:
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
-        threads = spec.threads or threads_said() or max(1, available_cores() // spec.ranks)
+        threads = spec.rank_threads
         keep = [self.directory.lock_descriptor]
         return start_rank(number, spec.ranks, description, spec.command, threads, keep, spec.output)
 
