@@ -19,6 +19,7 @@ ROOMS = [
         "errors",
         "names",
         "toml",
+        "threads",
         "layout",
         "tables",
         "recipe_data",

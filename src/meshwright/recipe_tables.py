@@ -21,6 +21,7 @@ from meshwright.names import (
     unknown,
 )
 from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Table, matching, named
+from meshwright.threads import MOST_THREADS, too_many_threads
 from meshwright.toml import toml_value
 
 
@@ -28,6 +29,12 @@ def _power_of_two(value: float) -> float:
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
+
+
+def _startable(threads: int) -> int:
+    if threads > MOST_THREADS:
+        raise ValueError(too_many_threads(threads))
+    return threads
 
 
 def _steps(text: str) -> str:
@@ -65,7 +72,7 @@ class RunRecipe(Table):
     directory: Name | None = None  # runs/NAME unless said
     rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
     device: Annotated[str, named("device", DEVICES)] = "auto"
-    threads: Count | None = None  # per rank; the processors shared out unless said
+    threads: Annotated[Count, AfterValidator(_startable)] | None = None  # per rank; by the model's work unless given
     collective_timeout: Positive = 600.0  # seconds
 
 

@@ -13,6 +13,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
 from meshwright.errors import MeshwrightError, Terminated
+from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
@@ -71,6 +72,7 @@ def meshwright() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
     try:
+        prepare_process()  # before any command loads torch
         code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0

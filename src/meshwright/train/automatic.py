@@ -13,8 +13,8 @@ from meshwright.plan.machine_profile import largest_profile
 from meshwright.plan.models import config_of
 from meshwright.plan.search import search
 from meshwright.recipe import Recipe
+from meshwright.threads import choose_threads
 from meshwright.train.first_start import WAITING_AXES, measure_first_start
-from meshwright.train.launcher import LaunchSpec
 
 
 def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
@@ -55,8 +55,9 @@ def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | Non
         table = {"device": name, "devices": ranks or local, "devices_per_node": min(local, ranks or local)}
         return cluster(table, 'layout = "auto"')
     if not this_machine().exists() and say is not None:
-        spec = LaunchSpec({}, ranks or 2, recipe.run_directory, threads=recipe.run.threads)
-        measure_first_start(Layout(), recipe.run.device, spec.rank_threads, say, ranks=spec.ranks, axes=WAITING_AXES)
+        many = ranks or 2
+        threads = recipe.run.threads or choose_threads(many)
+        measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=WAITING_AXES)
     if not this_machine().exists() and largest_profile() is None:
         raise UserError('layout = "auto": this machine has not been measured; run `meshwright probe`, or name a layout')
     where = cluster("this", 'layout = "auto"')

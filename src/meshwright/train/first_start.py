@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError, Terminated
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.machine_profile import Profile, ProfileKey, one_at_a_time, read_profile, write_profile
-from meshwright.train.started_rank import available_cores
+from meshwright.threads import available_cores
 
 SWITCH = "MESHWRIGHT_PROBE"
 """An environment variable: "0" has no start measure anything, as --no-probe does for one."""

@@ -24,11 +24,13 @@ from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
+from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import newest
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
+from meshwright.train.rendezvous import check_port_free
 from meshwright.train.run_directory import RunDirectory
-from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
+from meshwright.train.started_rank import StartedRank, start_rank
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -47,7 +49,7 @@ class RankFault(Exception):
 class LaunchSpec:
     """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
 
-    `threads`: per rank; OMP_NUM_THREADS, else this machine's processors shared out, unless given. `method`: where the
+    `threads`: per rank; OMP_NUM_THREADS, else this machine's cores shared out, unless given. `method`: where the
     ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
     `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank. `trains`: it takes steps and saves
     checkpoints; else `directory` does not stay.
@@ -70,11 +72,6 @@ class LaunchSpec:
     trains: bool = True
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
-    @property
-    def rank_threads(self) -> int:
-        """Threads of each rank."""
-        return self.threads or threads_said() or max(1, available_cores() // self.ranks)
-
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
@@ -85,27 +82,33 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
+    from meshwright.train.rank_threads import local_threads
     from meshwright.train.refusals import check_recipe
 
     check_recipe(recipe)
+    ranks = recipe.parsed_layout.world_size
+    threads = local_threads(recipe, ranks)
     description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
     spec = LaunchSpec(
         description,
-        recipe.parsed_layout.world_size,
+        ranks,
         recipe.run_directory,
         restarts,
-        recipe.run.threads,
+        threads.count,
         recipe.run.rendezvous,
         recipe.run.collective_timeout,
     )
+    if threads.note:
+        spec.log(threads.note)
     if probe:
-        measure_first_start(recipe.parsed_layout, recipe.run.device, spec.rank_threads, spec.log)
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads.count, spec.log)
     return launch(spec)
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
     with RunDirectory(spec.directory) as directory, StopSignals() as signals:
+        check_port_free(spec.method or "")
         for attempt in range(spec.restarts + 1):
             try:
                 return _Attempt(spec, directory, signals).run()
@@ -140,7 +143,7 @@ class _Attempt:
     def _start(self, number: int, method: str) -> StartedRank:
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
-        threads = spec.rank_threads
+        threads = spec.threads or choose_threads(spec.ranks)
         keep = [self.directory.lock_descriptor]
         return start_rank(number, spec.ranks, description, spec.command, threads, keep, spec.output)
 

@@ -29,6 +29,7 @@ from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
 from meshwright.train.profile import Profile
+from meshwright.train.rank_threads import bits_differ
 from meshwright.train.reference import FILE as REFERENCE
 from meshwright.train.reference import Reference, found_or_made, read_reference, weights_checksum
 from meshwright.train.resuming import check_resume
@@ -75,7 +76,7 @@ class Run:
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
         self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
-        self._new_curve: str | None = None
+        self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
@@ -148,8 +149,8 @@ class Run:
             self.journal.begin(self.trainer, self.resumed_from)
         except UserError as error:
             problem = str(error)
-        if self._new_curve is not None:
-            self.journal.say(self._new_curve)
+        for line in self._resumed_otherwise:
+            self.journal.say(line)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 
@@ -223,8 +224,13 @@ class Run:
             del self.trainer
         self.trainer.restore(state)
         self._reference_sha256 = state.get("reference_sha256")
-        self._new_curve = self._longer_curve(state)
+        self._note_resumed(state)
         return checkpoint.name
+
+    def _note_resumed(self, state: dict[str, Any]) -> None:
+        """Keep the lines about what differs from when the checkpoint was made, to be printed by `_begin`."""
+        lines = (self._longer_curve(state), bits_differ(state.get("threads"), self.trainer.threads))
+        self._resumed_otherwise = [line for line in lines if line is not None]
 
     def _longer_curve(self, state: dict[str, Any]) -> str | None:
         """A line for who resumes with another number of steps than the learning rate was planned for."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.threads import available_cores
 from meshwright.train import rendezvous, worker
 from meshwright.train.device import agree_on_device, choose_device, one_device
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.launcher import LaunchSpec, launch
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place
-from meshwright.train.started_rank import available_cores
 
 if TYPE_CHECKING:
     from meshwright.plan.measured import ReferenceStep

@@ -249,6 +249,11 @@ class Trainer:
             wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
             yield [np.where(part < count, part, beyond) for part in wanted]
 
+    @property
+    def threads(self) -> int | None:
+        """Threads that compute on a CPU, on which the last bits of a result depend; None on another device."""
+        return torch.get_num_threads() if self.device.type == "cpu" else None
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside tensors to go on bit for bit."""
         return {
@@ -260,6 +265,7 @@ class Trainer:
             "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
             "data_sha256": self.data.sha256,
+            "threads": self.threads,
             **({} if self.reference is None else {"reference_sha256": self.reference.sha256}),
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),

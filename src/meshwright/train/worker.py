@@ -24,6 +24,7 @@ from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.memory import keep_freed_memory
+from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
 
@@ -114,11 +115,9 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
         if warning is not None:
             print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
     if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
-        import torch
-
-        threads = recipe.run.threads or torch.get_num_threads()
+        threads = local_threads(recipe, start.ranks).count
         measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
-    return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
+    return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
 
 
 def _say(line: str) -> None:
@@ -132,7 +131,7 @@ def join_script(
     the run directory that this process's launcher holds."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
-    return _train(recipe, start, RunDirectory(directory), recipe.run.threads, options, lock, work)
+    return _train(recipe, start, RunDirectory(directory), None, options, lock, work)
 
 
 def _train(
@@ -154,8 +153,6 @@ def _train(
         from meshwright.train.loop import train
 
         work = train
-    if threads is not None:
-        torch.set_num_threads(threads)
     keep_freed_memory()
     timeout = recipe.run.collective_timeout
     store = None
@@ -172,6 +169,7 @@ def _train(
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
+    _set_threads(recipe, start, store if lock else None, threads)
     calls = None
     try:
         if lock:
@@ -194,6 +192,24 @@ def _train(
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) -> None:
+    """Compute with `given` threads; unless given, with those of `run.threads` or of the run that is resumed, else by
+    the rule for ranks that others started, else, in a script of the user's, as many as it has left set."""
+    import torch
+
+    if given is None and recipe.model is None:  # type: ignore[redundant-expr]
+        found = threads_of_run(recipe, torch.get_num_threads(), resumed_state(recipe))
+    elif given is None and store is not None:
+        found = agree_on_threads(recipe, start, store)
+    elif given is None:
+        found = local_threads(recipe, 1)
+    else:
+        found = Threads(given)
+    if found.note and start.rank == 0:
+        print(found.note, file=sys.stderr, flush=True)
+    torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
 def _compile_apart(start: Place) -> None:
