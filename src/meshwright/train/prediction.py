@@ -250,7 +250,8 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
-        parts.append(f"{_short(after)} a step" + (f" (predicted {_short(before)})" if before else ""))
+        beside = f" (predicted {_short(before)}, an error of {before / after - 1:+.1%})" if before else ""
+        parts.append(f"{_short(after)} a step{beside}")
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if seen and seen["peak"] is not None:
         parts.append(
