@@ -26,6 +26,7 @@ from meshwright.train.first_start import SWITCH, known_machine, measure_first_st
 from meshwright.train.launcher import launch_recipe
 from meshwright.train.prediction import machine_of
 from meshwright.train.rendezvous import Place
+from meshwright.train.worker import join
 from tests.plan.calibration_cases import cluster_file
 from tests.train import training_cases as cases
 
@@ -193,6 +194,21 @@ def test_launcher_measures_unless_told_not_to(asked: list[dict[str, Any]], tmp_p
     assert [(each["ranks"], each["threads"], each["precision"]) for each in asked] == [(1, 3, "fp32")]
 
 
+@pytest.mark.parametrize(
+    ("rank", "host_ranks", "probe", "measures"),
+    [(0, 2, True, True), (1, 2, True, False), (0, 1, True, False), (0, 2, False, False)],
+)
+def test_rank_that_others_started_measures_if_all_are_on_its_host(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
+):
+    place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
+    monkeypatch.setattr("meshwright.train.rendezvous.place", lambda method: place)
+    monkeypatch.setattr("meshwright.train.worker._train", lambda *_, **__: {"done": True})
+    recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
+    assert join(recipe, probe=probe) == {"done": True}
+    assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
+
+
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
     """One rank really measures, with fewer and smaller points."""
     short = Effort.short
@@ -202,15 +218,15 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
         return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
 
     monkeypatch.setattr(Effort, "short", shorter)
-    wanted = {"precision": None, "also": ["fp32"], "axes": ["tp"]}
+    wanted = {"precision": "fp32", "also": [], "axes": ["tp"]}
     found = probe_ranks._measure(
         Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
     )
-    assert (found["kind"], found["failed"]) == ("cpu", None) and "fp32" in found["precisions"]
+    assert (found["kind"], found["failed"]) == ("cpu", None)
     machine = cluster(found["cluster"])
     assert machine.measured is not None and machine.measured.disk_write is None
     assert {each.ranks for each in machine.measured.products} == {1}
-    assert [each.layout for each in machine.measured.steps] == [*found["precisions"]]
+    assert [each.layout for each in machine.measured.steps] == ["fp32"]
     config = preset("gpt2")
     for compiled in (False, True):
         assert step_time(config, Layout.parse("dp1 fp32"), machine, 64, 4, compile=compiled).seconds > 0

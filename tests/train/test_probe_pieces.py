@@ -26,8 +26,8 @@ def points() -> list[Point]:
 
 def test_every_piece_can_be_timed_there_and_back(points: list[Point]):
     assert {each.name.removesuffix(BACKWARD) for each in points} == {
-        "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128", "ring-128-32",
-        "ring-128-128",
+        "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128",
+        "ring-128-32", "ring-128-128",
     }  # fmt: skip
     for each in points:
         assert time_point(each, torch.device("cpu"), 0.0) > 0

@@ -18,7 +18,6 @@ from meshwright.threads import available_cores
 SWITCH = "MESHWRIGHT_PROBE"
 """An environment variable: "0" has no start measure anything, as --no-probe does for one."""
 
-TIMEOUT_SECONDS = 60.0
 WAITING_AXES = ("tp", "cp")
 """Axes whose ranks wait for each other in every layer: what that costs is measured for each."""
 
