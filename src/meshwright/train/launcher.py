@@ -24,6 +24,7 @@ from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
 from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import newest
+from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.meeting_place import meeting_place
 from meshwright.train.rendezvous import check_port_free
@@ -71,10 +72,11 @@ class LaunchSpec:
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[str, Any]:
+def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
+    probe: measure this machine first where that is needed to predict the step time and was not done yet; a few seconds.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
@@ -102,6 +104,8 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     )
     if threads.note:
         spec.log(threads.note)
+    if probe:
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads.count, spec.log)
     return launch(spec)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
@@ -23,7 +22,7 @@ from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
-from meshwright.probe.matmul import bf16_is_faster
+from meshwright.probe.communication import faster_precision
 from meshwright.recipe import Recipe
 from meshwright.toml import parse_toml
 from meshwright.train.checkpoint import Checkpointer
@@ -202,9 +201,7 @@ class Run:
             return layout
         if previous is not None:
             return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
-        faster = torch.tensor(float(self.mesh.rank == 0 and bf16_is_faster(self.mesh.device)), device=self.mesh.device)
-        collectives.all_reduce(faster, self.mesh.world, "start.precision")
-        return dataclasses.replace(layout, precision="bf16" if faster > 0 else "fp32")
+        return dataclasses.replace(layout, precision=faster_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""

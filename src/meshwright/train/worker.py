@@ -20,6 +20,7 @@ from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
+from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.memory import keep_freed_memory
@@ -98,8 +99,10 @@ def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
 # --- started by others
 
 
-def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
+def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Be the rank that torchrun, Kubernetes or SLURM started this process as, and return the run's result.
+
+    probe: as `launch_recipe` has it; by rank 0, where all ranks are on its host, while the others wait to meet it.
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
@@ -112,7 +115,14 @@ def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
             print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
+    if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
+        threads = local_threads(recipe, start.ranks).count
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
     return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def join_script(

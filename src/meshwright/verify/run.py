@@ -1,4 +1,4 @@
-"""`verify`: train on layouts over local ranks, compare with one device; `mutate`: show that planted faults are found."""
+"""Trains on layouts over local ranks, compare with one device; `mutate`: planted faults must be found."""
 
 from __future__ import annotations
 
