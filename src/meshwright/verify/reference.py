@@ -116,10 +116,10 @@ class Reference:
             for name, load_E in found.excess_loads.items():
                 excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
         gradients = {}
-        for tensor in self.table.tensors:
-            gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
-            assert gradient is not None, f"{tensor.name} took no part in the loss"
-            for row in tensor.rows:
+        for entry in self.table.tensors:
+            gradient = excess_loads.get(entry.name, tensors[entry.name].grad)
+            assert gradient is not None, f"{entry.name} took no part in the loss"
+            for row in entry.rows:
                 gradients[row.name] = gradient[row.offset : row.offset + row.engine_shape[0]].reshape(-1).clone()
         return loss, gradients
 

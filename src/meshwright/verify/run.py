@@ -1,4 +1,4 @@
-"""Trains on layouts over local ranks, compare with one device; `mutate`: planted faults must be found."""
+"""Trains layouts on local ranks and compares with one device; plants faults that must be found (`mutate`)."""
 
 from __future__ import annotations
 
