@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.train import training_cases as cases
 
@@ -39,3 +40,15 @@ def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
     assert differences[0] != 0 and abs(differences[0]) < FIRST_STEP
     assert abs(statistics.fmean(differences[-STEPS // 3 :])) < LAST_THIRD
     assert validation == pytest.approx(expected_validation, abs=LAST_THIRD)
+
+
+def test_bf16_gradients_of_many_micro_batches_are_summed_in_float32(tmp_path: Path):
+    """512 of one sequence each: a sum in bfloat16 is off by 3 %, ten times as far as bfloat16 products are."""
+    model = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 16, "tied": True}
+    found = []
+    for precision in ("bf16", "fp32"):
+        text = cases.recipe(tmp_path, f"mb512 {precision}", model=model, data_sequence=8, train_batch=512).to_toml()
+        found.append(torch.cat(cases.first_gradients(text)))
+    gradient, expected = found
+    assert gradient.dtype == torch.float32
+    assert 0 < float((gradient - expected).norm() / expected.norm()) < 0.008

@@ -80,6 +80,7 @@ LAYOUTS = {
         ("llama, tied, every bias, yarn", "tp2 mb2"),
         ("qwen3, one key-value head", "tp2:nosp ac:full"),
         ("gpt2", "tp2 mb2"),
+        ("gpt2", "cp2 mb2"),
         ("llama, long sequences", "cp2 mb2"),
         ("mistral, window, long sequences", "cp2 zero2 mb2"),
         ("qwen2, tied, some windows", "cp2:ulysses"),
