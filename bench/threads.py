@@ -84,6 +84,18 @@ def competitors(count: int) -> Iterator[None]:
             process.wait()
 
 
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores are at work while the contenders wait for their turn: what the machine does beside them."""
+
+    def used() -> float:
+        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+        return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+    before = used()
+    time.sleep(seconds)
+    return round((used() - before) / seconds, 2)
+
+
 def measure(racers: dict[str, Racer], case: str, seconds: float, rounds: int) -> dict[str, Any]:
     """Milliseconds a step of every contender, quiet and busy."""
     found: dict[str, Any] = {}
@@ -91,18 +103,21 @@ def measure(racers: dict[str, Racer], case: str, seconds: float, rounds: int) ->
         racer.run(case, 0.0)  # builds and warms up
     for load, burners in (("quiet", 0), ("busy", os.cpu_count() or 1)):
         times: dict[str, list[float]] = {name: [] for name in racers}
+        beside = [busy_cores()]
         with competitors(burners):
             for turn in range(rounds):
                 for name in sorted(racers, reverse=turn % 2 == 1):
                     times[name].append(racers[name].run(case, seconds))
+        beside.append(busy_cores())
         found[load] = {
+            "cores_busy_before_and_after": beside,
             "milliseconds_a_step": {name: round(statistics.median(some) * 1e3, 2) for name, some in times.items()},
             "speed_ratio_of_one_thread_to": {
                 name: paired_ratio(times["1 thread"], some) for name, some in times.items() if name != "1 thread"
             },
         }
         line = ", ".join(f"{name} {value:g}" for name, value in found[load]["milliseconds_a_step"].items())
-        print(f"{case}, {load}: {line} ms a step", file=sys.stderr, flush=True)
+        print(f"{case}, {load}: {line} ms a step; cores busy {beside}", file=sys.stderr, flush=True)
     return found
 
 

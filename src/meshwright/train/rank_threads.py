@@ -62,7 +62,7 @@ def bits_differ(before: int | None, now: int | None) -> str | None:
     if before is None or now is None or before == now:
         return None
     return (
-        f"threads: {before} a rank until the checkpoint and {now} now: the result will differ in its last bits from "
+        f"threads: {before} a rank until the checkpoint and {now} now: the result may differ in its last bits from "
         "that of an undisturbed run"
     )
 
