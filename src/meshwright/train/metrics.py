@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from meshwright.train.memory import peak_resident_bytes
+
 
 class MetricsFile:
     """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint.
@@ -106,6 +108,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process so far: allocated on the device for CUDA, resident for CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if (resident := peak_resident_bytes()) is not None:
+        return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
