@@ -1,4 +1,4 @@
-"""The memory of a rank's process as `meshwright train` predicts it before the first step, beside what it took at its end.
+"""The memory of a rank's process as `meshwright train` predicts it before the first step, and what it took.
 
 Runs the real command, `meshwright train`, on the demo (recipes/quickstart.toml, with fewer steps) and on runs that
 nothing was chosen by: 0.1 to 30 M parameters, four families, every axis of two ranks, compiled or not. Predicted and

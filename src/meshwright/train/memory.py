@@ -27,8 +27,8 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Hand back to the kernel what glibc keeps of freed memory, now: what was measured at a start is of no use to steps.
-    Does nothing elsewhere."""
+    """Hand back to the kernel what glibc keeps of freed memory, now: steps have no use for what a start has freed. Does
+    nothing elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -19,7 +19,12 @@ from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, Ledger, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
-from meshwright.train.process_memory import ProcessMemory, predict_process_memory, process_constants
+from meshwright.train.process_memory import (
+    LIMIT_SECONDS,
+    ProcessMemory,
+    predict_process_memory,
+    process_constants,
+)
 from meshwright.train.step_memory import STEPS, StepMemory
 from meshwright.train.trainer import Trainer
 
@@ -33,9 +38,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of rank 0. memory: bytes of tensors by category at the highest moment, and their sum `peak`, which "framework" and
-    "unexplained" are beside; None where it cannot be priced. time: None where the machine is not known. process: of the
-    rank's process on a CPU, None where it is not predicted."""
+    """Of rank 0. memory: bytes of tensors by category at the highest moment, and their sum `peak`, without "framework"
+    and "unexplained"; None where it cannot be priced. time: None where the machine is not known. process: of the rank's
+    process on a CPU, None where it is not predicted."""
 
     memory: Mapping[str, int] | None
     time: StepTime | None
@@ -189,7 +194,9 @@ def _unexplained_share(machine: Cluster | None) -> float:
 
 
 def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float, probe: bool) -> ProcessMemory:
-    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe)
+    # The other ranks wait for this one in their first collective call.
+    limit = min(LIMIT_SECONDS, trainer.recipe.run.collective_timeout / 2)
+    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe, limit)
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
 
 
@@ -253,9 +260,7 @@ def _kinds(seconds: float, waiting: float) -> dict[str, float]:
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
-def measured_memory(
-    states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
-) -> dict[str, Any]:
+def measured_memory(states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of the states by category (`Trainer.memory`), the peaks of allocator and process, the growth in the first
     steps (`peak`), and how much of the headline peak the prediction does not explain: of the process on a CPU, of the
     allocator on CUDA. prediction: its document, without what calibration expected."""
@@ -268,7 +273,7 @@ def measured_memory(
         seen, said = found["process_peak"], predicted.get("process_peak")
         calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
     else:
-        seen, said, calibrated = memory.peak, predicted.get("peak"), 0
+        seen, said, calibrated = found["allocator_peak"], predicted.get("peak"), 0
     found["unexplained"] = None if seen is None or said is None else seen - (said - calibrated)
     return found
 

@@ -158,16 +158,18 @@ def constants_file() -> Path:
     return this_machine().with_name("process-memory.json")
 
 
-def process_constants(precision: str, compiled: bool, probe: bool) -> ProcessConstants:
+def process_constants(
+    precision: str, compiled: bool, probe: bool, limit_seconds: float = LIMIT_SECONDS
+) -> ProcessConstants:
     """Of this machine: those kept, else measured now (a few seconds; with a compiler some 20) and kept. probe: whether
-    they may be measured. `UserError` where they may not be, or cannot be."""
+    they may be measured. `UserError` where they may not be, or cannot be in `limit_seconds`."""
     path, key = constants_file(), _key(precision, compiled)
     kept = _read(path)
     if key in kept:
         return kept[key]
     if not probe or os.environ.get(SWITCH) == "0":
         raise UserError("what a process takes on this machine was not measured; a start without --no-probe measures it")
-    constants = measure_process_memory(precision, compiled)
+    constants = measure_process_memory(precision, compiled, limit_seconds)
     with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {name: asdict(each) for name, each in {**_read(path), key: constants}.items()}
@@ -175,7 +177,7 @@ def process_constants(precision: str, compiled: bool, probe: bool) -> ProcessCon
     return constants
 
 
-def measure_process_memory(precision: str, compiled: bool) -> ProcessConstants:
+def measure_process_memory(precision: str, compiled: bool, limit_seconds: float = LIMIT_SECONDS) -> ProcessConstants:
     """Measure in a process of its own, with as many threads as this one has. `UserError` where that fails."""
     command = [
         sys.executable, "-P", "-m", "meshwright.train.process_memory_probe", precision, str(int(compiled)),
@@ -183,8 +185,10 @@ def measure_process_memory(precision: str, compiled: bool) -> ProcessConstants:
     ]  # fmt: skip
     failed = "what a process takes on this machine could not be measured"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{failed} in {limit_seconds:.0f} s") from None
+    except OSError as error:
         raise UserError(f"{failed}: {error}") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
