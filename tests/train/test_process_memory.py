@@ -44,7 +44,7 @@ def measured(tmp_path, monkeypatch) -> list[tuple[str, bool]]:
     monkeypatch.delenv(process_memory.SWITCH, raising=False)
     asked: list[tuple[str, bool]] = []
 
-    def measure(precision: str, compiled: bool, limit_seconds: float) -> ProcessConstants:
+    def measure(precision: str, compiled: bool, limit_seconds: float = 0.0) -> ProcessConstants:
         asked.append((precision, compiled))
         return CONSTANTS
 

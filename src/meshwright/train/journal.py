@@ -116,7 +116,7 @@ class Journal:
         return trainer.data.packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
-        return predict(trainer, self.memory, probe=self.probe)
+        return predict(trainer, self.memory, probe=self.probe, say=self.say)
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
         """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""

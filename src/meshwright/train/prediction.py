@@ -94,10 +94,16 @@ class Prediction:
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
 
 
-def predict(trainer: Trainer, memory: StepMemory | None = None, *, probe: bool = False) -> Prediction:
+def predict(
+    trainer: Trainer,
+    memory: StepMemory | None = None,
+    *,
+    probe: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Prediction:
     """Of a run that is about to begin. What cannot be predicted is None, with a line that says why: a prediction never
     stops a run. memory: what is known of the process; probe: what is not known of this machine's processes may be
-    measured."""
+    measured, and `say` gets a line about it."""
     notes: list[str] = []
 
     def tried(what: str, work: Callable[[], Found]) -> Found | None:
@@ -115,7 +121,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None, *, probe: bool =
     share = _unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu":
-        process = tried("process memory", lambda: _process(trainer, found, memory, share, probe))
+        process = tried("process memory", lambda: _process(trainer, found, memory, share, probe, say))
     axes = tried("what is sent", trainer.predicted_traffic_by_axis)
     tensors = None if found is None else _memory(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
@@ -193,10 +199,12 @@ def _unexplained_share(machine: Cluster | None) -> float:
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
-def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float, probe: bool) -> ProcessMemory:
+def _process(
+    trainer: Trainer, found: Ledger, memory: StepMemory, share: float, probe: bool, say: Callable[[str], None]
+) -> ProcessMemory:
     # The other ranks wait for this one in their first collective call.
     limit = min(LIMIT_SECONDS, trainer.recipe.run.collective_timeout / 2)
-    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe, limit)
+    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe, limit, say)
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
 
 

@@ -16,7 +16,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,16 +159,18 @@ def constants_file() -> Path:
 
 
 def process_constants(
-    precision: str, compiled: bool, probe: bool, limit_seconds: float = LIMIT_SECONDS
-) -> ProcessConstants:
+    precision: str, compiled: bool, probe: bool, limit_seconds: float = LIMIT_SECONDS,
+    say: Callable[[str], None] = lambda line: None,
+) -> ProcessConstants:  # fmt: skip
     """Of this machine: those kept, else measured now (a few seconds; with a compiler some 20) and kept. probe: whether
-    they may be measured. `UserError` where they may not be, or cannot be in `limit_seconds`."""
+    they may be measured; `say` gets a line then. `UserError` where they may not be, or cannot be in `limit_seconds`."""
     path, key = constants_file(), _key(precision, compiled)
     kept = _read(path)
     if key in kept:
         return kept[key]
     if not probe or os.environ.get(SWITCH) == "0":
         raise UserError("what a process takes on this machine was not measured; a start without --no-probe measures it")
+    say(f"measuring what a process takes on this machine beside tensors: some seconds, once (kept in {path})")
     constants = measure_process_memory(precision, compiled, limit_seconds)
     with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)

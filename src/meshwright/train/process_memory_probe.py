@@ -42,6 +42,7 @@ from meshwright.train.memory import (
 from meshwright.train.optimizer import Optimizer
 from meshwright.train.process_memory import ProcessConstants
 from meshwright.train.trainer import PARAMETER_DTYPES
+from meshwright.train.worker import die_with_parent
 
 STEPS = 3
 KERNELS = 24
@@ -133,6 +134,7 @@ def _settled() -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     precision, compiled, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     keep_freed_memory()

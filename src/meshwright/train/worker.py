@@ -70,11 +70,16 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     os._exit(code)
 
 
-def _end_with_launcher(launcher: int | None) -> None:
-    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _end_with_launcher(launcher: int | None) -> None:
+    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+    die_with_parent()
 
     def watch() -> None:
         while os.read(0, 4096):
