@@ -41,10 +41,14 @@ def made_up_run(
         "step": 9, "layout": "dp2 fp32",
         "predicted": {
             "step_seconds": predicted, "device": DEVICE, "calibration": None, "compile": False,
-            "memory_bytes": {"peak": peak}, **more,
+            "memory_bytes": {"peak": peak // 3, "process_peak": peak}, **more,
         },
         "measured": {
-            "step_seconds": measured, "memory_bytes": {"peak": peak + unexplained, "unexplained": unexplained},
+            "step_seconds": measured,
+            "memory_bytes": {
+                "peak": peak // 2, "allocator_peak": None, "process_peak": peak + unexplained,
+                "unexplained": unexplained,
+            },
         },
     }  # fmt: skip
     (place / "result.json").write_text(json.dumps(result))

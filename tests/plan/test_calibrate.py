@@ -36,12 +36,12 @@ def test_the_factor_is_the_median_ratio_and_the_share_that_of_all_bytes_together
         made_up_run(tmp_path / "a", 1.0, 1.5, peak=512 * MIB, unexplained=64 * MIB),
         made_up_run(tmp_path / "b", 2.0, 2.4, peak=1536 * MIB, unexplained=-16 * MIB),
         made_up_run(tmp_path / "c", 4.0, 5.2, peak=8 * MIB, unexplained=400 * MIB),  # too small to say anything
-        made_up_run(tmp_path / "d", 1.0, 1.1, unexplained=900 * MIB, compile=True),
+        made_up_run(tmp_path / "d", 1.0, 1.1, unexplained=32 * MIB, compile=True),
     ]
     found = calibration_of([read_run(run) for run in runs])
     assert found.time_factor == pytest.approx((1.2 + 1.3) / 2)
     assert (found.time_low, found.time_high, found.runs) == (pytest.approx(1.1), pytest.approx(1.5), 4)
-    assert (found.unexplained_share, found.unexplained_runs) == (pytest.approx(48 / 2048), 2)
+    assert (found.unexplained_share, found.unexplained_runs) == (pytest.approx(80 / 2560), 3)
     assert calibration_of([read_run(runs[2])]).unexplained_share is None
 
 

@@ -24,14 +24,14 @@ RESULT, METRICS = "result.json", "metrics.jsonl"
 """Of a run's directory."""
 
 LEAST_PEAK = 2**28
-"""Bytes: a run that needs less says nothing about the share of memory that is not explained. What libraries take for
-themselves is as large in every run."""
+"""Bytes: a run that needs less says nothing about the share of memory that is not explained."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
     """Of a finished run: seconds of a step as predicted without calibration and as measured; bytes of the predicted
-    peak and those that nothing explains, None where they say nothing (`LEAST_PEAK`; blocks that are compiled)."""
+    peak (of the process on a CPU, of the allocator on CUDA) without calibration, and the measured ones less these; None
+    where they say nothing (`LEAST_PEAK`; no prediction of the peak that was measured)."""
 
     run: str
     device: str
@@ -104,12 +104,16 @@ def _positive(value: Any, where: str) -> float:
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
-    if predicted.get("compile") or not isinstance(said, Mapping) or not isinstance(seen, Mapping):
+    if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
         return None, None
-    peak, unexplained = said.get("peak"), seen.get("unexplained")
-    if not isinstance(peak, int) or not isinstance(unexplained, int) or peak < LEAST_PEAK:
+    if seen.get("allocator_peak") and predicted.get("compile"):  # of which the ledger may have priced plain blocks
         return None, None
-    return peak, unexplained
+    measured_peak = seen.get("allocator_peak") or seen.get("process_peak")  # the first on CUDA alone
+    unexplained = seen.get("unexplained")
+    if not isinstance(measured_peak, int) or not isinstance(unexplained, int):
+        return None, None
+    peak = measured_peak - unexplained
+    return (peak, unexplained) if peak >= LEAST_PEAK else (None, None)
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:

@@ -19,6 +19,7 @@ from meshwright.probe.matmul import matmul_flops_per_second
 from meshwright.recipe import Recipe
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.learning_rate import learning_rate
+from meshwright.train.memory import release_freed_memory
 from meshwright.train.metrics import MetricsFile, SlowRankWatch, read_metrics
 from meshwright.train.prediction import Prediction, StepTimes, compared, measured_memory, predict
 from meshwright.train.progress import Progress
@@ -47,6 +48,8 @@ class Journal:
         self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
         self.sent_bytes_by_axis: dict[str, int] | None = None
         self.memory = StepMemory(self.device)
+        self.probe = False
+        """Whether the prediction may measure what it lacks of this machine."""
         self.times = StepTimes()
         self.prediction: Prediction | None = None  # of rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
@@ -63,6 +66,7 @@ class Journal:
         """The steps are about to begin: say and write what with. `UserError` when the run directory takes nothing."""
         recipe, layout = self.recipe, trainer.layout
         self._measure_peak(trainer)
+        release_freed_memory()
         model, data = self._introduction(trainer)
         kind, count = self.device.type, self.mesh.world_size
         threads = f" x {torch.get_num_threads()} threads" if kind == "cpu" else ""
@@ -112,7 +116,7 @@ class Journal:
         return trainer.data.packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
-        return predict(trainer)
+        return predict(trainer, self.memory, probe=self.probe, say=self.say)
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
         """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""
@@ -160,7 +164,7 @@ class Journal:
             "learning_rate": learning_rate(done - 1, self.recipe.train),
             self.rate_name: rate,
             **self._share_of_peak(rate),
-            "memory_gib": self.memory.process_peak() / GIB,
+            "memory_gib": self.memory.highest() / GIB,
             "seconds": seconds,
             "seconds_by_part": parts,
         }
@@ -251,7 +255,7 @@ class Journal:
         """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`."""
         prediction = {} if self.prediction is None else self.prediction.document()
         measured = {
-            "memory_bytes": measured_memory(trainer.memory(), self.memory.peak, prediction.get("memory_bytes")),
+            "memory_bytes": measured_memory(trainer.memory(), self.memory, prediction),
             **self.times.document(self.device),
             "sent_bytes_by_axis": self.sent_bytes_by_axis,
         }
@@ -271,7 +275,7 @@ class Journal:
                 "measured": {
                     "state_bytes": trainer.memory(),
                     "sent_bytes_per_step": self.sent_bytes,
-                    "peak_memory_bytes": self.memory.process_peak(),
+                    "peak_memory_bytes": self.memory.highest(),
                     **measured,
                 },
             }

@@ -1,12 +1,18 @@
-"""The C library's memory allocator, set for training on a CPU."""
+"""The C library's memory allocator, set for training on a CPU, and what the kernel says of a process's memory."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_LARGEST_MMAP_THRESHOLD = 1 << 25  # what glibc accepts at most
+LARGEST_MMAP_THRESHOLD = 1 << 25
+"""Bytes; what glibc accepts at most. Larger tensors have pages of their own, which go back when they are freed."""
+
+KERNELS_KEPT = 256
+"""More than the shapes of a dense model's products."""
 
 
 def keep_freed_memory() -> None:
@@ -16,5 +22,51 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def release_freed_memory() -> None:
+    """Hand back to the kernel what glibc keeps of freed memory, now: steps have no use for what a start has freed. Does
+    nothing elsewhere."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def bound_kernel_cache() -> None:
+    """Let oneDNN keep `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many. Products
+    in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step: the cache
+    grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+
+
+def resident_bytes() -> int | None:
+    """Resident set of this process now, in bytes (proc(5)); None where the kernel does not say."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int | None:
+    """Highest resident set of this process since it began, or since the count was begun anew (proc(5)), in bytes.
+
+    Not getrusage(2), which also counts what the process was before exec(2): a launcher that prepared data is larger
+    than the ranks that it starts.
+    """
+    return _status("VmHWM")
+
+
+def forget_peak() -> bool:
+    """Begin `peak_resident_bytes` anew; whether that worked."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(key: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)

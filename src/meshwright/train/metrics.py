@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.train.memory import peak_resident_bytes
 from meshwright.untrusted import parse_json
 
 
@@ -108,6 +109,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process so far: allocated on the device for CUDA, resident for CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if (resident := peak_resident_bytes()) is not None:
+        return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

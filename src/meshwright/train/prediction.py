@@ -16,11 +16,17 @@ from meshwright.plan import engines
 from meshwright.plan.attention_tiles import Starts
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.devices import find_device
-from meshwright.plan.ledger import OF_STATE, ledger
+from meshwright.plan.ledger import OF_STATE, Ledger, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
 from meshwright.train.first_start import known_machine
-from meshwright.train.step_memory import STEPS
+from meshwright.train.process_memory import (
+    LIMIT_SECONDS,
+    ProcessMemory,
+    predict_process_memory,
+    process_constants,
+)
+from meshwright.train.step_memory import STEPS, StepMemory
 from meshwright.train.trainer import Trainer
 
 WARM_UP = 2
@@ -33,8 +39,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of rank 0. memory: bytes by category at the highest moment, and their sum `peak`, which "framework" and
-    "unexplained" are beside; None where it cannot be priced. time: None where the machine is not known."""
+    """Of rank 0. memory: bytes of tensors by category at the highest moment, and their sum `peak`, without "framework"
+    and "unexplained"; None where it cannot be priced. time: None where the machine is not known. process: of the rank's
+    process on a CPU, None where it is not predicted."""
 
     memory: Mapping[str, int] | None
     time: StepTime | None
@@ -42,13 +49,15 @@ class Prediction:
     machine: Cluster | None
     compiled: bool
     notes: tuple[str, ...] = ()
+    process: ProcessMemory | None = None
 
     def document(self) -> dict[str, Any]:
         """What `predicted` of the result document has of it."""
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
-            "memory_bytes": None if self.memory is None else dict(self.memory),
+            "memory_bytes": None if self.memory is None else {**self.memory, **self._peaks()},
+            "process_memory_bytes": None if self.process is None else dict(self.process.items),
             "step_seconds": None if time is None else time.seconds,
             "step_seconds_low": None if time is None else time.low,
             "step_seconds_high": None if time is None else time.high,
@@ -60,6 +69,11 @@ class Prediction:
             "compile": self.compiled,
         }
 
+    def _peaks(self) -> dict[str, int | None]:
+        assert self.memory is not None
+        process = self.process
+        return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
+
     def lines(self) -> list[str]:
         """For who watches."""
         parts = []
@@ -68,17 +82,29 @@ class Prediction:
             by = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
             spread = f"{_short(self.time.low)} to {_short(self.time.high)}{by}"
             parts.append(f"{_short(self.time.seconds)} a step ({spread})")
-        if self.memory is not None:
+        if self.process is not None and self.memory is not None:
+            parts.append(
+                f"process memory of rank 0 {_bytes(self.process.peak)} ({_largest(self.process.items)}), "
+                f"of which tensors {_bytes(self.memory['peak'])}"
+            )
+        elif self.memory is not None:
             sizes = {name: size for name, size in self.memory.items() if name not in ("peak", "framework")}
-            parts.append(f"memory of rank 0 {_bytes(_expected(self.memory))} ({_largest(sizes)})")
+            parts.append(f"tensors of rank 0 {_bytes(_expected(self.memory))} ({_largest(sizes)})")
         if self.sent_by_axis is not None:
             parts.append(f"{_sent(self.sent_by_axis)} sent a step")
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
 
 
-def predict(trainer: Trainer) -> Prediction:
+def predict(
+    trainer: Trainer,
+    memory: StepMemory | None = None,
+    *,
+    probe: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Prediction:
     """Of a run that is about to begin. What cannot be predicted is None, with a line that says why: a prediction never
-    stops a run."""
+    stops a run. memory: what is known of the process; probe: what is not known of this machine's processes may be
+    measured, and `say` gets a line about it."""
     notes: list[str] = []
 
     def tried(what: str, work: Callable[[], Found]) -> Found | None:
@@ -92,9 +118,14 @@ def predict(trainer: Trainer) -> Prediction:
 
     machine = tried("the time of a step", lambda: machine_of(trainer))
     time = None if machine is None else tried("the time of a step", lambda: _time(trainer, machine))
-    memory = tried("memory", lambda: _memory(trainer, machine, notes))
+    found = tried("memory", lambda: _ledger(trainer, machine, notes))
+    share = _unexplained_share(machine)
+    process = None
+    if found is not None and memory is not None and trainer.device.type == "cpu":
+        process = tried("process memory", lambda: _process(trainer, found, memory, share, probe, say))
     axes = tried("what is sent", trainer.predicted_traffic_by_axis)
-    return Prediction(memory, time, axes, machine, trainer.recipe.train.compile, tuple(notes))
+    tensors = None if found is None else _memory(found, share)
+    return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
 
 def machine_of(trainer: Trainer) -> Cluster:
@@ -153,7 +184,7 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
     )  # fmt: skip
 
 
-def _memory(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> dict[str, int]:
+def _ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
     tokens = trainer.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
     if documents and trainer.device.type == "cpu":  # where they begin decides what its attention holds
@@ -166,11 +197,26 @@ def _memory(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> dict
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
         notes.append("memory is predicted as if blocks were not compiled")
-    sizes = found.by_category()
+    return found
+
+
+def _memory(found: Ledger, share: float) -> dict[str, int]:
+    return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
+
+
+def _unexplained_share(machine: Cluster | None) -> float:
+    """What finished runs needed beyond their predictions, of the whole."""
     calibration = None if machine is None else machine.calibration
-    share = None if calibration is None else calibration.unexplained_share
-    sizes["unexplained"] = round((share or 0.0) * found.peak_bytes)
-    return sizes | {"peak": found.peak_bytes}
+    return 0.0 if calibration is None else calibration.unexplained_share or 0.0
+
+
+def _process(
+    trainer: Trainer, found: Ledger, memory: StepMemory, share: float, probe: bool, say: Callable[[str], None]
+) -> ProcessMemory:
+    # The other ranks wait for this one in their first collective call.
+    limit = min(LIMIT_SECONDS, trainer.recipe.run.collective_timeout / 2)
+    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe, limit, say)
+    return predict_process_memory(trainer, found, memory.resident_before, constants, share)
 
 
 def _optimizer(trainer: Trainer) -> str:
@@ -233,15 +279,21 @@ def _kinds(seconds: float, waiting: float) -> dict[str, float]:
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
-def measured_memory(states: Mapping[str, int], peak: int | None, predicted: Mapping[str, int] | None) -> dict[str, Any]:
-    """Bytes of the states by category (`Trainer.memory`), the growth of the process in a step (`StepMemory.peak`), and
-    how much of it no item of the ledger explains."""
+def measured_memory(states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes of the states by category (`Trainer.memory`), the peaks of allocator and process, the growth in the first
+    steps (`peak`), and how much of the headline peak the prediction does not explain: of the process on a CPU, of the
+    allocator on CUDA. prediction: its document, without what calibration expected."""
     found: dict[str, Any] = {}
     for kind, size in states.items():
         found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
-    known = peak is not None and predicted is not None
-    found["peak"] = peak
-    found["unexplained"] = peak - predicted["peak"] if known else None  # type: ignore[operator,index]
+    predicted = prediction.get("memory_bytes") or {}
+    found |= {"peak": memory.peak, "allocator_peak": memory.allocator_peak(), "process_peak": memory.process_peak()}
+    if memory.device.type == "cpu":
+        seen, said = found["process_peak"], predicted.get("process_peak")
+        calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
+    else:
+        seen, said, calibrated = found["allocator_peak"], predicted.get("peak"), 0
+    found["unexplained"] = None if seen is None or said is None else seen - (said - calibrated)
     return found
 
 
@@ -253,17 +305,20 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
         beside = f" (predicted {_short(before)}, an error of {before / after - 1:+.1%})" if before else ""
         parts.append(f"{_short(after)} a step{beside}")
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
-    if seen and seen["peak"] is not None:
-        parts.append(
-            f"memory of rank 0 {_bytes(seen['peak'])}" + (f" (predicted {_bytes(_expected(said))})" if said else "")
-        )
+    if seen and seen["allocator_peak"] is not None:  # CUDA: the device's memory is what runs out
+        expected = f" (predicted {_bytes(_expected(said))})" if said else ""
+        parts.append(f"tensors of rank 0 {_bytes(seen['allocator_peak'])}{expected}")
+    elif seen and seen["process_peak"] is not None:
+        wanted = said["process_peak"] if said else None
+        error = f" (predicted {_bytes(wanted)}, {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
+        parts.append(f"process memory of rank 0 {_bytes(seen['process_peak'])}{error}")
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_sent(measured['sent_bytes_by_axis'])} sent a step")
     return f"measured: {'; '.join(parts)}" if parts else None
 
 
 def _expected(memory: Mapping[str, int]) -> int:
-    """What the peak will be seen to be: with what calibration expects beyond the ledger's."""
+    """Of the allocator: the ledger's peak with what calibration expects beyond."""
     return memory["peak"] + memory["unexplained"]
 
 

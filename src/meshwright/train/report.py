@@ -142,10 +142,17 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     kinds = [side.get("seconds_by_kind") or {} for side in (predicted, measured)]
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
         said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
-    for title, key in (("memory of rank 0", "memory_bytes"), ("sent a step by rank 0", "sent_bytes_by_axis")):
+    peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
+    said.append(("process memory of rank 0", *(_size(side.get("process_peak")) for side in peaks)))
+    said.append(("tensors of rank 0", *(_size(side.get("allocator_peak")) for side in peaks)))
+    for title, key in (
+        ("process memory of rank 0", "process_memory_bytes"),
+        ("memory of rank 0", "memory_bytes"),
+        ("sent a step by rank 0", "sent_bytes_by_axis"),
+    ):
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
-            if any(side.get(name) for side in sides):
+            if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
                 said.append((f"{title}: {name}", *(_size(side.get(name)) for side in sides)))
     return [(name, before or "–", after or "–") for name, before, after in said if before or after]
 

@@ -1,14 +1,13 @@
-"""How much memory a training step takes: the growth of a rank from before its trainer was made to the highest moment of
-its first steps."""
+"""The memory that a rank takes: its process's highest resident set, and the growth in its first steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from meshwright.train.memory import forget_peak, peak_resident_bytes, resident_bytes
 from meshwright.train.metrics import peak_memory_bytes
 
 STEPS = 3
@@ -23,13 +22,17 @@ class StepMemory:
         self.device = device
         self.peak: int | None = None
         """Highest growth in a step so far."""
+        self.resident_before: int | None = None
+        """Resident set of the process when the trainer was about to be made: interpreter, libraries, process group."""
         self._before: int | None = None
         self._earlier = 0  # the peak before the count began anew
+        self._earlier_resident = 0
         self._left = 0
 
     def start(self) -> None:
         """The trainer is about to be made."""
         self._before = _held(self.device)
+        self.resident_before = resident_bytes()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -43,6 +46,7 @@ class StepMemory:
     def begin(self) -> None:
         """The first step is about to begin."""
         self._earlier = peak_memory_bytes(self.device)
+        self._earlier_resident = peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _forget_peak(self.device) else 0
 
     def step_done(self) -> None:
@@ -57,26 +61,27 @@ class StepMemory:
         """What comes now takes memory of its own, for which no step is to blame."""
         self._left = 0
 
-    def process_peak(self) -> int:
-        """Of this process so far, beginning and end included."""
+    def highest(self) -> int:
+        """Of this process so far, beginning and end included: allocated on CUDA, resident on a CPU."""
         return max(self._earlier, peak_memory_bytes(self.device))
+
+    def allocator_peak(self) -> int | None:
+        """Highest sum of tensors so far, of the allocator on CUDA; None on a CPU, whose allocator does not count."""
+        return self.highest() if self.device.type == "cuda" else None
+
+    def process_peak(self) -> int | None:
+        """Highest resident set of this process so far, libraries included: what `top`, a container's limit and the
+        kernel's out-of-memory killer see. None where the kernel does not say."""
+        now = peak_resident_bytes()
+        return None if now is None else max(self._earlier_resident, now)
 
 
 def _held(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(key: str) -> int | None:
-    """A figure of this process in bytes; None where there is no proc(5)."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _forget_peak(device: torch.device) -> bool:
@@ -84,8 +89,4 @@ def _forget_peak(device: torch.device) -> bool:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+    return forget_peak()

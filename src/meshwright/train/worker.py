@@ -23,7 +23,7 @@ from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import keep_freed_memory
+from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
 from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
@@ -73,11 +73,16 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     os._exit(code)
 
 
-def _end_with_launcher(launcher: int | None) -> None:
-    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _end_with_launcher(launcher: int | None) -> None:
+    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+    die_with_parent()
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -155,6 +160,7 @@ def _train(
 
         work = train
     keep_freed_memory()
+    bound_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
