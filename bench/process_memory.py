@@ -94,7 +94,7 @@ def run(name: str, overrides: str, steps: int, place: Path) -> dict[str, Any]:
         "train.warmup=2", f"train.validate_every={half}", f"checkpoint.every={half}", *shlex.split(overrides),
     ]  # fmt: skip
     begun = time.perf_counter()
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(place / "config")}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr}")

@@ -15,14 +15,14 @@ from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.cluster import cluster
-from meshwright.plan.machine_profile import ProfileKey
+from meshwright.plan.machine_profile import SWITCH, ProfileKey
 from meshwright.plan.step_time import step_time
 from meshwright.probe.points import Effort
 from meshwright.threads import available_cores
 from meshwright.toml import read_toml
 from meshwright.train import first_start, probe_ranks
 from meshwright.train.automatic import chosen_layout
-from meshwright.train.first_start import SWITCH, known_machine, measure_first_start
+from meshwright.train.first_start import known_machine, measure_first_start
 from meshwright.train.launcher import launch_recipe
 from meshwright.train.prediction import machine_of
 from meshwright.train.rendezvous import Place

@@ -13,6 +13,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.plan.ledger import Item, Ledger
+from meshwright.plan.machine_profile import SWITCH
 from meshwright.train import process_memory
 from meshwright.train.memory import LARGEST_MMAP_THRESHOLD
 from meshwright.train.process_memory import (
@@ -40,8 +41,8 @@ def keep_constants() -> None:
 @pytest.fixture
 def measured(tmp_path, monkeypatch) -> list[tuple[str, bool]]:
     """What was measured, on a machine of which nothing is known; it may be measured."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv(process_memory.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SWITCH, raising=False)
     asked: list[tuple[str, bool]] = []
 
     def measure(precision: str, compiled: bool, limit_seconds: float = 0.0) -> ProcessConstants:
@@ -86,7 +87,7 @@ def test_constants_of_a_damaged_or_foreign_file_are_measured_again(measured, dam
 def test_nothing_is_measured_where_that_is_not_wanted(measured, monkeypatch):
     with pytest.raises(UserError, match="was not measured"):
         process_constants("fp32", False, probe=False)
-    monkeypatch.setenv(process_memory.SWITCH, "0")
+    monkeypatch.setenv(SWITCH, "0")
     with pytest.raises(UserError, match="was not measured"):
         process_constants("fp32", False, probe=True)
     assert measured == [] and not constants_file().exists()
@@ -94,7 +95,7 @@ def test_nothing_is_measured_where_that_is_not_wanted(measured, monkeypatch):
 
 def test_a_directory_that_cannot_be_written_stops_no_prediction(measured, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert process_constants("fp32", False, probe=True) == CONSTANTS
 
 

@@ -21,6 +21,15 @@ VERSION = 1
 """Of the file's form, and of what is measured: files of other versions are measured again."""
 
 
+SWITCH = "MESHWRIGHT_PROBE"
+"""An environment variable: "0" has no start measure anything, as --no-probe does for one."""
+
+
+def may_measure(probe: bool = True) -> bool:
+    """Whether a start may measure this machine: `probe` says so, and the environment does not forbid it."""
+    return probe and os.environ.get(SWITCH) != "0"
+
+
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
     """What a measurement holds for. `torch`: its version; `threads`: of each rank."""

@@ -4,7 +4,6 @@ as many as the run's ranks and with as many threads, before these start. Free of
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,15 @@ from pathlib import Path
 from meshwright.errors import MeshwrightError, Terminated
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
-from meshwright.plan.machine_profile import Profile, ProfileKey, one_at_a_time, read_profile, write_profile
+from meshwright.plan.machine_profile import (
+    Profile,
+    ProfileKey,
+    may_measure,
+    one_at_a_time,
+    read_profile,
+    write_profile,
+)
 from meshwright.threads import available_cores
-
-SWITCH = "MESHWRIGHT_PROBE"
-"""An environment variable: "0" has no start measure anything, as --no-probe does for one."""
 
 WAITING_AXES = ("tp", "cp")
 """Axes whose ranks wait for each other in every layer: what that costs is measured for each."""
@@ -41,7 +44,7 @@ def measure_first_start(
 
     What goes wrong is a line, and the run goes on without a prediction; only an interrupt or SIGTERM ends it.
     """
-    if os.environ.get(SWITCH) == "0" or not _on_processors(device):
+    if not may_measure() or not _on_processors(device):
         return
     ranks = ranks or layout.world_size
     axes = tuple(axis for axis in WAITING_AXES if getattr(layout, axis) > 1) if axes is None else axes

@@ -91,7 +91,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
         "recipe": recipe.to_toml(),
         "source": str(recipe.source_path or "recipe"),
         "trust": recipe.trusted,
-        "options": options,
+        "options": {**options, "probe": probe},
     }
     spec = LaunchSpec(
         description,

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -25,8 +24,8 @@ import torch
 
 from meshwright import __version__
 from meshwright.errors import UserError
-from meshwright.plan.cluster import this_machine
 from meshwright.plan.ledger import Item, Ledger
+from meshwright.plan.machine_profile import may_measure, processor_name, profile_directory
 from meshwright.train.checkpoint.files import json_bytes, replace_file
 from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD, peak_resident_bytes, resident_bytes
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the file; one of another format is measured again."""
-SWITCH = "MESHWRIGHT_PROBE"
-"""An environment variable: "0" has no start measure anything, as --no-probe does for one."""
 LIMIT_SECONDS = 300.0
 """For a measurement; compiling on a busy machine takes the most of it."""
 PAGES_READ = 1 << 16
@@ -154,8 +151,8 @@ def _data_read(trainer: Trainer) -> int:
 
 
 def constants_file() -> Path:
-    """Where they are kept: beside the cluster file of `meshwright probe`."""
-    return this_machine().with_name("process-memory.json")
+    """Where they are kept: beside the other measurements of this machine, in the user's cache."""
+    return profile_directory() / "process-memory.json"
 
 
 def process_constants(
@@ -168,7 +165,7 @@ def process_constants(
     kept = _read(path)
     if key in kept:
         return kept[key]
-    if not probe or os.environ.get(SWITCH) == "0":
+    if not may_measure(probe):
         raise UserError("what a process takes on this machine was not measured; a start without --no-probe measures it")
     say(f"measuring what a process takes on this machine beside tensors: some seconds, once (kept in {path})")
     constants = measure_process_memory(precision, compiled, limit_seconds)
@@ -205,14 +202,8 @@ def _key(precision: str, compiled: bool) -> str:
 
 def _machine() -> dict[str, str]:
     """What the constants depend on."""
-    processor = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
     libc = " ".join(platform.libc_ver())
-    return {"meshwright": __version__, "torch": torch.__version__, "processor": processor, "libc": libc}
+    return {"meshwright": __version__, "torch": torch.__version__, "processor": processor_name(), "libc": libc}
 
 
 def _read(path: Path) -> dict[str, ProcessConstants]:

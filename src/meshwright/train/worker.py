@@ -123,6 +123,7 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
         threads = local_threads(recipe, start.ranks).count
         measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
+    options |= {"probe": probe}
     return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
 
 
