@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import errors
+from meshwright import errors, limits
 from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
-from meshwright.errors import MeshwrightError, RankLost, Terminated
+from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.train.checkpoint import newest
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.run_directory import RunDirectory
@@ -102,6 +102,12 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
+    most = max(limits.most("local_ranks"), 4 * available_cores())
+    if spec.ranks > most:
+        raise UserError(
+            f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
+            "smaller layout, or `meshwright launch` for several hosts"
+        )
     with RunDirectory(spec.directory) as directory, StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
