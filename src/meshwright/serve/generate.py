@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from meshwright.limits import over
 from meshwright.data.examples import ExampleEncoder
 from meshwright.data.records import Message
 from meshwright.data.special_tokens import named_in, special_tokens, text_encoder
 from meshwright.errors import UserError
+from meshwright.limits import over
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface
@@ -26,7 +26,6 @@ from meshwright.serve.text import TextStream
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
 from meshwright.untrusted import read_file, read_json
-
 
 _ROOM = 4096  # new tokens that the cache has room for at first; it grows
 

@@ -27,7 +27,7 @@ from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.train.checkpoint import newest
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.run_directory import RunDirectory
-from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
+from meshwright.train.started_rank import StartedRank, available_cores, machine_memory, start_rank, threads_said
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -78,9 +78,10 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     check_recipe(recipe)
+    check_memory(recipe, machine_memory())
     description = {
         "recipe": recipe.to_toml(),
         "source": str(recipe.source_path or "recipe"),

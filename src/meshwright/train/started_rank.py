@@ -146,6 +146,14 @@ def available_cores() -> int:
     return cores
 
 
+def machine_memory() -> int:
+    """Bytes of memory of this machine, swap left out, or a container's limit where that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
 def _loopback() -> dict[str, str]:
     """Ranks of one machine talk over the loopback interface: a host name may lead to a network that is down."""
     with suppress(OSError):
