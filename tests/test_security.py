@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data.chat_template import ChatTemplate, TemplateError
+from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.records import Message
 from meshwright.data.sources import find_files
+from meshwright.data.template_rendering import TemplateError
 from meshwright.errors import UserError, out_of_memory
 from meshwright.inspect.files import TensorFiles
 from meshwright.layout import Layout

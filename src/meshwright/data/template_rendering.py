@@ -57,7 +57,7 @@ class Renderer:
         from jinja2 import TemplateError as JinjaError
 
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=prompt, **self._named)
+            text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **self._named)
         except (
             JinjaError,
             TypeError,
