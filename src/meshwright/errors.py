@@ -49,3 +49,13 @@ class Terminated(MeshwrightError):
     """SIGTERM arrived and the state has been saved: 128 + 15, as a shell counts."""
 
     exit_code = 143
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What a failed allocation says, for a person; None for any other exception. Of Python, NumPy and torch."""
+    text = " ".join(str(error).split())
+    # torch on a CPU raises no type of its own.
+    failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not failed and not (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return None
+    return f"there is not enough memory ({text[:200] or type(error).__name__}); `meshwright plan` says what a run needs"

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
+from meshwright.limits import over
 from meshwright.names import (
     ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
@@ -99,6 +100,10 @@ class Layout:
         for part, field in _COUNTS.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} counts from 1"
+        if problem := over("ranks", self.world_size, "a world size of"):
+            return problem
+        if problem := over("micro_batches", self.micro_batches, "mb"):
+            return problem
         if self.zero not in ZERO_LEVELS:
             return f"zero{self.zero}: zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
         if self.recompute not in RECOMPUTE:

@@ -21,7 +21,7 @@ class Limit:
 LIMITS: dict[str, Limit] = {
     "count": Limit(2**53, "whole numbers that floating point keeps apart: where nothing is made of so many"),
     # --- a model
-    "layers": Limit(10_000, "published models have up to 1,000 (DeepNet, arXiv:2203.00555)"),
+    "layers": Limit(1_024, "published models have up to 1,000 (DeepNet, arXiv:2203.00555), decoders up to 126"),
     "hidden": Limit(2**20, "published models have up to 53,248 (intermediate size of Llama 3.1 405B)"),
     "heads": Limit(2**16, "published models have up to 128"),
     "kv_heads": Limit(2**16, "as heads"),
@@ -49,6 +49,7 @@ LIMITS: dict[str, Limit] = {
     "shard_tokens": Limit(2**36, "tokens in one file of the cache"),
     # --- ranks and programs
     "ranks": Limit(2**20, "published clusters have up to 200,000 devices"),
+    "local_ranks": Limit(64, "processes on one machine, or 4 for each of its processors where those are more"),
     "micro_batches": Limit(2**20, "micro-batches of a step and pipeline"),
     "pipeline_steps": Limit(2**24, "forward and backward steps of a pipeline program: stages x micro-batches x chunks"),
     "collective_ranks": Limit(2**14, "ranks of a collective program, whose steps are up to ranks squared"),

@@ -20,7 +20,19 @@ from meshwright.names import (
     OPTIMIZERS,
     unknown,
 )
-from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Size, Table, matching, named
+from meshwright.tables import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Name,
+    NotNegative,
+    Positive,
+    Size,
+    Table,
+    at_most,
+    matching,
+    named,
+)
 from meshwright.toml import toml_value
 
 
@@ -66,7 +78,7 @@ class RunRecipe(Table):
     rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
     device: Annotated[str, named("device", DEVICES)] = "auto"
     threads: Annotated[int, Size("threads")] | None = None  # per rank; by the model's work unless given
-    collective_timeout: Annotated[Positive, Size("seconds", 0)] = 600.0  # seconds
+    collective_timeout: Annotated[Positive, at_most("seconds")] = 600.0  # seconds
 
 
 class ModelRecipe(Table):

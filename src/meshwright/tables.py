@@ -27,6 +27,17 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def at_most(name: str) -> AfterValidator:
+    """Marks a number that must not be beyond the limit called `name` in `limits.LIMITS`."""
+
+    def check(value: float) -> float:
+        if problem := over(name, value, ""):
+            raise ValueError(problem.strip())
+        return value
+
+    return AfterValidator(check)
+
+
 @dataclass(frozen=True)
 class Size(GroupedMetadata):
     """Marks a number from `ge` to the limit called `name` in `limits.LIMITS`."""
@@ -36,12 +47,7 @@ class Size(GroupedMetadata):
 
     def __iter__(self) -> Iterator[object]:
         yield Ge(self.ge)
-        yield AfterValidator(self._check)
-
-    def _check(self, value: float) -> float:
-        if problem := over(self.name, value, ""):
-            raise ValueError(problem.strip())
-        return value
+        yield at_most(self.name)
 
 
 Count = Annotated[int, Size("count")]

@@ -60,7 +60,7 @@ def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: Pa
 def check_nesting(value: Any) -> None:
     """ValueError for a value of lists and dictionaries that is nested deeper than is read."""
     level = [value]
-    for _ in range(most("nesting") + 1):
+    for _ in range(most("nesting")):
         level = [
             inner
             for outer in level

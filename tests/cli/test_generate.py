@@ -68,6 +68,18 @@ def test_a_question_is_put_through_the_chat_template(command_line: Callable[...,
     assert plain.output == f"Once upon a time, there </s> was{answer.output}"
 
 
+def test_a_template_that_writes_nothing_is_refused(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(stories, model, copy_function=shutil.copyfile)
+    for template, word in (("", "makes nothing of a user's turn"), ("{{ 'x' * 10**10 }}", "needs more than 2 GiB")):
+        (model / "chat_template.jinja").write_text(template)
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        (model / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
+        outcome = command_line("generate", model, "--prompt", "x", "--chat")
+        assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
+        assert word in outcome.errors
+
+
 def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
     draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
     texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 2)]
@@ -80,6 +92,7 @@ def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stor
         (("--temperature", "-1"), "temperature -1"),
         (("--top-p", "2"), "top-p 2"),
         (("--max-tokens", "0"), "max-tokens 0"),
+        (("--max-tokens", "1000000000000"), "max-tokens 1000000000000 is too large: at most 1,073,741,824"),
         (("--top-q", "2"), "did you mean --top-"),
         (("--device", "gpu"), '--device: unknown device "gpu"; did you mean "cpu"?'),
     ],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.chat_template import ChatTemplate, TemplateError, check_tokens, find_template
+from meshwright.data.chat_template import ChatTemplate, check_tokens, find_template
 from meshwright.data.examples import ExampleEncoder
 from meshwright.data.reading import Document
 from meshwright.data.records import Example, Message
+from meshwright.data.template_rendering import TemplateError
 from meshwright.errors import UserError
 from tests.data.chat_templates import STYLES, write_tokenizer
 

@@ -55,7 +55,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @a_command("show", "meshwright data show recipe.toml --rows 4")
 @click.argument("recipe")
 @overrides_argument
-@click.option("--rows", default=2, show_default=True, type=click.IntRange(min=0), help="Rows of a batch to show.")
+@click.option("--rows", default=2, show_default=True, type=click.IntRange(0, 1000), help="Rows of a batch to show.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
     """Show documents, tokens, what was dropped and why, and rows that training reads, one with a document boundary.

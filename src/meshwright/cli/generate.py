@@ -10,6 +10,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
+from meshwright.cli.terminal import printable
 from meshwright.errors import UserError
 
 
@@ -67,7 +68,7 @@ def command(
             pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
             for number, (piece, generation) in enumerate(pieces):  # noqa: B007
                 if not as_json:
-                    print(piece if number or chat else prompt + piece, end="", flush=True)
+                    print(_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
             if not as_json:
                 print(flush=True)
         if not as_json:
@@ -90,7 +91,12 @@ def command(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _on_terminal(text: str) -> str:
+    """What a model writes, as it is for files and pipes; what could steer a terminal is written out there."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _standard_input() -> str:

@@ -53,7 +53,7 @@ def command(
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    click.echo(printable(line), err=True)
 
 
 def _progress(done: int, total: int) -> None:

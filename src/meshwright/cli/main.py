@@ -14,7 +14,8 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
-from meshwright.errors import MeshwrightError, ModelWarning, Terminated
+from meshwright.cli.terminal import printable
+from meshwright.errors import MeshwrightError, ModelWarning, Terminated, out_of_memory
 from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
@@ -33,6 +34,9 @@ COMMANDS = {
     "inspect": "Show what a checkpoint or a model directory holds, and which device would hold what.",
     "report": "Write a run's page: loss curve, throughput, recipe, sample.",
 }
+
+
+LONGEST_LINE = 2000  # characters of an error
 
 
 class _Interrupted(Exception):
@@ -94,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             click.echo(err=True)  # ends the line of the ^C
         return _fail(str(error) or "interrupted", 130, kind="")
+    except (MemoryError, RuntimeError) as error:
+        if (reason := out_of_memory(error)) is None:
+            raise
+        return _fail(reason, 2)
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -119,5 +127,7 @@ def _model_warnings_as_lines() -> Iterator[None]:
 
 
 def _fail(reason: str, code: int, kind: str = "error: ") -> int:
-    click.echo(f"meshwright: {kind}{' '.join(reason.split())}", err=True)
+    line = printable(" ".join(reason.split()))  # it may quote a file that holds anything
+    line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
+    click.echo(f"meshwright: {kind}{line}", err=True)
     return code

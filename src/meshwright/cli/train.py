@@ -10,6 +10,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
+from meshwright.cli.terminal import printable
 from meshwright.errors import Terminated, ignore_model_warnings
 
 
@@ -92,7 +93,7 @@ def _say_nothing(line: str) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -42,7 +42,10 @@ class ParameterTable:
 
     @cached_property
     def _tensors_by_unit(self) -> dict[str, tuple[Tensor, ...]]:
-        return {unit: tuple(tensor for tensor in self.tensors if tensor.unit == unit) for unit in self.units}
+        found: dict[str, list[Tensor]] = {unit: [] for unit in self.units}
+        for tensor in self.tensors:
+            found[tensor.unit].append(tensor)
+        return {unit: tuple(tensors) for unit, tensors in found.items()}
 
     def row(self, name: str) -> Row:
         return self._row_by_name[name]

@@ -15,6 +15,7 @@ from meshwright.data.examples import ExampleEncoder
 from meshwright.data.records import Message
 from meshwright.data.special_tokens import named_in, special_tokens, text_encoder
 from meshwright.errors import UserError
+from meshwright.limits import over
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface
@@ -25,6 +26,8 @@ from meshwright.serve.text import TextStream
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
 from meshwright.untrusted import read_file, read_json
+
+_ROOM = 4096  # new tokens that the cache has room for at first; it grows
 
 
 @dataclass(slots=True)
@@ -146,6 +149,8 @@ class Generator:
         """
         if max_tokens < 1:
             raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
+        if problem := over("new_tokens", max_tokens, "max-tokens"):
+            raise UserError(problem)
         tokens = self.encode_question(prompt) if chat else self.encode(prompt)
         positions = self.model.config.max_positions
         if len(tokens) >= positions:
@@ -183,7 +188,8 @@ class Generator:
     ) -> Iterator[int]:
         """New tokens one by one; fills in the figures of `generation`."""
         positions = self.model.config.max_positions
-        cache = KeyValueCache(self.model.config, capacity=min(positions, len(tokens) + max_tokens)) if cached else None
+        capacity = min(positions, len(tokens) + min(max_tokens, _ROOM))
+        cache = KeyValueCache(self.model.config, capacity=capacity) if cached else None
         known, unread = list(tokens), list(tokens)
         begun = first = time.perf_counter()
         for number in range(max_tokens):

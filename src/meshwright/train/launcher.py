@@ -17,19 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import errors
+from meshwright import errors, limits
 from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
-from meshwright.errors import MeshwrightError, RankLost, Terminated
-from meshwright.threads import choose_threads
+from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
+from meshwright.threads import available_cores, choose_threads
 from meshwright.train.checkpoint import newest
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.meeting_place import meeting_place
 from meshwright.train.rendezvous import check_port_free
 from meshwright.train.run_directory import RunDirectory
-from meshwright.train.started_rank import StartedRank, start_rank
+from meshwright.train.started_rank import StartedRank, machine_memory, start_rank
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -82,9 +82,10 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
     from meshwright.train.rank_threads import local_threads
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     check_recipe(recipe)
+    check_memory(recipe, machine_memory())
     ranks = recipe.parsed_layout.world_size
     threads = local_threads(recipe, ranks)
     description = {
@@ -111,6 +112,12 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
+    most = max(limits.most("local_ranks"), 4 * available_cores())
+    if spec.ranks > most:
+        raise UserError(
+            f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
+            "smaller layout, or `meshwright launch` for several hosts"
+        )
     with RunDirectory(spec.directory) as directory, StopSignals() as signals:
         check_port_free(spec.method or "")
         for attempt in range(spec.restarts + 1):

@@ -3,9 +3,12 @@ before a process is started. Free of torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from meshwright.data.tokenizer import least_vocabulary
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
+from meshwright.model.parameters import parameter_table
 from meshwright.model.refuse import refuse
 from meshwright.recipe import Recipe
 from meshwright.train.trackers import check_trackers
@@ -23,6 +26,27 @@ def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> Non
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
     check_watching(recipe)
+
+
+def check_memory(recipe: Recipe, machine_bytes: int) -> None:
+    """`UserError` where all ranks run on the CPU of one machine and it cannot hold even what no layout avoids: each
+    parameter, its gradient and its optimizer state once, and one hidden state of every token of a micro-batch."""
+    if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
+        return
+    vocabulary = least_vocabulary(recipe.data.tokenizer)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
+    numel = parameter_table(config).numel
+    states = {"adamw": 4, "sgd": 2}[recipe.train.optimizer]  # float32: parameter, gradient and AdamW's two moments
+    tokens = recipe.train.batch // recipe.parsed_layout.micro_batches * recipe.data.sequence
+    for what, needed in (
+        (f"{numel:,} parameters with gradients and optimizer state", 4 * states * numel),
+        (f"the hidden states of the {tokens:,} tokens of a micro-batch", 2 * tokens * config.hidden),
+    ):
+        if needed > machine_bytes:
+            raise UserError(
+                f"{recipe.source_path or 'recipe'}: {what} take at least {needed / 2**30:,.0f} GiB, and this machine "
+                f"has {machine_bytes / 2**30:,.1f} GiB; make the model or the micro-batch smaller (`meshwright plan`)"
+            )
 
 
 def check_watching(recipe: Recipe) -> None:

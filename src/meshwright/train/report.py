@@ -51,7 +51,12 @@ def write_report(
     page = run_directory / "report.html"
     name = run_directory.resolve().name
     try:
-        page.write_text(_page(name, lines, result, recipe, evaluation, sample), encoding="utf-8")
+        text = _page(name, lines, result, recipe, evaluation, sample)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{metrics_path} or {RESULT} holds what no run writes ({reason[:100]})") from None
+    try:
+        page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{page} cannot be written: {(error.strerror or str(error)).lower()}") from None
     return page

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright.comm.call_ring import memory_file
@@ -128,6 +129,14 @@ def start_rank(
 def _memory() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, swap left out, or a container's limit where that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
 
 
 def _loopback() -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
-from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
@@ -51,16 +51,18 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
         os.set_inheritable(descriptor, False)
     faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
     attach(description["calls"])
+    start = Place(
+        description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
+    )
     try:
-        start = Place(
-            description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
-        )
         text, code = json.dumps({"result": (work or _train_as_told)(description, start)}), 0
-    except MeshwrightError as error:
-        said = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-        text, code = json.dumps(said | {"at": time.monotonic()}), 1
     except BaseException as error:
-        said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
+        if (reason := out_of_memory(error)) is not None:
+            error = UserError(f"rank {start.rank}: {reason}")
+        if isinstance(error, MeshwrightError):
+            said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+        else:
+            said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
         text, code = json.dumps(said | {"at": time.monotonic()}), 1
     try:
         report.write(text)

@@ -1,0 +1,433 @@
+"""What strangers' files may not do. `SECURITY.md` names these tests, and others, line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.records import Message
+from meshwright.data.sources import find_files
+from meshwright.data.template_rendering import TemplateError
+from meshwright.errors import UserError, out_of_memory
+from meshwright.inspect.files import TensorFiles
+from meshwright.layout import Layout
+from meshwright.limits import LIMITS, most, over, shown
+from meshwright.model.config import ModelConfig
+from meshwright.plan.cluster import cluster
+from meshwright.program.load import load_program
+from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
+from meshwright.tables import Size, _plain_types
+from meshwright.toml import parse_toml, read_toml
+from meshwright.train.launcher import LaunchSpec, launch
+from meshwright.train.refusals import check_memory
+from meshwright.train.report import write_report
+from meshwright.train.trackers import check_trackers, tracker_class
+from meshwright.untrusted import parse_json, read_file, read_json
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+MIXTURE = LLAMA | {"model_type": "qwen3_moe", "num_key_value_heads": 4}
+TURNS = [Message("user", "Q"), Message("assistant", "A")]
+DEEP = "[" * 100_000
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("number", [10**9 + 7, 10**12, 2**63, 2**64, 10**400])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "vocab_size", "max_position_embeddings"),
+    ],
+)
+def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_made_of_it(key: str, number: int):
+    if key == "max_position_embeddings" and number < 2**30:
+        number = 2**31
+    with pytest.raises(UserError, match=rf'^config.json: "{key}" .* is too large: at most [\d,]+ \('):
+        ModelConfig.from_huggingface(LLAMA | {key: number})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": 10**9}, '"num_experts" 1000000000 is too large'),
+        ({"num_experts": 16_384, "num_hidden_layers": 1000}, "all_experts 16384000 is too large"),
+        ({"num_experts": 8, "num_experts_per_tok": 10**9}, '"num_experts_per_tok" 1000000000 is too large'),
+        ({"num_experts": 8, "moe_intermediate_size": 10**12}, '"moe_intermediate_size" 1000000000000 is too large'),
+        ({"num_experts": 8, "decoder_sparse_step": 10**12}, '"decoder_sparse_step" 1000000000000 is too large'),
+    ],
+)
+def test_the_experts_of_a_config_json_are_bounded_one_by_one_and_together(changes: dict, said: str):
+    with pytest.raises(UserError, match=re.escape(said)):
+        ModelConfig.from_huggingface(MIXTURE | changes)
+
+
+def test_a_long_list_of_layers_is_looked_through_once():
+    listed = {"num_experts": 8, "num_hidden_layers": 1000, "mlp_only_layers": list(range(10**6, 2 * 10**6))}
+    begun = time.process_time()
+    assert ModelConfig.from_huggingface(MIXTURE | listed).dense_layers == ()
+    assert time.process_time() - begun < 20  # 10^9 comparisons take minutes
+
+
+@pytest.mark.parametrize("value", ["1e400", "NaN", "-1", "1" + "0" * 400])
+def test_numbers_of_a_config_json_are_finite(value: str):
+    for key in ("rope_theta", "rms_norm_eps", "initializer_range"):
+        with pytest.raises(UserError, match=f'"{key}"'):
+            ModelConfig.from_huggingface(LLAMA | {key: parse_json(value)})
+    with pytest.raises(UserError, match='"factor" must be'):
+        scaling = {"rope_type": "linear", "factor": parse_json(value)}
+        ModelConfig.from_huggingface(LLAMA | {"rope_scaling": scaling})
+
+
+def numbers_of_the_recipe() -> list[str]:
+    kinds = {key: _plain_types(field.annotation) for key, field in SCHEMA.keys.items()}
+    return [key for key, kind in kinds.items() if int in kind or float in kind]
+
+
+@pytest.mark.parametrize("key", numbers_of_the_recipe())
+def test_every_number_of_a_recipe_is_bounded(tiny_recipe: Path, key: str):
+    """Each value is taken or refused in one line; whole numbers beyond every limit, and what is not finite, refused."""
+    for value in ("0", "-1", "1000000000000", str(2**63), str(2**64), "1" + "0" * 400, "nan", "inf", "1e308"):
+        try:
+            found = load_recipe(tiny_recipe, [f"{key}={value}"])
+        except UserError as error:
+            assert "\n" not in str(error) and key.rpartition(".")[2] in str(error) and len(str(error)) < 1000
+            continue
+        table, _, name = key.rpartition(".")
+        taken = found.model_dump(by_alias=True)
+        for part in (*table.split("."), name):
+            taken = taken[part]
+        assert abs(taken) < float("inf") and (isinstance(taken, float) or taken < 2**63), (key, value)
+
+
+def test_whole_numbers_of_a_recipe_name_their_limit(tiny_recipe: Path):
+    for override, limit in (("train.batch=10000000000", "16,777,216"), ("model.hidden=1000000000000", "1,048,576")):
+        with pytest.raises(UserError, match=rf"{override.split('=')[0]}: \d+ is too large: at most {limit} \("):
+            load_recipe(tiny_recipe, [override])
+    sized = [item.name for field in SCHEMA.keys.values() for item in field.metadata if isinstance(item, Size)]
+    assert set(sized) <= set(LIMITS)
+
+
+def test_limits_say_why_and_are_reached():
+    for name, limit in LIMITS.items():
+        assert limit.reason and over(name, limit.most) is None, name
+        assert limit.reason in str(over(name, limit.most + 1)), name
+    assert shown(10**5000) == "a number of about 5,001 digits"
+    assert len(shown("x" * 1000)) == 60
+
+
+@pytest.mark.parametrize("layout", ["dp99999999", "dp1024 tp1024 pp1024", "mb99999999"])
+def test_layouts_beyond_any_cluster_are_refused(layout: str):
+    with pytest.raises(UserError, match="too large: at most 1,048,576"):
+        Layout.parse(layout)
+
+
+def test_more_ranks_than_a_machine_runs_are_not_started(tmp_path: Path):
+    spec = LaunchSpec({}, 100_000, tmp_path / "run", command=("false",))
+    with pytest.raises(UserError, match=r"100,000 ranks are more than the \d+ processes"):
+        launch(spec)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_a_rank_is_started(tiny_recipe: Path):
+    large = ["model.hidden=1048576", "model.heads=2", "model.kv_heads=2", "run.device=cpu"]
+    with pytest.raises(UserError, match=r"parameters with gradients and optimizer state take at least [\d,]+ GiB"):
+        check_memory(load_recipe(tiny_recipe, large), 24 * 2**30)
+    many = ["train.batch=16777216", "data.sequence=4096", "run.device=cpu"]
+    with pytest.raises(UserError, match=r"hidden states of the [\d,]+ tokens of a micro-batch take at least"):
+        check_memory(load_recipe(tiny_recipe, many), 24 * 2**30)
+    check_memory(load_recipe(tiny_recipe, ["run.device=cpu"]), 24 * 2**30)
+
+
+def test_an_allocation_that_fails_is_one_line():
+    assert "not enough memory" in str(out_of_memory(MemoryError()))
+    assert "not enough memory" in str(out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
+    assert out_of_memory(RuntimeError("shapes differ")) is None
+
+
+# --- JSON and TOML
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, "[" * 65 + "]" * 65, "1" * 5000, "\ud800", '{"a"', ""])
+def test_json_that_is_no_json_raises_nothing_but_value_error(text: str):
+    with pytest.raises(ValueError):
+        parse_json(text)
+    with pytest.raises(ValueError):
+        parse_json(text.encode("utf-8", "surrogatepass"))
+
+
+def test_json_of_usual_depth_is_read():
+    assert parse_json("[" * 60 + "]" * 60)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_deep_json_in_a_model_directory_is_one_line(tmp_path: Path, name: str):
+    (tmp_path / name).write_text(DEEP)
+    with pytest.raises(UserError, match=re.escape(name)):
+        ModelConfig.from_path(tmp_path) if name == "config.json" else TensorFiles(tmp_path)
+
+
+def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, command_line):
+    program, jobs = tmp_path / "p.json", tmp_path / "jobs.jsonl"
+    program.write_text('{"a":' * 100_000)
+    with pytest.raises(UserError, match="nested deeper"):
+        load_program(program, "pipeline")
+    jobs.write_text(DEEP + "\n")
+    outcome = command_line("plan", "--jobs", jobs)
+    assert outcome.code == 0 and "nested deeper" in json.loads(outcome.output)["error"]
+
+
+def test_files_that_are_too_large_or_never_end_are_not_read(tmp_path: Path):
+    large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
+    with large.open("wb") as file:
+        file.truncate(most("config_bytes") + 1)
+    os.mkfifo(pipe)
+    for path, said in ((large, "16,777,216 bytes"), (pipe, "device or a pipe"), (Path("/dev/zero"), "device")):
+        with pytest.raises(OSError, match=said):
+            read_file(path, "config_bytes")
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="a device or a pipe, not a file"):
+        ModelConfig.from_path(tmp_path)
+    (tmp_path / "whole.json").write_text("[1]")
+    assert read_json(tmp_path / "whole.json") == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"a = {DEEP}", f"a = {'{b = ' * 5000}", ".".join("a" * 200) + " = 1", f"a = {'1' * 5000}", "a = 2025-02-30"],
+)
+def test_hostile_toml_is_one_line(tmp_path: Path, text: str):
+    with pytest.raises(UserError, match="not valid TOML") as caught:
+        parse_toml(text, "recipe.toml")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(UserError, match="not valid TOML"):
+        cluster(str(tmp_path / "c.toml"))
+
+
+def test_a_recipe_of_megabytes_is_not_parsed(tmp_path: Path):
+    (tmp_path / "r.toml").write_text("a = 1\n" * 200_000)
+    with pytest.raises(UserError, match="more than 1,048,576 bytes"):
+        read_toml(tmp_path / "r.toml", "recipe")
+
+
+# --- chat templates
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{% set n = 10**10 %}{{ 'x' * n }}",
+        "{% set n = 10**10 %}{{ [0] * n }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ 'x'.center(10**10) }}",
+        "{{ ('x' * 1000)|join('y' * 10**7) }}",
+        "{{ ('x' * 10**6)|replace('x', 'x' * 10**5) }}",
+        "{% for i in range(100000) %}{{ 'x' * 100 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_makes_much_of_little_is_stopped(source: str):
+    with pytest.raises(UserError, match="the template (needs more than 2 GiB of memory|writes [0-9,]+ characters)"):
+        ChatTemplate(source, {}, frozenset(), "the template").render(TURNS)
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+    from meshwright.data import template_process
+
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    # A wall-clock limit of a second in place of ten of processor time: the same way out.
+    monkeypatch.setattr(template_process, "_WAIT_SECONDS", 1.0)
+    template = ChatTemplate("{% if messages|length > 1 %}" + slow + "{% endif %}ok", {}, frozenset(), "it")
+    template.check()
+    with pytest.raises(UserError, match="it gave no answer within 1 s"):
+        template.render(TURNS)
+    monkeypatch.setattr(template_process, "_WAIT_SECONDS", 300.0)
+    assert template.render(TURNS[:1]) == "ok"  # in a new process
+
+
+@pytest.mark.exhaustive
+def test_a_template_that_computes_for_ten_seconds_is_ended_by_the_kernel():
+    source = "{% set n = 9**9 %}{{ 9**n }}"
+    with pytest.raises(UserError, match="takes more than 10 s of processor time"):
+        ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**12)|list }}", "{{ ''.__class__.mro() }}"],
+)
+def test_a_template_that_calls_itself_or_looks_around_is_an_error_of_its_record(source: str):
+    with pytest.raises(TemplateError, match="^does not take it"):
+        ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "9" * 5000 + " }}", "{% if %}"]
+)
+def test_a_template_that_cannot_be_compiled_is_one_line(source: str):
+    with pytest.raises(UserError, match=r"^it(, line 1)?: not a Jinja template"):
+        ChatTemplate(source, {}, frozenset(), "it").check()
+
+
+def test_a_template_has_none_of_the_environment(monkeypatch):
+    from meshwright.data.template_process import RenderProcess
+
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    process = RenderProcess("{{ 1 }}", {})
+    assert process._process is not None
+    environment = Path(f"/proc/{process._process.pid}/environ")
+    if environment.exists():
+        assert b"hunter2" not in environment.read_bytes()
+    assert process.marked([], False) == "1"
+
+
+# --- code and keys
+
+
+def untrusted(to: str, options: str = "") -> str:
+    return f'[model]\nfamily = "llama"\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = "x"\nsequence = 8\n[train]\nsteps = 1\nbatch = 1\nlearning_rate = 1\n[track]\nto = ["{to}"]\n{options}'  # noqa: E501
+
+
+def test_a_recipe_names_no_code_without_trust(tmp_path: Path, monkeypatch):
+    """Not even the module is imported, which would run it."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("os:system", "planted:Tracker", "subprocess:Popen"):
+        with pytest.raises(UserError, match=r'"\w+:\w+" is code that the recipe names; .* add --trust-recipe'):
+            check_trackers(load_recipe_text(untrusted(name), "shared.toml"))
+    assert "planted" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "pathlib:Path"])
+def test_what_is_no_tracker_is_not_called_even_with_trust(name: str):
+    with pytest.raises(UserError, match="is no tracker: a class with the methods start"):
+        tracker_class(load_recipe_text(untrusted(name), "shared.toml", trust=True), name)
+
+
+def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line):
+    outcome = command_line("train", tiny_recipe, 'track.to=["os:system"]')
+    assert outcome.code == 2 and "add --trust-recipe" in outcome.errors and outcome.errors.count("\n") == 1
+
+
+def test_keys_go_to_no_server_that_a_recipe_names(monkeypatch):
+    pytest.importorskip("mlflow")
+    options = '[track.options.mlflow]\nuri = "http://evil.example"\n'
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    with pytest.raises(UserError, match="would be sent your MLFLOW_TRACKING_TOKEN") as caught:
+        tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
+    assert "secret" not in str(caught.value)
+    assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml", trust=True), "mlflow")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["sftp://host/a.txt", "ssh://host/a", "reference://::file:///x.json", "simplecache::sftp://host/a", "dask::x://a"],
+)
+def test_stores_that_log_in_where_a_recipe_says_need_the_users_word(url: str, monkeypatch):
+    pytest.importorskip("fsspec")
+    with pytest.raises(UserError, match="may log in with your keys .* MESHWRIGHT_STORES="):
+        find_files([url])
+    monkeypatch.setenv("MESHWRIGHT_STORES", "sftp")
+    with pytest.raises(UserError) as caught:
+        find_files(["sftp://localhost:1/a.txt"])
+    assert "MESHWRIGHT_STORES" not in str(caught.value)
+
+
+# --- paths, terminals, pages
+
+
+@pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 5, None])
+def test_an_index_names_no_file_outside_its_directory(tmp_path: Path, place: object):
+    inside = tmp_path / "model"
+    inside.mkdir()
+    (tmp_path / "secret.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
+    with pytest.raises(UserError, match=r"index\.json: (.* is not in the directory|not an index)"):
+        TensorFiles(inside)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [DEEP[:1000], '{"w": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4000000000000]}}', "[]"],
+)
+def test_a_header_that_declares_what_is_not_there_is_one_line(tmp_path: Path, header: str):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UserError, match=r"model\.safetensors: (cut short|not a safetensors file)"):
+        TensorFiles(path)
+    path.write_bytes((1 << 62).to_bytes(8, "little"))
+    with pytest.raises(UserError, match="not a safetensors file"):
+        TensorFiles(path)
+
+
+def test_a_pickle_runs_nothing(tmp_path: Path):
+    import torch
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"w": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="could run code"):
+        TensorFiles(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_errors_steer_no_terminal_and_stay_short(tmp_path: Path, command_line):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;owned\x07\x1b[2J" + "x" * 10_000}))
+    outcome = command_line("plan", tmp_path, "--cluster", "8xh100-sxm", "--sequence", 8, "--batch", 8)
+    assert outcome.code == 2 and "\x1b" not in outcome.errors and "\x07" not in outcome.errors
+    assert outcome.errors.count("\n") == 1 and len(outcome.errors) < 2100
+    assert main(["train", f"{tmp_path}/\x1b[2J.toml"]) == 2
+
+
+def test_a_report_page_holds_no_markup_of_its_run(tmp_path: Path):
+    evil = "<script>alert(1)</script>"
+    line = {
+        "step": 1, "loss": 1.0, "tokens_per_second": 1.0, "memory_gib": 1.0, "seconds_by_part": {evil: 1.0},
+        "seconds": 1.0,
+    }  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "recipe.toml").write_text(evil)
+    (tmp_path / "result.json").write_text(json.dumps({"layout": evil, "predicted": {"seconds_by_part": {evil: 1.0}}}))
+    page = write_report(tmp_path, sample={"prompt": evil, "text": evil}).read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    "content", ['{"loss": 1}', '{"step": "a", "loss": "b", "tokens_per_second": 1}', '{"loss": [1]}']
+)
+def test_a_run_directory_of_another_program_is_one_line(tmp_path: Path, content: str):
+    (tmp_path / "metrics.jsonl").write_text(content + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+# --- the page about it
+
+
+def test_security_md_names_tests_that_exist(repository: Path):
+    text = (repository / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|") and "tests/" in line]
+    assert len(rows) >= 20
+    for row in rows:
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row):
+            source = (repository / path).read_text()
+            assert re.search(rf"^def {name}\(", source, re.M), f"{path} has no {name}"
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row), row
+    here = set(re.findall(r"^def (test_\w+)\(", Path(__file__).read_text(), re.M))
+    named = set(re.findall(r"tests/test_security\.py::(\w+)", text))
+    assert here - named == {"test_security_md_names_tests_that_exist"}
