@@ -60,11 +60,11 @@ def evaluate(
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = ModelConfig.from_path(directory)
+    reading = None if layout is None else reading_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
-    if layout is None:
+    if reading is None:
         nats, count = _on_one_device(directory, tokens, device, progress)
     else:
-        reading = reading_layout(layout, config)
         threads = max(1, (os.cpu_count() or 1) // reading.world_size)
         with LocalRanks(reading.world_size, threads=threads) as ranks:
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
