@@ -51,7 +51,7 @@ _EXAMPLES = {
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
 
 LARGEST_COUNT = 2**20
-"""The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have up to 200,000 devices."""
+"""The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have 200,000 devices."""
 
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 """For each rank of the pipeline, where a schedule needs some."""

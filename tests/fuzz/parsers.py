@@ -331,7 +331,7 @@ def _program_seeds(dialect: str, name: str) -> list[bytes]:
     from meshwright.schedules.library import generate as schedule
 
     if dialect == "collective":
-        made: list[Any] = [collective("all_reduce", "ring", 3), collective("all_to_all", "bruck", 4)]
+        made: list[Any] = [collective("all-reduce", "ring", 3), collective("all-to-all", "bruck", 4)]
     else:
         made = [schedule("1f1b", 2, 3), schedule("zb-v", 2, 4), schedule("dualpipe", 2, 4)]
     return [print_program(each, name).encode() for each in made]
@@ -456,8 +456,8 @@ def _state(data: bytes, directory: Path) -> None:
 
 
 METRICS = b"\n".join(
-    json.dumps({"step": n, "loss": 5.0 / n, "tokens_per_second": 10.0, "mfu": 0.1, "seconds": 0.2, "learning_rate": 1e-3,
-                "gradient_norm": 1.0, "validation_loss": 4.0, "tokens": 100 * n}).encode()
+    json.dumps({"step": n, "loss": 5.0 / n, "tokens_per_second": 10.0, "memory_gib": 0.2, "learning_rate": 1e-3,
+                "seconds_by_part": {"forward": 0.1}, "gradient_norm": 1.0, "validation_loss": 4.0, "tokens": 100 * n}).encode()
     for n in range(1, 6)
 )  # fmt: skip
 RESULT: dict[str, Any] = {
@@ -498,12 +498,6 @@ def _prepared(data: bytes, directory: Path) -> None:
     made = prepare(recipe, 0)
     manifest = made.directory / "manifest.json"
     whole = manifest.read_bytes()
-    try:
-        content = json.loads(data)
-        if isinstance(content, dict) and "key" in content:
-            data = json.dumps({**content, "key": json.loads(whole)["key"]}).encode()
-    except (ValueError, RecursionError):
-        pass
     manifest.write_bytes(data)
     try:
         again = prepare(recipe, 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.parsers import PARSERS
@@ -31,7 +31,7 @@ def read_or_refuse(name: str, count: int, directory: Path) -> None:
     parser = PARSERS[name]
 
     @settings(
-        max_examples=count, derandomize=True, deadline=None, database=None,
+        max_examples=count, derandomize=True, phases=[Phase.generate], deadline=None, database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )  # fmt: skip
     @given(st.data())

@@ -225,14 +225,19 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
     """The "eos" or "bos" token as the directory's files name it, the tokenizer's own first."""
     for values in (config, _json_object(directory / "special_tokens_map.json")):
-        if values.get(f"{kind}_token") is not None:
-            return _content(values[f"{kind}_token"])
+        if (token := values.get(f"{kind}_token")) is not None:
+            if not _is_token(token):
+                raise UserError(
+                    f"data.tokenizer: the {kind}_token in {directory} must be text, or an object with its content, not "
+                    f"{str(token)[:80]}"
+                )
+            return _content(token)
     for name in ("generation_config.json", "config.json"):
         number = _json_object(directory / name).get(f"{kind}_token_id")
         if isinstance(number, list):
             number = number[0] if number else None
-        if isinstance(number, int) and (token := tokenizer.id_to_token(number)) is not None:
-            return token
+        if isinstance(number, int) and 0 <= number < 2**32 and (found := tokenizer.id_to_token(number)) is not None:
+            return str(found)
     return None
 
 
