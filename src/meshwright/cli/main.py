@@ -112,8 +112,8 @@ def _refuse_undecodable(argument: str) -> None:
             errors="surrogateescape" if "\udc80" <= argument[error.start] <= "\udcff" else "replace"
         )
         raise UserError(
-            f"argument {argument!a}: byte 0x{byte.hex()} of it is not UTF-8; rename the file or directory, or write the "
-            "argument in UTF-8"
+            f"argument {argument!a}: byte 0x{byte.hex()} of it is not UTF-8; rename the file or directory, or write "
+            "the argument in UTF-8"
         ) from None
 
 
