@@ -43,7 +43,8 @@ def test_an_argument_that_is_not_utf8_is_refused_by_every_command(
 
 
 LAYOUTS = {
-    "plan --layout": ["plan", "llama-tiny", "--cluster", "1xa100-80", "--sequence", "64", "--batch", "1", "--layout", "{}"],
+    "plan --layout": ["plan", "llama-tiny", "--cluster", "1xa100-80", "--sequence", "64", "--batch", "1",
+    "--layout", "{}"],
     "plan": ["plan", "{recipe}", "--cluster", "1xa100-80", "layout={}"],
     "verify --layout": ["verify", "--layout", "{}"],
     "verify": ["verify", "{recipe}", "layout={}"],

@@ -1,4 +1,4 @@
-"""Strategies of hostile and unlucky input: valid files of a format, spoiled by edits of bytes, of lines and of values."""
+"""Strategies of hostile and unlucky input: valid files of a format, spoiled by edits of bytes, lines and values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**12, 10**30, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e308,
     float("inf"), float("nan"), "", "a", "\0", "\ud800", "é" * 9, "../x", "/", "1", "true", "NaN", "x" * 300, [], [[]],
-    [0], [1, 2, 3], ["a"], [None], {}, {"": 1}, {"a": {}}, {"0": "a"}, [{}], [[1, 2], [3]], "zero1", "dp2", "full_attention",
+    [0], [1, 2, 3], ["a"], [None], {}, {"": 1}, {"a": {}}, {"0": "a"}, [{}], [[1, 2], [3]], "zero1", "dp2",
+    "full_attention",
 )  # fmt: skip
 _BYTES = (
-    b"", b"\0", b"\n", b"\r\n", b"\t", b" ", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b'"', b"'", b"\\", b"{", b"}", b"[",
-    b"]", b"(", b")", b":", b",", b".", b"=", b"-", b"#", b"@", b"*", b"->", b"..", b"0", b"1", b"-1", b"9" * 30, b"1e400",
-    b"nan", b"inf", b"null", b"true", b"[" * 200, b"{{", b"{%", b"%}", b"\\u0000", b"\\ud800", b"x" * 5000, "１é".encode(),
+    b"", b"\0", b"\n", b"\r\n", b"\t", b" ", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b'"', b"'", b"\\", b"{",
+    b"}", b"[",
+    b"]", b"(", b")", b":", b",", b".", b"=", b"-", b"#", b"@", b"*", b"->", b"..", b"0", b"1", b"-1", b"9" * 30,
+    b"1e400",
+    b"nan", b"inf", b"null", b"true", b"[" * 200, b"{{", b"{%", b"%}", b"\\u0000", b"\\ud800", b"x" * 5000,
+    "１é".encode(),
 )  # fmt: skip
 
 _place = st.integers(0, 2**16)
@@ -63,7 +67,7 @@ def wrong_values(draw: st.DrawFn, seeds: Sequence[Any], words: Sequence[Any] = (
     value = copy.deepcopy(draw(st.sampled_from(list(seeds))))
     others = (*HOSTILE, *words)
     for kind, place, what in draw(st.lists(_change, max_size=4)):
-        places = [place for place in _places(value)]
+        places = _places(value)
         if not places:
             return others[what % len(others)]
         holder, key = places[place % len(places)]

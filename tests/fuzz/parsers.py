@@ -6,6 +6,7 @@ printed and read again is equal.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -83,7 +84,8 @@ LAYOUTS = (
     b"pp2:interleaved:3 mb8 offload:cpu", b"pp4:@FILE mb8", b"dp8 ep4:etp2 tp2 fp8", b"pp4:dualpipe mb16 ac:full",
 )  # fmt: skip
 LAYOUT_WORDS = [f"pp2:{name}".encode() for name in SCHEDULES] + [
-    b"dp2 ", b" tp2", b"mb4", b":2", b"zero2 ", b"99999999999", b"hs2 ", b"ep2", b":etp2", b"ac:", b"offload:nvme", b"fp16",
+    b"dp2 ", b" tp2", b"mb4", b":2", b"zero2 ", b"99999999999", b"hs2 ", b"ep2", b":etp2", b"ac:", b"offload:nvme",
+    b"fp16",
 ]  # fmt: skip
 
 
@@ -143,17 +145,21 @@ def _weights() -> st.SearchStrategy[bytes]:
 
 
 def _read_tensors(directory: Path, path: Path) -> None:
-    """Read as `inspect` does, and as a model is; both refuse or none."""
+    """Read as `inspect` does, and as a model is."""
     from meshwright.inspect.report import inspect_model
     from meshwright.model.huggingface import CheckpointFiles
 
+    refused: UserError | None = None
     try:
         inspect_model(path)
-    finally:
-        files = CheckpointFiles(directory)
-        for name in sorted(files.names):
-            files.shape(name)
-            files.read_weights(name)
+    except UserError as error:
+        refused = error
+    files = CheckpointFiles(directory)
+    for name in sorted(files.names):
+        files.shape(name)
+        files.read_weights(name)
+    if refused is not None:
+        raise refused
 
 
 def _weight_file(data: bytes, directory: Path) -> None:
@@ -223,16 +229,19 @@ def _tokenizer_config(data: bytes, directory: Path) -> None:
 
 
 TEMPLATES = (
-    b"{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}",
+    b"{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    b"{% if add_generation_prompt %}<|a|>{% endif %}",
     b"{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}"
     b"{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}",
     b"{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content }}"
     b"{% endfor %}{{ raise_exception('no') if ns.n > 9 }}",
 )
 TEMPLATE_WORDS = (
-    b"{{ messages }}", b"{% for x in messages %}", b"{% endfor %}", b"{% if ", b"{% generation %}", b"{% endgeneration %}",
+    b"{{ messages }}", b"{% for x in messages %}", b"{% endfor %}", b"{% if ", b"{% generation %}",
+    b"{% endgeneration %}",
     b"{{ 1 / 0 }}", b"{{ x.y.z }}", b"| upper", b"| tojson", b"{% macro f() %}", b"{% include 'a' %}", b"{{ [1] * 9 }}",
-    b"{{ messages[9] }}", b"{% set a = ", b"range(3)", b"strftime_now('%Y')", b"raise_exception('a')", b".__class__", b"{#",
+    b"{{ messages[9] }}", b"{% set a = ", b"range(3)", b"strftime_now('%Y')", b"raise_exception('a')",
+    b".__class__", b"{#",
 )  # fmt: skip
 
 
@@ -368,8 +377,10 @@ inside_gb_per_second = 450
 across_gb_per_second = 50.0
 """
 CLUSTER_KEYS = (
-    b"memory_gib = 80", b"[calibration]", b"time_factor = 1.1", b"device = ", b"[device]", b"devices = 3", b"inf", b"-0",
-    b"[peak_tflops]", b"bf16 = 900", b"runs = 3", b"inside_latency_seconds = 1e-6", b'"a100-80"', b"devices_per_node = 3",
+    b"memory_gib = 80", b"[calibration]", b"time_factor = 1.1", b"device = ", b"[device]", b"devices = 3", b"inf",
+    b"-0",
+    b"[peak_tflops]", b"bf16 = 900", b"runs = 3", b"inside_latency_seconds = 1e-6", b'"a100-80"',
+    b"devices_per_node = 3",
 )  # fmt: skip
 
 
@@ -386,7 +397,8 @@ def _shorthand(data: bytes, directory: Path) -> None:
         cluster(text)
 
 
-JOB = {"model": "llama-tiny", "cluster": "8xh100-sxm", "sequence": 64, "batch": 8, "layout": "dp4 tp2", "engine": "megatron",
+JOB = {"model": "llama-tiny", "cluster": "8xh100-sxm", "sequence": 64, "batch": 8, "layout": "dp4 tp2",
+    "engine": "megatron",
        "compile": False, "optimizer": "adamw", "documents": 1.0, "precision": "bf16"}  # fmt: skip
 JOB_CLUSTER = {"device": "h100-sxm", "devices": 8, "devices_per_node": 8, "inside_gb_per_second": 450.0}
 
@@ -414,7 +426,8 @@ def _damaged() -> tuple[type[Exception], ...]:
 def _manifest_bytes() -> bytes:
     from meshwright.train.checkpoint.manifest import FileRecord, Manifest
 
-    return Manifest(3, 2.5, {"config.json": FileRecord(2, "a" * 64, ("b" * 64,))}).to_json()
+    digest = hashlib.sha256(b"{}").hexdigest()
+    return Manifest(3, 2.5, {"config.json": FileRecord(2, digest, (digest,))}).to_json()
 
 
 def _manifest(data: bytes, directory: Path) -> None:
@@ -444,7 +457,8 @@ def _slices(data: bytes, directory: Path) -> None:
 
 SLICES = {
     "format": 1, "columns": ["kind", "name", "start", "stop", "dtype", "offset"],
-    "files": {"training/rank-00000-of-00001.safetensors": [["master", "a", 0, 4, "F32", 0], ["m", "a", 0, 4, "F32", 16, 0, 2, 4]]},
+    "files": {"training/rank-00000-of-00001.safetensors": [["master", "a", 0, 4, "F32", 0], ["m", "a", 0, 4, "F32",
+    16, 0, 2, 4]]},
 }  # fmt: skip
 
 
@@ -457,13 +471,17 @@ def _state(data: bytes, directory: Path) -> None:
 
 METRICS = b"\n".join(
     json.dumps({"step": n, "loss": 5.0 / n, "tokens_per_second": 10.0, "memory_gib": 0.2, "learning_rate": 1e-3,
-                "seconds_by_part": {"forward": 0.1}, "gradient_norm": 1.0, "validation_loss": 4.0, "tokens": 100 * n}).encode()
+                "seconds_by_part": {"forward": 0.1}, "gradient_norm": 1.0, "validation_loss": 4.0,
+                "tokens": 100 * n}).encode()
     for n in range(1, 6)
 )  # fmt: skip
 RESULT: dict[str, Any] = {
-    "schema": 1, "step": 5, "loss": 1.0, "validation_loss": 2.0, "tokens_per_second": 10.0, "mfu": 0.1, "skipped_steps": 0,
-    "peak_flops_per_device": 1e12, "flops_convention": "6 N", "layout": "dp2", "checkpoint": "c", "best_checkpoint": "c",
-    "predicted": {"step_seconds": 0.1, "device": "cpu", "memory_bytes": {"peak": 10**9}, "calibration": {"time_factor": 1.1},
+    "schema": 1, "step": 5, "loss": 1.0, "validation_loss": 2.0, "tokens_per_second": 10.0, "mfu": 0.1,
+    "skipped_steps": 0,
+    "peak_flops_per_device": 1e12, "flops_convention": "6 N", "layout": "dp2", "checkpoint": "c",
+    "best_checkpoint": "c",
+    "predicted": {"step_seconds": 0.1, "device": "cpu", "memory_bytes": {"peak": 10**9},
+    "calibration": {"time_factor": 1.1},
                   "step_seconds_low": 0.1, "step_seconds_high": 0.2, "compile": False},
     "measured": {"step_seconds": 0.2, "memory_bytes": {"peak": 10**9, "unexplained": 10**6}, "bytes_sent": 4},
 }  # fmt: skip
@@ -522,7 +540,8 @@ def _text_of(seeds: Callable[[], Sequence[bytes]], words: Callable[[], Sequence[
 
 
 PARSERS: dict[str, Parser] = {
-    "recipe": Parser(_text_of(lambda: [TINY_RECIPE.encode()], lambda: [b"[track]\n", b'to = ["a:b"]\n', *_recipe_keys()]), _recipe),
+    "recipe": Parser(_text_of(lambda: [TINY_RECIPE.encode()], lambda: [b"[track]\n", b'to = ["a:b"]\n',
+    *_recipe_keys()]), _recipe),
     "overrides": Parser(_text_of(lambda: OVERRIDES, _recipe_keys), _overrides),
     "layout": Parser(_text_of(lambda: LAYOUTS, lambda: LAYOUT_WORDS), _layout),
     "config.json": Parser(lambda: spoiled_json(_configs(), _config_words()), _config),
@@ -549,13 +568,16 @@ PARSERS: dict[str, Parser] = {
         f"{dialect} program, JSON": Parser(lambda dialect=dialect: _program_json(dialect), _program(dialect, "p.json"))
         for dialect in ("collective", "pipeline")
     },
-    "schedule of PyTorch": Parser(_text_of(_csv_seeds, lambda: [b"0F0", b"1B3", b"0I1", b"0W1", b"SEND_F", b","]), _csv),
+    "schedule of PyTorch": Parser(_text_of(_csv_seeds, lambda: [b"0F0", b"1B3", b"0I1", b"0W1", b"SEND_F", b","]),
+    _csv),
     "cluster file": Parser(_text_of(lambda: [CLUSTER], lambda: CLUSTER_KEYS), _cluster),
     "cluster shorthand": Parser(
         _text_of(lambda: [b"64xh100-sxm", b"2x8xa100-80"], lambda: [b"x", b"b200", b"h100-sxm"]), _shorthand
     ),
-    "jobs line": Parser(lambda: spoiled_json([JOB, {**JOB, "cluster": JOB_CLUSTER}], [*JOB, *JOB_CLUSTER, "gpt2"]), _job),
-    "checkpoint manifest": Parser(lambda: spoiled_json([json.loads(_manifest_bytes())], ["size"]), _manifest, _damaged()),
+    "jobs line": Parser(lambda: spoiled_json([JOB, {**JOB, "cluster": JOB_CLUSTER}], [*JOB, *JOB_CLUSTER, "gpt2"]),
+    _job),
+    "checkpoint manifest": Parser(lambda: spoiled_json([json.loads(_manifest_bytes())], ["size"]), _manifest,
+    _damaged()),
     "checkpoint slices": Parser(lambda: spoiled_json([SLICES], ["files"]), _slices, _damaged()),
     "checkpoint state": Parser(lambda: spoiled_json([{"step": 3, "recipe": "a", "layout": "dp1"}]), _state),
     "metrics": Parser(
