@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.parsers import INDEX, METRICS, PARSERS, RESULT, SLICES, TOKENIZER_CONFIG
+from tests.model.test_config import LLAMA
 
 STEP = json.loads(METRICS.split(b"\n")[0])
 FOUND: dict[str, tuple[str, object]] = {
     "an index with a name that no file can have": ("safetensors index", {**INDEX, "weight_map": {"a": "x" * 300}}),
-    "a config.json with a number that no float can hold": ("config.json", {"model_type": "llama", "rms_norm_eps": 10**400}),
+    "a config.json with a number that no float can hold": ("config.json", {**LLAMA, "rms_norm_eps": 10**400}),
     "an end of text that is a list": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "eos_token": {"name": "a"}}),
     "half a character": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "model_max_length": "\ud800"}),
     "a shorthand that no file can be called": ("cluster shorthand", "64x" + "[" * 300),
@@ -46,11 +47,10 @@ def test_a_panic_of_the_tokenizers_library_is_refused_in_a_line(tmp_path: Path):
     tokenizer = {
         "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
         "decoder": None, "truncation": None, "padding": None,
-        "model": {"type": "BPE", "continuing_subword_prefix": "x" * 8, "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]},
+        "model": {"type": "BPE", "continuing_subword_prefix": "x" * 8, "vocab": {"a": 0, "b": 1},
+                  "merges": [["a", "b"]]},
     }  # fmt: skip
-    with pytest.raises(
-        PARSERS["tokenizer.json"].refusals, match="the tokenizers library: range end index 8 out of range"
-    ):
+    with pytest.raises(PARSERS["tokenizer.json"].refusals, match="the tokenizers library: range end index"):
         PARSERS["tokenizer.json"].read(json.dumps(tokenizer).encode(), tmp_path)
 
 
