@@ -18,6 +18,9 @@ from meshwright.comm import local
 # loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests start runs on machines that were never measured, and look at what else these do.
+os.environ["MESHWRIGHT_PROBE"] = "0"
+
 # Tests start hundreds of processes. Where bytecode is not kept, each of them compiles the package anew, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

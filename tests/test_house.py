@@ -17,8 +17,11 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 ROOMS = [
     *(
         "errors",
+        "limits",
         "names",
+        "untrusted",
         "toml",
+        "threads",
         "layout",
         "tables",
         "recipe_data",
@@ -50,6 +53,7 @@ MODEL_AS_DATA = {
         "config",
         "config_fields",
         "config_json",
+        "config_reader",
         "disk_names",
         "encoder_json",
         "experts_json",

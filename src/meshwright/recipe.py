@@ -69,6 +69,7 @@ class Recipe(Table):
     track: TrackRecipe = TrackRecipe()
 
     _source_path: Path | None = PrivateAttr(default=None)
+    _trusted: bool = PrivateAttr(default=False)
     _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
 
     @model_validator(mode="before")
@@ -123,6 +124,11 @@ class Recipe(Table):
         """The file it was read from."""
         return self._source_path
 
+    @property
+    def trusted(self) -> bool:
+        """Whether code that the recipe names may run: `--trust-recipe`, or `trust=True` where it was read."""
+        return self._trusted
+
     def where(self, key: str) -> str:
         """Where a person said the value of `key`: an override or the file."""
         return _said_where(self._overrides, key, str(self._source_path or "recipe"))
@@ -132,9 +138,14 @@ class Recipe(Table):
         return Path(self.run.directory) if self.run.directory else Path("runs") / self.run.name
 
     @classmethod
-    def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe") -> Recipe:
-        """Check a recipe given as nested dictionaries. `UserError` in one line that starts with `where`."""
-        return SCHEMA.check(tables, lambda key: where)
+    def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
+        """Check a recipe given as nested dictionaries. `UserError` in one line that starts with `where`.
+
+        trust: code that it names may run (see `trusted`).
+        """
+        recipe = SCHEMA.check(tables, lambda key: where)
+        recipe._trusted = trust
+        return recipe
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as TOML that reads back equal."""
@@ -145,11 +156,11 @@ class Recipe(Table):
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
     """Read the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one counts.
 
-    Values of overrides are TOML; a bare word is a string. `UserError`: one line with the file or the override, the key,
-    and what would be right.
+    Values of overrides are TOML; a bare word is a string. trust: code that the recipe names may run. `UserError`: one
+    line with the file or the override, the key, and what would be right.
     """
     path = Path(path)
     tables = read_toml(path, "recipe")
@@ -165,7 +176,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         run.setdefault("name", path.stem)
 
     recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path)))
-    recipe._source_path, recipe._overrides = path, said_by
+    recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
     return recipe
 
 
@@ -180,9 +191,9 @@ def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:
     return f"{file} with override{'s' if len(inside) > 1 else ''} {', '.join(inside)}"
 
 
-def load_recipe_text(text: str, where: str) -> Recipe:
+def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
     """A recipe from its text, as `Recipe.to_toml` writes it; a `UserError` starts with `where`."""
-    recipe = Recipe.from_tables(parse_toml(text, where), where)
+    recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)
     return recipe
 

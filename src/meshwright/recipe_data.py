@@ -16,7 +16,7 @@ from meshwright.names import (
     TRAINED,
     unknown,
 )
-from meshwright.tables import Count, CountOrZero, Fraction, Name, Positive, Table, named
+from meshwright.tables import Fraction, Name, Positive, Size, Table, named
 
 # The keys that each kind of record has its parts under, unless data.record_keys says others.
 RECORD_KEYS: dict[str, tuple[str, ...]] = {
@@ -31,8 +31,8 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 class CleanRecipe(Table):
     """[data.clean]: which documents are dropped, and what in the others is masked."""
 
-    minimum_characters: CountOrZero = 1
-    maximum_characters: Count | None = None
+    minimum_characters: Annotated[int, Size("characters", 0)] = 1
+    maximum_characters: Annotated[int, Size("characters")] | None = None
     maximum_control_fraction: Fraction = 0.01  # control characters other than white space
     maximum_repetition: Fraction = 0.75  # of a document's lines, those that stood earlier in it
     exact_duplicates: bool = True  # drop them
@@ -45,12 +45,12 @@ class CleanRecipe(Table):
     blocked_words: Name | None = None  # a file with one word or phrase a line: what holds one is dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
     evaluation_sets: list[Name] = []  # what training must not have seen
-    contamination_words: Count = 13  # in a run that counts as shared
+    contamination_words: Annotated[int, Size("words")] = 13  # in a run that counts as shared
     maximum_contamination: Fraction = 0.0  # of a document's words, those in shared runs
     near_duplicates: bool = False  # drop them
     minhash_bands: Annotated[int, Field(ge=1, le=256)] = 14
     minhash_rows: Annotated[int, Field(ge=1, le=64)] = 8
-    minhash_words: Count = 5  # in a shingle
+    minhash_words: Annotated[int, Size("words")] = 5  # in a shingle
 
 
 class SourceRecipe(Table):
@@ -77,12 +77,12 @@ class DataRecipe(Table):
     pack: bool = True  # several examples in a row
     too_long: Annotated[str, named("choice", TOO_LONG)] = "truncate"  # an example that is longer than a row
     tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
-    vocabulary: Annotated[int, Field(ge=257, le=2**24)] = 2048  # of a tokenizer that is trained on the data
-    sequence: Count  # tokens in a sample
+    vocabulary: Annotated[int, Size("vocabulary", 257)] = 2048  # of a tokenizer that is trained on the data
+    sequence: Annotated[int, Size("sequence")]  # tokens in a sample
     document_mask: bool = True  # documents packed into one sample do not see each other
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the documents
     cache: Name | None = None  # the user's cache directory unless said
-    shard_tokens: Count = 2**26  # tokens in one file of the cache
+    shard_tokens: Annotated[int, Size("shard_tokens")] = 2**26  # tokens in one file of the cache
     clean: CleanRecipe = CleanRecipe()
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from meshwright.names import (
     OPTIMIZERS,
     unknown,
 )
-from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Table, matching, named
+from meshwright.tables import Count, CountOrZero, Fraction, Name, NotNegative, Positive, Size, Table, matching, named
 from meshwright.toml import toml_value
 
 
@@ -65,8 +65,8 @@ class RunRecipe(Table):
     directory: Name | None = None  # runs/NAME unless said
     rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
     device: Annotated[str, named("device", DEVICES)] = "auto"
-    threads: Count | None = None  # per rank; the processors shared out unless said
-    collective_timeout: Positive = 600.0  # seconds
+    threads: Annotated[int, Size("threads")] | None = None  # per rank; by the model's work unless given
+    collective_timeout: Annotated[Positive, Size("seconds", 0)] = 600.0  # seconds
 
 
 class ModelRecipe(Table):
@@ -76,24 +76,24 @@ class ModelRecipe(Table):
     from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
     load_weights: bool = False  # with `from`: start from its weights
     family: Annotated[str, named("family", (*FAMILIES, *ENCODER_FAMILIES))] | None = None
-    layers: Count | None = None
-    hidden: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    intermediate: Count | None = None
-    vocabulary: Count | None = None  # the tokenizer's unless said
-    max_positions: Count | None = None  # data.sequence unless said
+    layers: Annotated[int, Size("layers")] | None = None
+    hidden: Annotated[int, Size("hidden")] | None = None
+    heads: Annotated[int, Size("heads")] | None = None
+    kv_heads: Annotated[int, Size("kv_heads")] | None = None
+    head_dim: Annotated[int, Size("head_dim")] | None = None
+    intermediate: Annotated[int, Size("intermediate")] | None = None
+    vocabulary: Annotated[int, Size("vocabulary")] | None = None  # the tokenizer's unless said
+    max_positions: Annotated[int, Size("max_positions")] | None = None  # data.sequence unless said
     rope_theta: Positive | None = None
     rope_scaling: dict[str, bool | int | float | str] | None = None
-    sliding_window: Count | None = None
+    sliding_window: Annotated[int, Size("sliding_window")] | None = None
     tied: bool | None = None
     norm_epsilon: Positive | None = None
-    experts: Count | None = None  # of each layer; families with experts only
-    experts_per_token: Count | None = None
-    expert_intermediate: Count | None = None
-    shared_intermediate: CountOrZero | None = None  # 0: no shared expert
-    dense_layers: list[CountOrZero] | None = None  # layers without experts
+    experts: Annotated[int, Size("experts")] | None = None  # of each layer; families with experts only
+    experts_per_token: Annotated[int, Size("experts_per_token")] | None = None
+    expert_intermediate: Annotated[int, Size("expert_intermediate")] | None = None
+    shared_intermediate: Annotated[int, Size("shared_intermediate", 0)] | None = None  # 0: no shared expert
+    dense_layers: list[Annotated[int, Size("layers", 0)]] | None = None  # layers without experts
     router_loss: NotNegative | None = None  # weight of the loss that balances experts
 
     @model_validator(mode="after")
@@ -117,8 +117,8 @@ class ModelRecipe(Table):
 class TrainRecipe(Table):
     """[train]: one optimizer step after another."""
 
-    steps: Count
-    batch: Count  # sequences in a step, over all ranks
+    steps: Annotated[int, Size("steps")]
+    batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
     objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # "dpo" of preferences unless said
     preference_beta: Positive = 0.1  # dpo, ipo: how dear it is to leave the reference
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs taken to be the wrong way
@@ -130,21 +130,21 @@ class TrainRecipe(Table):
     momentum: Decay = 0.0  # sgd
     router_bias_rate: NotNegative = 0.001  # a step of the biases that balance experts, where a family has them
     schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
-    warmup: CountOrZero = 0  # steps
-    decay: CountOrZero = 0  # steps of the wsd tail
+    warmup: Annotated[int, Size("steps", 0)] = 0  # steps
+    decay: Annotated[int, Size("steps", 0)] = 0  # steps of the wsd tail
     minimum_learning_rate: Fraction = 0.1  # of the peak
     clip: NotNegative = 1.0  # global gradient norm; 0 = off
     compile: bool = False
     deterministic: bool = False
     validate_every: CountOrZero = 0  # steps; 0 = never
-    validation_sequences: Count = 64
+    validation_sequences: Annotated[int, Size("documents")] = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
     loss_scale: Annotated[Positive, AfterValidator(_power_of_two)] = 65536.0  # fp16: at the start
     loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
     profile: Annotated[str, AfterValidator(_steps)] | None = None  # steps, "10" or "10:12", both ends included
-    profile_ranks: list[CountOrZero] = []  # whose operators are written; all unless said
+    profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # whose operators are written; all unless said
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:

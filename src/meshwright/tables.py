@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeGuard, TypeVar, Union, get_args, get_origin
 
+from annotated_types import Ge, GroupedMetadata
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
+from meshwright.limits import over, shown
 from meshwright.names import nearest, unknown
-from meshwright.toml import toml_value
+from meshwright.toml import parse_toml, toml_value
+
+LONGEST_SHOWN = 200  # characters of a wrong value
 
 
 class Table(BaseModel):
@@ -24,8 +27,25 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+@dataclass(frozen=True)
+class Size(GroupedMetadata):
+    """Marks a number from `ge` to the limit called `name` in `limits.LIMITS`."""
+
+    name: str
+    ge: int = 1
+
+    def __iter__(self) -> Iterator[object]:
+        yield Ge(self.ge)
+        yield AfterValidator(self._check)
+
+    def _check(self, value: float) -> float:
+        if problem := over(self.name, value, ""):
+            raise ValueError(problem.strip())
+        return value
+
+
+Count = Annotated[int, Size("count")]
+CountOrZero = Annotated[int, Size("count", 0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -97,8 +117,8 @@ class Schema(Generic[Root]):
 
     def _override_value(self, key: str, text: str) -> Any:
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            value = parse_toml(f"value = {text}", key)["value"]
+        except UserError:
             return text
         takes_text = key in self.keys and str in _plain_types(self.keys[key].annotation)
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
@@ -211,4 +231,7 @@ def _said(value: Any) -> str:
     """A wrong value as the person wrote it."""
     if isinstance(value, Mapping):
         return "a table"
-    return toml_value(value) if isinstance(value, (str, int, float, list)) else repr(value)
+    if isinstance(value, (str, float, list, bool)):
+        text = toml_value(value)
+        return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    return shown(value)

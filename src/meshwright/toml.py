@@ -11,12 +11,13 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.names import nearest
+from meshwright.untrusted import check_nesting, read_file
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """The tables of the TOML file at `path`; `kind` is what it should be ("recipe"). `UserError` if it is not that."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path, "recipe_bytes", pipe=True).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_no_such_file(path, kind)) from None
     except IsADirectoryError:
@@ -31,13 +32,19 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The tables of TOML text; `UserError` names the line, after `where`."""
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
+        check_nesting(tables)
+        return tables
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         position = re.search(r" \(at line (\d+), column \d+\)$", message)
         line = position[1] if position else len(text.splitlines()) or 1
         reason = message[: position.start()] if position else message.removesuffix(" (at end of document)")
         raise UserError(f"{where}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid TOML: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits, a date that there is not, or too deep
+        raise UserError(f"{where}: not valid TOML: {error}") from None
 
 
 def _no_such_file(path: Path, kind: str) -> str:

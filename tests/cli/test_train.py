@@ -204,21 +204,28 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
     place = f"run.rendezvous=tcp://127.0.0.1:{free_port()}"
     by_hand = [
         subprocess.Popen(
-            [sys.executable, *arguments, "train.steps=4", place],
+            [sys.executable, *arguments, "train.steps=4", place, "run.threads=2"],
             cwd=tmp_path,
             env=environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=200)[0] for process in by_hand]
+    outputs, errors = zip(*(process.communicate(timeout=200) for process in by_hand), strict=True)
     assert [process.returncode for process in by_hand] == [0, 0]
     assert json.loads(outputs[0])["step"] == 4 and outputs[1] == ""
+    assert errors[0].count("threads: 1 a rank until the checkpoint and 2 now: ") == 1 and "threads" not in errors[1]
+    assert json.loads((tmp_path / "run/checkpoints/step-000004/training/state.json").read_text())["threads"] == 2
+    assert "threads = 2\n" in (tmp_path / "run/recipe.resolved.toml").read_text()
 
     ended = start(recipe, *arguments[4:], "train.steps=5", f"run.rendezvous=file://{tmp_path}/meeting")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["step"] == 5 and "resumed from step-000004" in ended.stderr
+    # OMP_NUM_THREADS is 1 here: the run keeps its number, and so its bits.
+    assert ended.stderr.count("threads: 2 a rank, as when this run began") == 1 and "until the ch" not in ended.stderr
+    assert "on 2 cpu processes x 2 threads\n" in ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
 
@@ -239,6 +246,20 @@ def test_of_ranks_that_others_started_rank_0_alone_says_that_all_were_stopped(
     with pytest.raises(SystemExit) as ended:
         command_line("train", recipe)
     assert ended.value.code == code and capsys.readouterr() == ("", "")
+
+
+def test_a_busy_port_is_a_line_before_ranks_are_started(recipe, tmp_path, command_line, monkeypatch):
+    monkeypatch.setattr(launcher, "start_rank", lambda *_: pytest.fail("a rank was started"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        outcome = command_line("train", recipe, "layout=dp2", f"run.rendezvous=tcp://127.0.0.1:{port}")
+    assert outcome.code == 2
+    assert outcome.errors.splitlines()[-1] == (
+        f"meshwright: error: run.rendezvous: port {port}, where the ranks are to meet (tcp://127.0.0.1:{port}), is in "
+        "use by another program on rank 0's host; end that program or choose a free port"
+    )
 
 
 def test_another_number_of_ranks_than_the_layout_needs_is_a_line(recipe, command_line, monkeypatch):

@@ -6,7 +6,7 @@ send is done when its receive is posted (blocking sends).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 
@@ -94,14 +94,21 @@ def run(program: CollectiveProgram, vectors: np.ndarray) -> np.ndarray:
 
 
 def _no_race(group: list[tuple[int, ...]]) -> None:
-    """No slot that a receive writes is touched by another step of the group; local steps stand alone."""
+    """No slot that a receive or a copy writes is touched by another step of the group, and none that a combine writes
+    is read by another; local steps stand alone."""
     local = [step[0] in (Kind.COPY, Kind.COMBINE) for step in group]
     assert all(local) or not any(local)
-    touched = [slot for kind, slot, count, _, _ in group if kind == Kind.RECEIVE for slot in range(slot, slot + count)]
-    written = set(touched)
-    assert len(written) == len(touched)
-    for kind, slot, count, _, _ in group:
-        assert kind == Kind.RECEIVE or written.isdisjoint(range(slot, slot + count))
+    exclusive, combined, read, touched = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
+    for kind, slot, count, _, source in group:
+        reads = {Kind.SEND: slot, Kind.COPY: source, Kind.COMBINE: source}.get(Kind(kind))
+        if reads is not None:
+            read.update(range(reads, reads + count))
+        if kind != Kind.SEND:
+            touched.update(range(slot, slot + count))
+            (combined if kind in (Kind.REDUCE, Kind.COMBINE) else exclusive).update(range(slot, slot + count))
+    touched += read
+    assert all(touched[slot] == 1 for slot in exclusive)
+    assert not any(local) or read.keys().isdisjoint(combined)
 
 
 def assert_right(program: CollectiveProgram, seed: int = 0) -> None:

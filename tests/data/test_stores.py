@@ -301,7 +301,7 @@ def test_a_url_that_holds_credentials_is_refused_without_saying_them(url: str):
     ("url", "said"),
     [
         ("nonsense://a/b.txt", 'data.source: "nonsense://a/b.txt": Protocol not known: nonsense'),
-        ("sftp://host/a.txt", 'data.source: "sftp://host/a.txt" needs one more package: '),
+        ("sftp://host/a.txt", 'data.source: "sftp://host/a.txt": sftp may log in with your keys at a host'),
         ("memory://nothing/there.txt", "there is no such file"),
     ],
 )

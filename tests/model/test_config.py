@@ -200,7 +200,7 @@ def test_files_that_hold_no_configuration_are_named(tmp_path):
     with pytest.raises(UserError, match="must hold one JSON object, not list"):
         ModelConfig.from_path(tmp_path)
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="not JSON: byte 0 is not UTF-8"):
         ModelConfig.from_path(tmp_path)
 
 

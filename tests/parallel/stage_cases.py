@@ -12,10 +12,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model.documents import Documents
 from meshwright.model.parameters import parameter_table
 from meshwright.model.partition import Partition
 from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.step import ForwardBackward
@@ -23,8 +25,14 @@ from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
 from meshwright.train.loop import model_config
 from meshwright.train.trainer import Trainer
-from meshwright.verify.problem import Problem, make_batch, share_of
-from meshwright.verify.reference import tensors_of
+from meshwright.verify.problem import Problem
+from meshwright.verify.samples import Batch, make_batch, share_of
+
+
+def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+    """Tokens, targets and documents of this rank's part of a batch of whole sequences."""
+    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    return part_of_rows(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
 
 
 class Rank:

@@ -19,8 +19,9 @@ from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import flat_unit, pieces_of
-from meshwright.verify.problem import Problem, make_batch, scaled_down, share_of
-from meshwright.verify.reference import tensors_of
+from meshwright.verify.problem import Problem, scaled_down
+from meshwright.verify.samples import make_batch, share_of
+from tests.parallel.stage_cases import tensors_of
 
 LLAMA = scaled_down(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
 CONFIGS = {

@@ -80,6 +80,15 @@ def test_elementwise_work_takes_what_the_same_work_took_else_a_sum():
     assert Rates.of(here(), "fp32", "compiled").seconds(norm) == rates.seconds(other)
 
 
+def test_fused_activation_takes_what_exponentials_took():
+    found = measured()
+    silu = Pass("silu", "fp32", 2, 1, curve(3e-5, 6e-9))
+    rates = Rates.of(here(replace(found, passes=(*found.passes, silu))), "fp32", "compiled")
+    one = Operation("mlp.activation", "elementwise", "input", 0.0, 1e5, None, 2.0)
+    assert rates.seconds(one) == pytest.approx(2 * (3e-5 + 6e-9 * 1e5 + 3e-6))
+    assert rates.seconds(one._replace(name="norm")) == pytest.approx(2 * (1e-5 + 1e-9 * 1e5 + 3e-6))
+
+
 def test_attention_takes_what_its_scores_took():
     rates, tokens, heads, row = Rates.of(here(), "fp32"), 2048, 6, 256
     scores = SCORE_BYTES * attention_scores(tokens * heads, 128.5, row)

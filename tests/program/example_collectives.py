@@ -41,6 +41,7 @@ def all_to_one_and_back(ranks: int) -> CollectiveProgram:
         program.transfer(others, 0, chunk=0, count=2, reduce=True)
     with program.round():
         program.copy(0, source=0, into=2, count=2)
+    with program.round():
         program.copy(0, source=2, into=0)
     with program.round():
         program.transfer(0, others, chunk=2, into=0)

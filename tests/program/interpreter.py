@@ -1,5 +1,6 @@
 """Runs a collective program on random integers in a random interleaving, as unkind as the rules allow: a transfer takes
-place at any moment while both of its groups are under way, and is read only then; or the send is buffered.
+place at any moment while both of its groups are under way, and is read only then; or the send is buffered. Copies,
+combines and reductions of a group take place in a random order, slot by slot.
 
 It shares nothing with the check but the columns of the program.
 """
@@ -81,16 +82,16 @@ class Interpreter:
         return number != self.frozen and not rank.open and rank.at < len(rank.groups)
 
     def _start(self, number: int) -> None:
-        """Post the next group; local steps are done at once."""
+        """Post the next group; local steps take place now, in any order."""
         rank = self.ranks[number]
         rank.at += 1
         if rank.at == len(rank.groups):
             return
+        moves: list[tuple[int, int, bool]] = []  # source, target, adds
         for step in rank.groups[rank.at]:
             kind, slot, count, peer, source = self.columns[step]
             if kind in (Kind.COPY, Kind.COMBINE):
-                values = rank.memory[source : source + count]
-                self._write(rank, slot, values, adds=kind == Kind.COMBINE)
+                moves += [(source + i, slot + i, kind == Kind.COMBINE) for i in range(count)]
                 continue
             sends = kind in (Kind.SEND, Kind.SIGNAL)
             pair = (number, peer) if sends else (peer, number)
@@ -100,6 +101,8 @@ class Interpreter:
                 self.buffer[step] = rank.memory[slot : slot + count]
             else:
                 rank.open.add(step)
+        for source, target, adds in self.random.sample(moves, len(moves)):
+            self._write(rank, target, [rank.memory[source]], adds)
 
     def _can_move(self, sender: int, receiver: int) -> bool:
         done = self.done[sender, receiver]
@@ -123,7 +126,7 @@ class Interpreter:
                 continue
             rank.open.remove(step)
             if not rank.open:
-                for reduction in sorted(rank.staged):
+                for reduction in self.random.sample(sorted(rank.staged), len(rank.staged)):
                     self._write(rank, self.columns[reduction][1], rank.staged[reduction], adds=True)
                 rank.staged = {}
 

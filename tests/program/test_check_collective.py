@@ -161,15 +161,71 @@ def test_a_deadlock_between_two_of_many_names_those_two() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (send(1, 0, 0), "writes data[0] while send data[0] to 0 of the same step uses it"),
-        (reduce(1, 0, 0), "writes data[0] while reduce data[0] from 0 of the same step uses it"),
-        (receive(1, 0, 0), "writes data[0] while receive data[0] from 0 of the same step uses it"),
+        (send(1, 0, 0), "writes data[0], which send data[0] to 0 of the same group reads"),
+        (reduce(1, 0, 0), "writes data[0], which reduce data[0] from 0 of the same group writes"),
+        (receive(1, 0, 0), "writes data[0], which receive data[0] from 0 of the same group writes"),
     ],
 )
 def test_what_a_receive_writes_no_other_step_of_its_group_may_touch(step: tuple[int, ...], message: str) -> None:
     answer = receive(0, 0, 1, slot=1) if step[2] == Kind.SEND else send(0, 0, 1)
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), answer, receive(1, 0, 0), step))
-    assert (error.rank, error.reason) == (1, message)
+    assert (error.rank, error.group) == (1, 0)
+    assert error.reason == f"{message}; the steps of a group have no order: put one of them in a group before or after"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        # what the first writes the second reads, in either order
+        (
+            local(0, 0, 0, 2),
+            local(0, 0, 2, 3),
+            "(copy data[0] into scratch[0]): writes scratch[0], which copy scratch[0]",
+        ),
+        (
+            local(0, 0, 2, 3),
+            local(0, 0, 0, 2),
+            "(copy data[0] into scratch[0]): writes scratch[0], which copy scratch[0]",
+        ),
+        # two steps write one slot
+        (local(0, 0, 0, 2), local(0, 0, 1, 2), "(copy data[0] into scratch[0]): writes scratch[0], which copy data[1]"),
+        (
+            local(0, 0, 0, 2),
+            local(0, 0, 1, 2, kind=Kind.COMBINE),
+            "(copy data[0] into scratch[0]): writes scratch[0], which combine data[1]",
+        ),
+        (
+            local(0, 0, 0, 2, count=2),
+            local(0, 0, 3, 1, kind=Kind.COMBINE),
+            "(copy data[0:2] into scratch[0:2]): writes scratch[1], which combine scratch[1] into data[1]",
+        ),
+        # what is accumulated is read before or after
+        (
+            local(0, 0, 2, 0, kind=Kind.COMBINE),
+            local(0, 0, 0, 3),
+            "(combine scratch[0] into data[0]): writes data[0], which copy data[0] into scratch[1]",
+        ),
+    ],
+)
+def test_local_steps_of_a_group_whose_result_depends_on_their_order_are_refused(
+    one: tuple[int, ...], other: tuple[int, ...], message: str
+) -> None:
+    filled = [local(0, 0, 0, 2, count=2)]
+    later = [(rank, 1, *rest) for rank, _, *rest in (one, other)]
+    error = refused(program_of("all-reduce", 2, 2, *filled, *later, scratch=2))
+    assert str(error).startswith(f"rank 0, step 1 {message}") and "the steps of a group have no order" in error.reason
+    # In groups of their own nothing is wrong with these steps, whatever else is with the program.
+    apart = [(rank, 1 + number, *rest) for number, (rank, _, *rest) in enumerate((one, other))]
+    assert "order" not in refused(program_of("all-reduce", 2, 2, *filled, *apart, scratch=2)).reason
+
+
+def test_local_steps_of_a_group_may_read_one_slot_and_accumulate_into_one_slot() -> None:
+    check_collective(
+        program_of(
+            "reduce", 3, 1, send(1, 0, 0), receive(0, 0, 1, slot=1), send(2, 0, 0), receive(0, 0, 2, slot=2),
+            local(0, 1, 1, 0, kind=Kind.COMBINE), local(0, 1, 2, 0, kind=Kind.COMBINE), scratch=2,
+        )
+    )  # fmt: skip
 
 
 def test_an_exchange_in_place_is_no_race_since_reductions_are_applied_last() -> None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.collectives.library import ALGORITHMS, generate
+from meshwright.errors import UserError
 from meshwright.program.check_collective import check_collective
 from meshwright.program.collective import CollectiveProgram, Kind, Steps
 from meshwright.program.collective_text import parse_collective, print_collective
@@ -88,6 +91,39 @@ def test_right_programs_pass_and_run_in_any_interleaving(number: int, seed: int)
     program = programs()[number % len(programs())]
     check_collective(program)
     assert failure(program, seed) == ""
+
+
+@pytest.mark.parametrize("operation", ALGORITHMS)
+def test_no_result_of_an_algorithm_depends_on_the_order_of_the_steps_of_a_group(operation: str) -> None:
+    for name in ALGORITHMS[operation]:
+        for ranks in (2, 3, 4, 5, 6, 8):
+            try:
+                program = generate(operation, name, ranks)
+            except UserError:  # not for this number of ranks
+                continue
+            check_collective(program)
+            assert failure(program, seed=ranks) == "", (name, ranks)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_group_whose_copies_work_in_one_order_only_is_refused(turned: bool) -> None:
+    """Ring all-to-all, its own block copied out of scratch, where the same group has just put it."""
+    program = generate("all-to-all", "ring", 4)
+    columns = {name: getattr(program.steps, name).copy() for name in COLUMNS}
+    into_output = (columns["kind"] == Kind.COPY) & (columns["slot"] < program.first_scratch)
+    assert into_output.sum() == 4
+    columns["source"][into_output] = program.first_scratch
+    if turned:
+        columns = {name: column[::-1] for name, column in columns.items()}
+    planted = rebuilt(program, columns)
+    assert failure(planted, seed=1) != ""  # and wrong where the copies take place in another order
+    for each in (planted, parse_collective(print_collective(planted))):
+        with pytest.raises(ProgramError) as caught:
+            check_collective(each)
+        assert str(caught.value) == (
+            "rank 0, step 0 (copy data[0] into scratch[0]): writes scratch[0], which copy scratch[0] into output[0] of "
+            "the same group reads; the steps of a group have no order: put one of them in a group before or after"
+        )
 
 
 @st.composite

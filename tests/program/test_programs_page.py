@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,20 +26,22 @@ ERROR = "meshwright: error: "
 
 @pytest.mark.parametrize("at", [i for i, text in enumerate(TEXTS) if not text.startswith(ERROR)])
 def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -> None:
+    check: partial[Any]
     text, after = TEXTS[at], TEXTS[at + 1] if at + 1 < len(TEXTS) else ""
     if text.startswith("collective"):
         collective = parse_collective(text)
         assert print_collective(collective) == text
-        check_collective(collective)
-        return
-    pipeline = parse_pipeline(text)
-    assert print_pipeline(pipeline) == text
+        check = partial(check_collective, collective)
+    else:
+        pipeline = parse_pipeline(text)
+        assert print_pipeline(pipeline) == text
+        check = partial(check_pipeline, pipeline)
     if after.startswith(ERROR):
         with pytest.raises(ProgramError) as caught:
-            check_pipeline(pipeline)
+            check()
         assert ERROR + str(caught.value) == after.strip()
     else:
-        check_pipeline(pipeline)
+        check()
 
 
 @pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "json"])

@@ -109,7 +109,7 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
         text = cases.recipe(home / "small", f"dp1 {precision}", train_loss_scale=scale, **changes).to_toml()
         # As the optimizer sees them, times the scale.
-        found[name] = torch.cat([gradient / scale for gradient in cases.first_norms(text)["gradients"]])
+        found[name] = torch.cat([gradient / scale for gradient in cases.first_gradients(text)])
     there = found["float32"] != 0
     lost = {name: float((found[name][there] == 0).double().mean()) for name in ("none", "scaled")}
     assert lost["none"] > 1e-4 and lost["scaled"] < lost["none"] / 10, lost

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
+from meshwright.threads import available_cores
 from meshwright.train import launcher
 from meshwright.train.launcher import LaunchSpec, RankFault, launch
-from meshwright.train.started_rank import available_cores, start_rank, threads_said
+from meshwright.train.started_rank import start_rank
 from tests.train.launcher_ranks import COMMAND, ROOT
 
 
@@ -235,12 +236,6 @@ def test_the_second_of_two_runs_in_one_directory_ends_with_a_line(tmp_path):
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         assert "rank 0 (process" in launcher.communicate(timeout=20)[0]
     assert launcher.returncode == 3
-
-
-@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", None), ("0", None), ("many", None)])
-def test_threads_of_a_rank_are_openmps_where_it_says_some(monkeypatch, said, threads):
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert threads_said() == threads
 
 
 def test_a_rank_that_cannot_be_started_leaves_nothing_open(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,7 @@ def test_both_are_said_in_a_line(ran):
     lines = {line.partition(":")[0]: line for line in ran["said"]}
     assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
     assert "memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
-    assert "a step (predicted " in lines["measured"]
+    assert re.search(r" a step \(predicted .*s, an error of [-+][\d.]+%\)", lines["measured"])
 
 
 def test_ranks_send_on_every_axis_what_was_predicted(two: LocalRanks, tmp_path):
@@ -124,6 +125,7 @@ def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monk
         raise KeyError("a fault")
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     monkeypatch.setattr(prediction, "ledger", broken)
     outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
     predicted, measured = outcome["result"]["predicted"], outcome["result"]["measured"]
@@ -131,8 +133,8 @@ def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monk
     assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
     said = [line for line in outcome["said"] if "not predicted" in line]
     assert said == [
-        "the time of a step is not predicted: this machine is not known with 1 rank; `meshwright probe` would make it "
-        "known",
+        "the time of a step is not predicted: this machine was not measured with 1 rank of 1 thread; "
+        "`meshwright probe`, or a start without --no-probe, measures it",
         "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from meshwright.plan.engines import ENGINES
 from meshwright.plan.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.plan.operations import operations
 from meshwright.probe.points import Effort, Point, time_point
-from meshwright.train.probe_pieces import pieces_of
+from meshwright.train.probe_pieces import VOCABULARY, pieces_of
 
 EFFORT = Effort((), (), (), ("fp32",), pieces=(2**14, 2**16))
 
@@ -24,8 +26,8 @@ def points() -> list[Point]:
 
 def test_every_piece_can_be_timed_there_and_back(points: list[Point]):
     assert {each.name.removesuffix(BACKWARD) for each in points} == {
-        "norm", "rotary", "activation", "attention-32", "attention-128", "ring-32-32", "ring-32-128", "ring-128-32",
-        "ring-128-128",
+        "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128",
+        "ring-128-32", "ring-128-128",
     }  # fmt: skip
     for each in points:
         assert time_point(each, torch.device("cpu"), 0.0) > 0
@@ -52,3 +54,17 @@ def test_the_planner_has_operations_of_these_names(points: list[Point]):
     found = operations(config, Layout(), 1, 256, Stage(0, range(1), first=False, last=False), ENGINES["meshwright"])
     ends = {one.name.rpartition(".")[2] for one in found}
     assert {"norm", "rotary", "activation"} <= ends
+
+
+def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[Point]):
+    """Of as many logits, without the products that make them."""
+    config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
+    head = operations(config, Layout(), 1, 32, Stage(0, range(0), first=False, last=True), ENGINES["meshwright"])
+    for phase, way in (("forward", ""), ("input", BACKWARD)):
+        one = next(each for each in points if each.name == "loss" + way and each.sizes == (32 * VOCABULARY,))
+        assert [each.bytes for each in head if (each.name, each.phase) == ("loss", phase)] == [one.bytes]
+
+
+def test_rings_are_left_out_where_no_ranks_share_rows():
+    names = {each.name for each in pieces_of(replace(EFFORT, axes=("tp",)))}
+    assert "attention-32" in names and not any(name.startswith("ring") for name in names)

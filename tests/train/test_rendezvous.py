@@ -252,3 +252,37 @@ def test_ranks_meet_by_every_method(tmp_path):
         for process in started:
             process.kill()
     assert [json.loads(output) for output in outputs] == [{name: 3.0 for name, *_ in methods}] * 2
+
+
+@pytest.mark.parametrize("method", ["environment", "tcp"])
+def test_a_busy_port_ends_every_rank_with_a_line(method):
+    """Another program listens there and never answers: rank 0 cannot listen, rank 1 is not left waiting for ever."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        given = None if method == "environment" else f"tcp://127.0.0.1:{port}"
+        code = (
+            "import sys; from meshwright.train.rendezvous import meet, place; from meshwright.errors import UserError\n"
+            f"try: meet(place({given!r}), 3.0)\n"
+            "except UserError as error: print(error); sys.exit(2)\n"
+        )
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=os.environ | address | {"RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [process.communicate(timeout=60)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [2, 2]
+    where = "MASTER_PORT" if given is None else "run.rendezvous"
+    assert outputs[0].startswith(f"{where}: port {port}, where the ranks are to meet") and "is in use" in outputs[0]
+    assert f"what listens at 127.0.0.1:{port} does not answer as rank 0 would" in outputs[1]

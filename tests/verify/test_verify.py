@@ -25,13 +25,16 @@ from meshwright.parallel.pieces import Piece
 from meshwright.plan.data_calls import Work
 from meshwright.plan.traffic import predicted_traffic
 from meshwright.verify import verify
-from meshwright.verify.compare import _backward_order, compare, relative_errors
+from meshwright.verify.compare import compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid
+from meshwright.verify.local_faults import PLANS
 from meshwright.verify.mutations import NEUTRAL
-from meshwright.verify.problem import Problem, make_batch, scaled_down, scaled_layout, sequence_of, share_of
-from meshwright.verify.ranks import RankResult
+from meshwright.verify.patterns import backward_order
+from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
+from meshwright.verify.ranks import RankResult, StepResult
 from meshwright.verify.reference import Reference
 from meshwright.verify.run import _default_models
+from meshwright.verify.samples import make_batch, share_of
 from tests.model.transformers_names import row_in_transformers
 
 LLAMA = scaled_down(preset("llama-3-8b"))
@@ -47,23 +50,31 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
     results = []
     for rank in range(ranks):
 
-        def cut(rows: dict[str, torch.Tensor], part: int = rank % shards) -> list:
+        def cut(kind: str, rows: dict[str, torch.Tensor], part: int = rank % shards) -> list[Piece]:
             pieces = []
             for name, values in rows.items():
                 low, high = values.numel() * part // shards, values.numel() * (part + 1) // shards
-                pieces.append(Piece("gradient", name, low, high, values[low:high].clone()))
+                pieces.append(Piece(kind, name, low, high, values[low:high].clone()))
             return pieces
 
-        results.append(
-            RankResult(
-                losses=list(reference.losses),
-                norms=list(reference.norms),
-                gradients=[cut(rows) for rows in reference.gradients],
-                masters=cut(reference.weights[-1]),
-                final_loss=reference.final_loss,
+        steps = {
+            step: StepResult(
+                reference.losses[step],
+                reference.norms[step],
+                reference.scales[step],
+                cut("gradient", reference.gradients[step]),
+                cut("master", reference.weights[step + 1]),
             )
-        )
+            for step in range(reference.problem.steps)
+        }
+        optimizer = [piece for kind, rows in reference.optimizer.items() for piece in cut(kind, rows)]
+        parameters = cut("parameter", reference.parameters(reference.weights[-1]))
+        results.append(RankResult(steps, optimizer, parameters, reference.counters(), reference.final_loss))
     return results
+
+
+def gradient(result: RankResult, step: int, name: str) -> torch.Tensor:
+    return next(piece.tensor for piece in result.steps[step].gradients if piece.name == name)
 
 
 # --- against independent truth
@@ -84,7 +95,7 @@ def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callab
     config = dataclasses.replace(scaled_down(preset(name)), router_loss=0.0)
     problem = Problem(config, batch=4, steps=1)
     ours = Reference(problem)
-    batch = make_batch(problem, 0)
+    batch = ours.samples(0)
     total = torch.zeros((), dtype=torch.float64)
     with wide():
         huggingface = transformers.AutoConfig.for_model(**dict(config.to_huggingface()))
@@ -147,8 +158,8 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
     assert mutations["planted"] == mutations["caught"] + mutations["neutral"] >= 16
-    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
-    expected = {"step.verdict", "a loss that is not a number on one rank"}
+    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]} - {*PLANS}
+    expected = {"step.verdict", "validation.loss"}
     if "tp" in layout:
         backward = {f"{site}.backward" for site in ("attention.input", "mlp.input", "head.input")}
         forward = {"embedding", "attention.output", "mlp.output"}
@@ -175,12 +186,15 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     assert all("gradient of" in text for fault, text in said.items() if fault.startswith(sums))
     neutral = {fault["fault"] for fault in mutations["faults"] if fault["outcome"] == "neutral"}
     said_neutral = ("double", "drop", "stale") if kinds == "all" else ("double",)
-    assert neutral == {f"loss.maximum (all_reduce): {kind}" for kind in said_neutral if "tp" in layout}
+    assert neutral - {"validation.loss (all_reduce): double"} == {
+        f"loss.maximum (all_reduce): {kind}" for kind in said_neutral if "tp" in layout
+    }
 
 
 def test_the_neutral_faults_are_these():
     """A common shift of all logits changes no softmax; what every rank agrees on is such a shift."""
-    assert set(NEUTRAL) == {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
+    shifts = {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
+    assert set(NEUTRAL) == shifts | {("validation.loss", "all_reduce", "double")}
     assert all(len(reason) > 20 for reason in NEUTRAL.values())
 
 
@@ -265,7 +279,7 @@ def test_a_doubled_gradient_is_named(reference):
     assert compare(reference, results, Layout(dp=2)).passed
     name = "model.layers.2.mlp.down_proj.weight"
     for result in results:
-        next(piece.tensor for piece in result.gradients[0] if piece.name == name).mul_(2)
+        gradient(result, 0, name).mul_(2)
     found = compare(reference, results, Layout(dp=2))
     assert found.failure == f"step 1: the gradient of {name} is off by 1.0e+00 (twice too large)"
     assert found.worst_name == name and found.worst_error == pytest.approx(1.0)
@@ -278,13 +292,13 @@ def test_the_first_in_backward_order_is_named(reference):
         "model.layers.3.self_attn.q_proj.weight",
         "model.layers.1.mlp.up_proj.weight",
     ):
-        next(piece.tensor for piece in results[0].gradients[1] if piece.name == row).add_(1)
+        gradient(results[0], 1, row).add_(1)
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
 
 
 def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
-    order = [name.removeprefix("model.").removesuffix(".weight") for name in _backward_order(reference)]
+    order = [name.removeprefix("model.").removesuffix(".weight") for name in backward_order(reference)]
     assert order[:2] == ["lm_head", "norm"] and order[-1] == "embed_tokens"
     layer = [name.removeprefix("layers.4.") for name in order if name.startswith("layers.4.")]
     expected = ["mlp.down_proj", {"mlp.up_proj", "mlp.gate_proj"}, "post_attention_layernorm", "self_attn.o_proj"]
@@ -295,19 +309,19 @@ def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
 @pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
 def test_the_backward_pass_comes_to_every_row_once(name):
     reference = Reference(Problem(scaled_down(preset(name), layers=2), batch=2, steps=1))
-    assert sorted(_backward_order(reference)) == sorted(row.name for row in reference.table.rows)
+    assert sorted(backward_order(reference)) == sorted(row.name for row in reference.table.rows)
 
 
 def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
     results = ideal_results(reference, 2)
     for result in results:
-        result.losses[1] *= 2
-        next(piece.tensor for piece in result.gradients[1] if piece.name == "lm_head.weight").mul_(2)
+        result.steps[1].loss *= 2
+        gradient(result, 1, "lm_head.weight").mul_(2)
     found = compare(reference, results, Layout(dp=2))
     assert found.failure is not None and found.step == 1
     assert found.failure.endswith("(twice too large); the loss is 2 times as large as it should be")
     results = ideal_results(reference, 2)
-    results[1].losses[0] *= 0.5
+    results[1].steps[0].loss *= 0.5
     assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(0.5 times as large as it should be)")
 
 
@@ -315,10 +329,10 @@ def test_the_gradient_of_another_layer_is_recognised_and_a_shard_that_differs(re
     results = ideal_results(reference, 2)
     name, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
     for result in results:
-        next(piece for piece in result.gradients[0] if piece.name == name).tensor.copy_(reference.gradients[0][other])
+        gradient(result, 0, name).copy_(reference.gradients[0][other])
     assert f"(the gradient of {other})" in str(compare(reference, results, Layout(dp=2)).failure)
     results = ideal_results(reference, 2)
-    next(piece.tensor for piece in results[1].gradients[0] if piece.name == name).add_(torch.randn(888) * 0.1)
+    gradient(results[1], 0, name).add_(torch.randn(888) * 0.1)
     assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(differs on rank 1 alone)")
 
 
@@ -326,7 +340,7 @@ def test_a_missing_part_names_its_rank(reference):
     results = ideal_results(reference, 4)
     part = reference.parts(0, 4)[3]
     for result in results:
-        for piece in result.gradients[0]:
+        for piece in result.steps[0].gradients:
             piece.tensor.sub_(part[piece.name])
     failure = compare(reference, results, Layout(dp=4)).failure
     assert failure is not None and "(the part of rank 3 is missing)" in failure
@@ -336,7 +350,7 @@ def test_an_unsummed_gradient_says_whose_it_is(reference):
     results = ideal_results(reference, 2)
     parts = reference.parts(0, 2)
     for rank, result in enumerate(results):
-        for piece in result.gradients[0]:
+        for piece in result.steps[0].gradients:
             piece.tensor.copy_(parts[rank][piece.name])
     failure = compare(reference, results, Layout(dp=2)).failure
     assert failure is not None
@@ -348,14 +362,14 @@ def test_a_difference_on_one_shard_names_its_rank(reference):
     layout = Layout(dp=4, zero=2)
     assert compare(reference, results, layout).passed
     name = "model.layers.0.mlp.up_proj.weight"
-    next(piece.tensor for piece in results[2].gradients[2] if piece.name == name).mul_(3)
+    gradient(results[2], 2, name).mul_(3)
     failure = compare(reference, results, layout).failure
     assert failure is not None and name in failure and "3 times as large as it should be, on rank 2 alone" in failure
 
 
 def test_a_stale_gradient_is_recognised(reference):
     results = ideal_results(reference, 1)
-    results[0].gradients[1] = results[0].gradients[0]
+    results[0].steps[1].gradients = results[0].steps[0].gradients
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2" in failure and "the gradient of the step before" in failure
 
@@ -370,23 +384,23 @@ def test_parts_that_ranks_of_tp_did_not_sum_are_recognised_and_each_copy_counts(
     ):
         results = ideal_results(reference, 2)
         for result, factor in zip(results, factors, strict=True):
-            next(piece.tensor for piece in result.gradients[0] if piece.name == name).mul_(factor)
+            gradient(result, 0, name).mul_(factor)
         failure = compare(reference, results, layout).failure
         assert failure is not None and failure.endswith(said), failure
 
 
 def test_missing_and_infinite_values_fail(reference):
     results = ideal_results(reference, 1)
-    del results[0].gradients[0][5]
+    del results[0].steps[0].gradients[5]
     assert compare(reference, results, Layout()).worst_error == math.inf
     results = ideal_results(reference, 1)
     results[0].final_loss = math.nan
-    assert compare(reference, results, Layout()).failure == "the loss after the last update is off by inf"
+    assert compare(reference, results, Layout()).failure == "the validation loss after the last update is off by inf"
     results = ideal_results(reference, 1)
-    results[0].norms[1] *= 1 + 1e-9
+    results[0].steps[1].norm *= 1 + 1e-9
     assert "gradient norm is off by 1.0e-09" in str(compare(reference, results, Layout()).failure)
     results = ideal_results(reference, 1)
-    results[0].masters[0].tensor.add_(1e-6)
+    results[0].steps[0].weights[0].tensor.add_(1e-6)
     assert "update of model.embed_tokens.weight" in str(compare(reference, results, Layout()).failure)
 
 
@@ -483,8 +497,8 @@ def test_what_does_not_hold_ends_with_1(command_line, monkeypatch):
 
     right = Reference
 
-    def wrong(problem: Problem, skipped: frozenset[int] = frozenset()) -> Reference:
-        reference = right(problem, skipped)
+    def wrong(problem: Problem) -> Reference:
+        reference = right(problem)
         reference.gradients[0]["model.norm.weight"] *= 0.5  # as if the ranks had counted everything twice
         return reference
 

@@ -52,7 +52,7 @@ def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
     document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
     mutations = document["mutations"]
     assert document["passed"], mutations["missed"]
-    assert mutations["planted"] == mutations["caught"]
+    assert mutations["planted"] == mutations["caught"] + mutations["neutral"]
     sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
     assert {"experts.counts", "experts.dispatch", "experts.combine", "experts.dispatch.backward"} <= sites
     for fault in mutations["faults"]:

@@ -17,9 +17,10 @@ from meshwright.model.presets import preset
 from meshwright.recipe import load_recipe
 from meshwright.verify import verify
 from meshwright.verify.compare import compare
-from meshwright.verify.problem import Problem, make_batch, scaled_down, sequence_of
+from meshwright.verify.problem import Problem, scaled_down, sequence_of
 from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
+from meshwright.verify.samples import make_batch
 
 PAIRS = ("data.records=preference", "train.preference_beta=0.5")
 

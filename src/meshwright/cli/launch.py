@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, overrides_argument
+from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
 
 
 @plumbing.command(
@@ -34,6 +34,7 @@ from meshwright.cli.plumbing import answering, json_option, overrides_argument
 @click.option("--cpus-per-device", type=click.IntRange(min=1), help="Processors of each rank.")
 @click.option("--time", help="SLURM: how long the job may take, such as 24:00:00.")
 @click.option("--sbatch", multiple=True, metavar="OPTION", help="SLURM: one more option for sbatch; may be repeated.")
+@trust_option
 @json_option
 def command(
     recipe: str,
@@ -45,6 +46,7 @@ def command(
     cpus_per_device: int | None,
     time: str | None,
     sbatch: tuple[str, ...],
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Print a script that trains RECIPE with one rank for each device.
@@ -68,6 +70,7 @@ def command(
             cpus_per_device=cpus_per_device,
             time=time,
             sbatch=sbatch,
+            trust=trust,
         )
         for line in made.warnings:
             print(f"meshwright: warning: {line}", file=sys.stderr)

@@ -15,6 +15,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError
+from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         for argument in given:
             _refuse_undecodable(argument)
+        prepare_process()  # before any command loads torch
         with _model_warnings_as_lines():
             code = meshwright.main(given, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()

@@ -37,6 +37,9 @@ device_option = click.option(
 reading_layout_option = click.option(
     "--layout", help='Cut the model over local ranks, which compute on the CPU: "pp2", "tp2 pp2".'
 )
+trust_option = click.option(
+    "--trust-recipe", "trust", is_flag=True, help="Let the recipe run code that it names, such as a tracker's class."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,12 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
 
 def _read(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
     from meshwright.errors import UserError
+    from meshwright.untrusted import read_json
 
     if path is None:
         return None
     try:
-        document = json.loads(path.read_text())
+        document = read_json(path)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except (OSError, ValueError) as error:

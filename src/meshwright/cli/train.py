@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, overrides_argument
+from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
 from meshwright.errors import Terminated, ignore_model_warnings
 
 
@@ -22,21 +22,30 @@ from meshwright.errors import Terminated, ignore_model_warnings
 @click.argument("recipe")
 @overrides_argument
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
+@click.option(
+    "--no-probe", is_flag=True,
+    help="Do not measure this machine for the predicted step time, which the first start on it does in seconds.",
+)  # fmt: skip
+@trust_option
 @json_option
-def command(recipe: str, overrides: tuple[str, ...], restarts: int, as_json: bool) -> None:
+def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bool, trust: bool, as_json: bool) -> None:
     """Train RECIPE, or go on from its newest whole checkpoint.
 
     Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C end the step under
     way, save and stop, with exit code 143 or 130; the same command then goes on. A second one does not wait for that.
     """
     with answering(as_json) as answer:
-        result = train(recipe, overrides, restarts=restarts)
+        result = train(recipe, overrides, restarts=restarts, probe=not no_probe, trust=trust)
         if result is not None:
             answer(result, _text(result))
 
 
-def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0) -> dict[str, Any] | None:
-    """What the command does, as one call. None on ranks other than 0 of somebody else's launcher."""
+def train(
+    recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0, probe: bool = True,
+    trust: bool = False,
+) -> dict[str, Any] | None:  # fmt: skip
+    """What the command does, as one call; probe: as `launch_recipe` has it. None on ranks other than 0 of somebody
+    else's launcher. trust: code that the recipe names may run."""
     from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
     from meshwright.recipe import load_recipe
@@ -46,7 +55,7 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     from meshwright.train.resuming import check_resume
     from meshwright.train.run_directory import RunDirectory
 
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(recipe_path, overrides, trust=trust)
     started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
@@ -54,14 +63,14 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
         from meshwright.train.automatic import chosen_layout
 
         say = _say if started is None or started.rank == 0 else _say_nothing
-        layout = chosen_layout(recipe, None if started is None else started.ranks, say)
-        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"))
+        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=probe)
+        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
     if started is not None:
         from meshwright.train.worker import join
 
         first = started.rank == 0
         try:
-            result = join(recipe)
+            result = join(recipe, probe=probe)
         except (Terminated, KeyboardInterrupt) as stopped:
             if first:
                 raise
@@ -75,7 +84,7 @@ def train(recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts:
     prepared = prepare(recipe.data, recipe.run.seed, log=_say)
     check_resume(recipe, prepared.sha256)
     check_recipe(recipe, prepared.vocabulary)
-    return launch_recipe(recipe, restarts=restarts)
+    return launch_recipe(recipe, restarts=restarts, probe=probe)
 
 
 def _say_nothing(line: str) -> None:

@@ -22,17 +22,19 @@ from meshwright.errors import CheckFailed, UserError
 @click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
 @click.option("--model", metavar="M", help="A preset, a Hugging Face directory, a config.json or a recipe.")
 @click.option("--dtype", default="float64", show_default=True, metavar="float64|float32", help="What is computed in.")
-@click.option("--mutate", is_flag=True, help="Spoil every collective call in turn; each must be noticed.")
+@click.option("--mutate", is_flag=True, help="Plant faults, one at a time; each must be found.")
+@click.option("--thorough", is_flag=True, help="Also several loss chunks, bf16, and a resume on another layout.")
 @json_option
 def command(
-    arguments: tuple[str, ...], layout: str | None, model: str | None, dtype: str, mutate: bool, as_json: bool
-) -> None:
-    """Run a small model of the recipe's kind under its layout and on one device, and compare.
+    arguments: tuple[str, ...], layout: str | None, model: str | None, dtype: str, mutate: bool, thorough: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Train a small model of the recipe's kind under its layout and on one device, and compare.
 
-    Loss, every gradient, the gradient norm and three updates must agree to 1e-10 (float32: 1e-5) on batches with
-    ragged documents. Without a recipe and a layout, a grid over every axis is run. Needs no GPU and no data; a layout
-    of many ranks is made small first. KEY=VALUE overrides one field of the recipe. Exit code 1 when something does not
-    agree.
+    Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (float32: 1e-5), through a
+    step that is skipped and a resume, on short and on long sequences. Without a recipe and a layout, a grid over every
+    axis is run. Needs no GPU and no data; a layout of many ranks is made small first. KEY=VALUE overrides one field of
+    the recipe. Exit code 1 when something does not agree.
     """
     names, overrides = overrides_behind(arguments)
     recipe = names[0] if names else None
@@ -60,6 +62,7 @@ def command(
             model=asked,
             dtype=dtype,
             mutate=mutate,
+            thorough=thorough,
             log=lambda line: click.echo(line, err=True),
         )
         answer(document, _summary(document))

@@ -20,7 +20,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     output, here, coming = ranks, 2 * ranks, 3 * ranks  # here: blocks in the order in which ranks follow
     with program.round():
         program.copy(rank[:, None], source=(rank[:, None] + rank) % ranks, into=here + rank)
-        program.copy(rank, source=here, into=output + rank)
+        program.copy(rank, source=rank, into=output + rank)
     here += 1
     for step in range(1, ranks):
         left = ranks - 1 - step  # blocks to pass on

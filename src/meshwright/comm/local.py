@@ -32,6 +32,7 @@ from typing import Any
 from meshwright.comm.call_ring import attach, named_file
 from meshwright.comm.rank_report import Snapshot
 from meshwright.errors import RankLost, ignore_model_warnings
+from meshwright.threads import child_environment
 
 _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
@@ -199,6 +200,7 @@ class _Server:
                 [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=child_environment(),
             )
         self.owner = os.getpid()
         self.connection = Connection(ours.detach())

@@ -21,8 +21,8 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
     """Groups in place of those of axis `name`, of the same ranks and sizes: neighbouring ranks; where those are the
-    right ones, from the second rank on. Mixed are only ranks whose calls are `alike` (one value a rank) and, unless the
-    axis does so too, of one stage: others would wait for calls that are never made, or of other sizes.
+    right ones, ranks of the same place in their groups. Mixed are only ranks whose calls are `alike` (one value a rank)
+    and, unless the axis does so too, of one stage: others would wait for calls that are never made, or of other sizes.
 
     Where there is one group alone, its halves, unless they are to be `equal` in size to the group or would be single
     ranks: then none.
@@ -38,9 +38,8 @@ def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashabl
         if len(groups) > 1 and size > 1:
             flat = sorted(rank for ranks in groups for rank in ranks)
             cut = [tuple(flat[start : start + size]) for start in range(0, len(flat), size)]
-            if sorted(cut) == sorted(groups):
-                flat = flat[1:] + flat[:1]
-                cut = [tuple(sorted(flat[start : start + size])) for start in range(0, len(flat), size)]
+            if sorted(cut) == sorted(groups):  # not the next ones: they may hold what the right ones do
+                cut = [tuple(flat[start :: len(groups)]) for start in range(len(groups))]
             others += cut
         elif size > 2 and not equal:
             others += [groups[0][: size // 2], groups[0][size // 2 :]]

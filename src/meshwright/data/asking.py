@@ -17,6 +17,7 @@ from typing import Any, Self
 from meshwright.data.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
 from meshwright.data.files import canonical_json
 from meshwright.errors import UserError
+from meshwright.untrusted import parse_json
 
 _SAY_EVERY = 5.0  # seconds
 _HOPELESS = 10  # requests refused before one is answered: the server will refuse them all
@@ -57,7 +58,7 @@ class Journal:
                     raise UserError(f"{self.path}:{number}: not a journal of requests; name another file")
                 break
             try:
-                said = json.loads(line)
+                said = parse_json(line)
                 answer = said["answer"]
                 self._answers[said["request"]] = None if answer is None else Completion(*answer)
             except (ValueError, LookupError, TypeError):

@@ -3,27 +3,23 @@ which special tokens in it are the template's own."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshwright.data.records import Message
+from meshwright.data.template_process import RenderProcess
+from meshwright.data.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
 from meshwright.errors import UserError
 from meshwright.names import TEMPLATES, nearest
+from meshwright.untrusted import read_file
 
-_BEGIN, _END = "\U0010fff0", "\U0010fff1"  # around what a template says is generated; private use, not in texts
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
 _FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand here while a template is looked through
-
-
-class TemplateError(Exception):
-    """What a template says of a conversation that it cannot render, or why it cannot be told what it did."""
 
 
 class Rendered(NamedTuple):
@@ -54,18 +50,19 @@ class ChatTemplate:
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
-    def _template(self) -> Any:
-        from jinja2 import TemplateError as JinjaError
-
+    def _renderer(self) -> Renderer | RenderProcess:
+        """Those that come with Meshwright render here; any other in a process of its own, where it can do no harm."""
         try:
-            return _environment().from_string(self.source)
-        except JinjaError as error:
-            line = getattr(error, "lineno", None)
-            raise UserError(f"{self.where}{f', line {line}' if line else ''}: not a Jinja template ({error})") from None
+            return (Renderer if self.source in _own_sources() else RenderProcess)(self.source, self.named)
+        except NotATemplate as error:
+            line = f", line {error.line}" if error.line else ""
+            raise UserError(f"{self.where}{line}: not a Jinja template ({error})") from None
+        except LimitReached as error:
+            raise UserError(f"{self.where} {error}: no template needs that") from None
 
     def check(self) -> None:
         """`UserError`: it is no Jinja template."""
-        _ = self._template
+        _ = self._renderer
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The plain text, as `transformers.apply_chat_template(tokenize=False)` gives it. `prompt`: with what comes
@@ -99,26 +96,16 @@ class ChatTemplate:
 
     def _marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the places that {% generation %} marks in it."""
-        from jinja2 import TemplateError as JinjaError
-
         try:
-            marked = self._template.render(messages=messages, add_generation_prompt=prompt, **self.named)
-        except (
-            JinjaError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            raise TemplateError(f"does not take it: {error}") from None
-        parts = re.split(f"([{_BEGIN}{_END}])", marked)
+            marked = self._renderer.marked(messages, prompt)
+        except LimitReached as error:
+            raise UserError(f"{self.where} {error}: no template needs that for a conversation") from None
+        parts = re.split(f"([{BEGIN}{END}])", marked)
         text, spans, begin = "", [], 0
         for part in parts:
-            if part == _BEGIN:
+            if part == BEGIN:
                 begin = len(text)
-            elif part == _END:
+            elif part == END:
                 spans.append((begin, len(text)))
             else:
                 text += part
@@ -195,6 +182,16 @@ class ChatTemplate:
         )
 
 
+@cache
+def _own_sources() -> frozenset[str]:
+    """The templates that come with Meshwright."""
+    return frozenset(_own_source(name) for name in TEMPLATES if name != "model")
+
+
+def _own_source(name: str) -> str:
+    return (files("meshwright.data") / f"{name}.jinja").read_text("utf-8")
+
+
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
     """The source of data.template = `name`, and what errors call it. own: the template that comes with the tokenizer,
     `tokenizer` its name. `UserError`: there is no such template."""
@@ -207,7 +204,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
             )
         return own, "the chat template of the tokenizer"
     if name in TEMPLATES:
-        return (files("meshwright.data") / f"{name}.jinja").read_text("utf-8"), f'the template "{name}"'
+        return _own_source(name), f'the template "{name}"'
     path = Path(name).expanduser()
     if not path.is_file():
         close = nearest(name, TEMPLATES)
@@ -216,9 +213,11 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         )
         raise UserError(f'data.template: "{name}" is no template and no file{hint}')
     try:
-        return path.read_text("utf-8"), str(path)
-    except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"data.template: {path} cannot be read: {error}") from None
+        return read_file(path, "config_bytes").decode(), str(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.template: {path} cannot be read: byte {error.start} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"data.template: {path} cannot be read: {error.strerror or error}") from None
 
 
 def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
@@ -229,41 +228,3 @@ def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
             f'data.template = "{name}" writes {" and ".join(missing)}, which are no special tokens of the tokenizer '
             f'"{tokenizer}": any text could spell them; set data.template = "instruction", or add them to it'
         )
-
-
-def _environment() -> Any:
-    """Where chat templates run: sandboxed, with what `transformers` offers them (its `_compile_jinja_template`)."""
-    from jinja2 import TemplateError as JinjaError
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: what the assistant generates."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def raise_exception(message: str) -> None:
-        raise JinjaError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    def strftime_now(format: str) -> str:
-        return datetime.datetime.now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_template import ChatTemplate, Rendered, TemplateError
+from meshwright.data.chat_template import ChatTemplate, Rendered
 from meshwright.data.packing import Piece
 from meshwright.data.reading import LONGEST_DOCUMENT, Document
 from meshwright.data.records import Message
 from meshwright.data.special_tokens import template_encoder
+from meshwright.data.template_rendering import TemplateError
 from meshwright.data.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
 

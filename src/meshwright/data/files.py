@@ -16,6 +16,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright import untrusted
+
 PARTIAL = ".partial-"  # a name that starts so does not count, and is removed by whoever prepares next
 _BLOCK = 1 << 20
 
@@ -91,7 +93,7 @@ def write_array(file: WholeFile, array: NDArray[Any]) -> None:
 def read_json(path: Path) -> Any | None:
     """What the JSON file holds, or None when there is no such file or it is damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return untrusted.read_json(path, "checkpoint_bytes")
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from meshwright.data.endpoint import ChatRequest, Completion
 from meshwright.data.exchanges import Exchange, Record, exchange
 from meshwright.data.speech_acts import ACTS, Annotation, act_named, annotated, annotation_of
 from meshwright.errors import UserError
+from meshwright.untrusted import parse_json
 
 _TRIES = 3  # of an answer that cannot be read; each with a seed of its own
 _SYSTEM = (
@@ -65,12 +65,12 @@ def _request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
 
 def _labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
     """The labels that an answer names, in prose or a code block though they may stand; None where it names none."""
-    found = re.search(r"\{.*\}", answer.text, re.DOTALL)
+    begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:
-        said: Any = json.loads(found[0]) if found else None
+        said: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
         acts = {side: [act_named(act, side) for act in said[side]] for side in ("prompt", "response")}
         flags = {key: said[key] for key in ("should_refuse", "refuses")}
-    except (ValueError, TypeError, KeyError, RecursionError, UserError):
+    except (ValueError, TypeError, KeyError, UserError):
         return None
     if not all(isinstance(flag, bool) for flag in flags.values()):
         return None

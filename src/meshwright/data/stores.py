@@ -27,6 +27,10 @@ BLOCK = 8 << 20  # bytes asked of a store at a time
 TRIES = 6
 FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each one after
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", "http", "https"}
+# Of fsspec, what reads from places that strangers may name: nothing of these logs in there with keys of the user's, is
+# told by a file to read other places, or runs what it reads.
+_READERS = {"file", "local", "memory", "data", "zip", "tar", "simplecache", "hf", "github", "gist", "oss", "oci"}
+ALLOWED = "MESHWRIGHT_STORES"  # the environment's list of further protocols, with commas between them
 _SECRET_QUERY = re.compile(r"(?i)[?&](x-amz-|x-goog-|sig=|signature=|token=|access_token=|key=|api_?key=)")
 _SECRET_VARIABLE = re.compile(r"(?i)key|token|secret|password|credential|signature|connection_string")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
@@ -263,6 +267,7 @@ def _filesystem(url: str, key: str) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         raise missing("fsspec", url) from None
+    _refuse_readers(url, key, set(fsspec.available_protocols()))
     protocol = url.partition("://")[0].lower()
     try:
         if protocol in _OBJECT_STORES and "::" not in url and not (protocol.startswith("http") and "?" in url):
@@ -297,6 +302,19 @@ def _refuse_secrets(url: str, key: str) -> None:
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
             "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
         )
+
+
+def _refuse_readers(url: str, key: str, protocols: set[str]) -> None:
+    """`UserError` for a protocol that only the user may ask for, since it may log in with keys of the user's."""
+    allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
+    for part in url.split("::"):
+        protocol = part.partition("://")[0].lower()
+        if protocol in protocols - _OBJECT_STORES - _READERS - allowed:
+            known = ", ".join(sorted(_OBJECT_STORES | _READERS))
+            raise UserError(
+                f'{key}: "{url}": {protocol} may log in with your keys at a host that the recipe names, or read what '
+                f"else it names; if you trust it, set {ALLOWED}={protocol} in the environment (read without: {known})"
+            )
 
 
 def _reason(error: Exception) -> str:

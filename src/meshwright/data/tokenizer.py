@@ -19,6 +19,7 @@ from meshwright.data.special_tokens import named_special, special_tokens, text_e
 from meshwright.data.tokenizer_kinds import END_OF_TEXT, KINDS, byte_tokenizer
 from meshwright.errors import UserError
 from meshwright.names import TOKENIZERS, nearest
+from meshwright.untrusted import read_file, read_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 # What publishers call the end of a text, most telling first; asked only when no file says it.
@@ -133,7 +134,10 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             f"data.tokenizer: {directory} holds no tokenizer.json; "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one"
         )
-    data = file.read_bytes()
+    try:
+        data = read_file(file)
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {file} cannot be read ({error.strerror or error})") from None
     tokenizer = _parse(data, file)
     config = _json_object(directory / "tokenizer_config.json")
     eos = _special_token(tokenizer, directory, config, "eos")
@@ -159,7 +163,12 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unsaid)],
         }
     if (template := directory / "chat_template.jinja").is_file():  # newer than what the configuration says
-        config = {**config, "chat_template": template.read_text("utf-8")}
+        try:
+            config = {**config, "chat_template": read_file(template, "config_bytes").decode()}
+        except UnicodeDecodeError as error:
+            raise UserError(f"data.tokenizer: {template}: byte {error.start} is not UTF-8 text") from None
+        except OSError as error:
+            raise UserError(f"data.tokenizer: {template} cannot be read ({error.strerror or error})") from None
     return TokenizerFiles(data, _pretty(config))
 
 
@@ -231,7 +240,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise UserError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if not isinstance(value, dict):

@@ -3,7 +3,6 @@ code. Only headers are read; every mistake in them is one line that names the fi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from meshwright.errors import UserError
 from meshwright.inspect.dtypes import ELEMENT_TYPES
 from meshwright.names import nearest
+from meshwright.untrusted import parse_json, read_json
 
 LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
@@ -116,12 +116,12 @@ def read_header(file: Path) -> list[TensorEntry]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         if not isinstance(header, dict):
             raise ValueError("no object")
         header.pop("__metadata__", None)
         entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
     last = max(entries, key=lambda entry: entry.offset + entry.bytes, default=None)
@@ -179,7 +179,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
     except OSError as error:
         raise UserError(f"{index}: cannot be read: {error.strerror or error}") from None

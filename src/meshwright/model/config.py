@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import UserError
+from meshwright.limits import LIMITS, over
 from meshwright.model.config_json import config_file, read_config, read_fields, write_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.rope_scaling import RopeScaling, read_rope_scaling
@@ -112,6 +113,8 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
+        if (problem := self._size_problem()) is not None:
+            return problem
         if (problem := self._experts_problem() or self._encoder_problem()) is not None:
             return problem
         if self.heads % self.kv_heads:
@@ -143,6 +146,12 @@ class ModelConfig:
         ):
             return f"windowed_layers needs a sliding_window and one entry for each of {self.layers} layers"
         return None
+
+    def _size_problem(self) -> str | None:
+        """Which size is beyond its limit."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
+        values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
+        return next(filter(None, (over(name, value) for name, value in values.items())), None)
 
     def _experts_problem(self) -> str | None:
         """What is wrong with the sizes of the mixture of experts."""

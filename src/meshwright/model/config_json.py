@@ -5,31 +5,23 @@ A key that a configuration leaves out has the value that transformers gives it, 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.limits import shown
 from meshwright.model.config_fields import check_fields
+from meshwright.model.config_reader import Reader
 from meshwright.model.encoder_json import read_encoder, write_encoder
 from meshwright.model.experts_json import read_experts, write_experts
 from meshwright.model.families import FAMILIES, Family
-from meshwright.model.rope_scaling import LARGEST, read_rope_scaling, write_rope_scaling
+from meshwright.model.rope_scaling import read_rope_scaling, write_rope_scaling
+from meshwright.untrusted import read_json
 
 if TYPE_CHECKING:
     from meshwright.model.config import ModelConfig
 
-# Hugging Face's names of activations -> ours. Both tanh names are the same function.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 
 # Field of ModelConfig -> keys of a config.json, the usual one first.
@@ -73,12 +65,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """What a ``config.json`` holds; ``UserError`` when it is missing or not JSON."""
     file = config_file(path)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file, "config_bytes")
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise UserError(f"{file}: not JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
@@ -91,67 +83,6 @@ def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     return keys.get(family, _KEYS)
 
 
-class _Reader:
-    """Typed access to a configuration; every mistake names the place and the key."""
-
-    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
-        self.data, self.defaults, self.where = data, defaults, where
-
-    def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        keys = tuple(keys)
-        present = [key for key in keys if key in self.data]
-        for other in present[1:]:
-            if self.data[other] != self.data[present[0]] and self.data[other] is not None:
-                raise UserError(
-                    f'{self.where}: "{present[0]}" is {self.data[present[0]]!r} and "{other}", another name of it, '
-                    f"{self.data[other]!r}; leave one out"
-                )
-        if present:
-            return present[0], self.data[present[0]]
-        return keys[0], self.defaults.get(keys[0], default)
-
-    def integer(self, keys: Iterable[str], default: int | None = None) -> int:
-        key, value = self.get(keys, default)
-        if value is None:
-            value = default
-        if value is None:
-            raise UserError(f'{self.where}: "{key}" is missing; it must be a whole number above 0')
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {value!r}')
-        return value
-
-    def number(self, keys: Iterable[str], default: float) -> float:
-        key, value = self.get(keys, default)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-            raise UserError(f'{self.where}: "{key}" must be a number above 0, not {value!r}')
-        return float(value)
-
-    def boolean(self, key: str, default: bool = False) -> bool:
-        _, value = self.get((key,), default)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise UserError(f'{self.where}: "{key}" must be true or false, not {value!r}')
-        return value
-
-    def activation(self, keys: Iterable[str], default: str) -> str:
-        key, value = self.get(keys, default)
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise UserError(f'{self.where}: "{key}" {value!r} is not supported (supported: {", ".join(ACTIVATIONS)})')
-        return ACTIVATIONS[value]
-
-    def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Token ids under ``key`` (one, a list, or none); a default that is outside the vocabulary is no token."""
-        _, value = self.get((key,))
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise UserError(f'{self.where}: "{key}" must be a token id or a list of them, not {value!r}')
-        return tuple(token for token in ids if 0 <= token < vocabulary)
-
-
 def read_family(data: Mapping[str, Any], where: str) -> Family:
     """The family that ``model_type`` names; an error says what of another is not known, and lists the known ones."""
     name = data.get("model_type")
@@ -160,8 +91,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f'{where}: "model_type" {name!r} is not a known family; what its layers compute and which parameters they '
-            f"have is not known here, so nothing of it can be priced or run (known: {known})"
+            f'{where}: "model_type" {shown(name)} is not a known family; what its layers compute and which parameters '
+            f"they have is not known here, so nothing of it can be priced or run (known: {known})"
         )
     for key in ("quantization_config", "compression_config"):
         if data.get(key) is not None:
@@ -175,20 +106,20 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     ``UserError`` and `ModelWarning` as `check_fields` has them.
     """
     family = read_family(data, where)
-    read = _Reader(data, family.defaults, where)
+    read = Reader(data, family.defaults, where)
     keys = file_keys(family.name)
-    heads = read.integer(keys["heads"])
-    kv_heads = read.integer(keys["kv_heads"], heads)
-    hidden = read.integer(keys["hidden"])
+    heads = read.integer("heads", keys["heads"])
+    kv_heads = read.integer("kv_heads", keys["kv_heads"], heads)
+    hidden = read.integer("hidden", keys["hidden"])
     if heads % kv_heads:
         raise UserError(
             f'{where}: "{keys["heads"][0]}" {heads} is not a multiple of "{keys["kv_heads"][0]}" {kv_heads}'
         )
     fields: dict[str, Any] = {
         "family": family.name,
-        "vocabulary": read.integer(keys["vocabulary"]),
+        "vocabulary": read.integer("vocabulary", keys["vocabulary"]),
         "hidden": hidden,
-        "layers": read.integer(keys["layers"]),
+        "layers": read.integer("layers", keys["layers"]),
         "heads": heads,
         "kv_heads": kv_heads,
         "norm_epsilon": read.number(keys["norm_epsilon"], 1e-6 if family.fixed["norm"] == "rmsnorm" else 1e-5),
@@ -204,9 +135,13 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields["head_dim"] = hidden // heads
         of_file = family.name != "bloom"  # whose width transformers fixes, whatever the file says
         fields["intermediate"] = (
-            read.integer(keys["intermediate"], None if family.encoder else 4 * hidden) if of_file else 4 * hidden
+            read.integer("intermediate", keys["intermediate"], None if family.encoder else 4 * hidden)
+            if of_file
+            else 4 * hidden
         )
-        fields["max_positions"] = read.integer(keys["max_positions"], 2048 if family.name == "bloom" else None)
+        fields["max_positions"] = read.integer(
+            "max_positions", keys["max_positions"], 2048 if family.name == "bloom" else None
+        )
         fields["activation"] = read.activation(
             ("hidden_act" if family.encoder else "activation_function",),
             {"gpt2": "gelu_new", "bert": "gelu"}.get(family.name, "gelu_pytorch_tanh"),
@@ -220,9 +155,9 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f'{where}: "hidden_size" {hidden} is not a multiple of "num_attention_heads" {heads} '
                 'and there is no "head_dim"'
             )
-        fields["head_dim"] = read.integer(keys["head_dim"], hidden // heads)
-        fields["intermediate"] = read.integer(keys["intermediate"])
-        fields["max_positions"] = read.integer(keys["max_positions"])
+        fields["head_dim"] = read.integer("head_dim", keys["head_dim"], hidden // heads)
+        fields["intermediate"] = read.integer("intermediate", keys["intermediate"])
+        fields["max_positions"] = read.integer("max_positions", keys["max_positions"])
         fields["activation"] = (
             read.activation(("hidden_activation",), "gelu_pytorch_tanh")
             if family.name == "gemma2"
@@ -248,7 +183,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: _Reader) -> None:
+def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
     """``rope_theta`` and ``rope_scaling`` of transformers 4, or ``rope_parameters`` of transformers 5."""
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     # A file with both spellings: transformers 5 itself lets rope_scaling win.
@@ -258,13 +193,13 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
             continue
         at = f"{where}: {key}"
         if not isinstance(entry, Mapping):
-            raise UserError(f"{at} must be an object, not {entry!r}")
+            raise UserError(f"{at} must be an object, not {shown(entry)}")
         per_type = [value for value in entry.values() if isinstance(value, Mapping)]
         if per_type:
             if any(value != per_type[0] for value in per_type):
                 raise UserError(f"{at}: rotary positions that differ between layers are not supported")
             entry = per_type[0]
-        inner = _Reader(entry, {}, at)
+        inner = Reader(entry, {}, at)
         if inner.number(("partial_rotary_factor",), 1.0) != 1.0 and fields["family"] != "nemotron":
             raise UserError(f'{at}: "partial_rotary_factor" other than 1 is not supported')
         fields["rope_theta"] = inner.number(("rope_theta",), fields["rope_theta"])
@@ -274,7 +209,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
         return
 
 
-def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: _Reader) -> None:
+def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
     """Which layers see a sliding window only, and how wide it is."""
     family, layers = fields["family"], fields["layers"]
     if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
@@ -288,26 +223,33 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
             raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
         for name in types:
             if name not in ("full_attention", "sliding_attention"):
-                raise UserError(f"{where}: layer type {name!r} is not supported (full_attention, sliding_attention)")
+                raise UserError(
+                    f"{where}: layer type {shown(name)} is not supported (full_attention, sliding_attention)"
+                )
         windowed = [name == "sliding_attention" for name in types]
     elif family in ("mistral", "mixtral", "qwen3_moe"):
         windowed = [True] * layers
     elif family == "gemma2":
         windowed = [index % 2 == 0 for index in range(layers)]
     elif family == "qwen2_moe":  # as transformers 5 has it: every other layer, below the first max_window_layers
-        most = data.get("max_window_layers", 28)
-        windowed = [index % 2 == 0 and index < most for index in range(layers)]
+        first = _window_layers(read)
+        windowed = [index % 2 == 0 and index < first for index in range(layers)]
     else:
-        _, first = read.get(("max_window_layers",))
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise UserError(f'{where}: "max_window_layers" must be a whole number, not {first!r}')
+        first = _window_layers(read)
         windowed = [index >= first for index in range(layers)]
     if window is None or not any(windowed):
         return
     if family in ("mistral", "mixtral", "qwen3_moe") and not all(windowed):
         raise UserError(f'{where}: "layer_types" of a {family} model must be all alike')
-    fields["sliding_window"] = read.integer(("sliding_window",))
+    fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+
+
+def _window_layers(read: Reader) -> int:
+    _, value = read.get(("max_window_layers",), 28)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shown(value)}')
+    return value
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

@@ -5,40 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.limits import shown
 from meshwright.model.families import Family
 
 if TYPE_CHECKING:
     from meshwright.model.config import ModelConfig
-    from meshwright.model.config_json import _Reader
+    from meshwright.model.config_reader import Reader
 
 
-def read_encoder(read: _Reader, family: Family, vocabulary: int) -> dict[str, Any]:
+def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
     """What only an encoder has. The first of ``architectures`` says what it predicts; without one, masked tokens."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise UserError(f'{read.where}: "architectures" must be a list of names, not {architectures!r}')
+        raise UserError(f'{read.where}: "architectures" must be a list of names, not {shown(architectures)}')
     if architectures[0] not in family.heads:
         raise UserError(f"{read.where}: the head of {architectures[0]} is not computed here (computed: {known})")
     head = family.heads[architectures[0]]
     padding = read.tokens("pad_token_id", vocabulary)
     return {
-        "token_types": read.integer(("type_vocab_size",)),
+        "token_types": read.integer("token_types", ("type_vocab_size",)),
         "head": head,
         "labels": _read_labels(read) if head == "classes" else (),
         "pad_token": padding[0] if padding else None,
     }
 
 
-def _read_labels(read: _Reader) -> tuple[str, ...]:
+def _read_labels(read: Reader) -> tuple[str, ...]:
     """The names of the classes: of ``id2label``, or those that transformers makes up for ``num_labels`` (2)."""
     _, names = read.get(("id2label",))
     if names is None:
-        return tuple(f"LABEL_{number}" for number in range(read.integer(("num_labels",), 2)))
+        return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))
     try:
         return tuple(str(names[str(number)]) for number in range(len(names)))
     except (KeyError, TypeError):
-        message = f'"id2label" must name the classes from "0" on, not {names!r}'
+        message = f'"id2label" must name the classes from "0" on, not {shown(names)}'
         raise UserError(f"{read.where}: {message}") from None
 
 

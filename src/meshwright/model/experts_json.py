@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.limits import shown
 
 if TYPE_CHECKING:
     from meshwright.model.config import ModelConfig
-
-
-class Reader(Protocol):
-    """Typed access to a configuration; see ``config_json``."""
-
-    data: Mapping[str, Any]
-    where: str
-
-    def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]: ...
-    def integer(self, keys: Iterable[str], default: int | None = None) -> int: ...
-    def number(self, keys: Iterable[str], default: float) -> float: ...
-    def boolean(self, key: str, default: bool = False) -> bool: ...
+    from meshwright.model.config_reader import Reader
 
 
 def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
     """The fields of ModelConfig that say how many experts there are and how tokens come to them."""
     fields: dict[str, Any] = {
-        "experts": read.integer(_experts_keys(family)),
-        "experts_per_token": read.integer(("num_experts_per_tok",)),
-        "expert_intermediate": intermediate if family == "mixtral" else read.integer(("moe_intermediate_size",)),
+        "experts": read.integer("experts", _experts_keys(family)),
+        "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
+        "expert_intermediate": intermediate
+        if family == "mixtral"
+        else read.integer("expert_intermediate", ("moe_intermediate_size",)),
     }
     if family == "dots1":
         first = _whole(read, "first_k_dense_replace", 0)
         fields["dense_layers"] = tuple(range(min(first, layers)))
-        fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer(("n_shared_experts",))
+        fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer("experts", ("n_shared_experts",))
         fields["routed_scale"] = read.number(("routed_scaling_factor",), 1.0)
     else:
         _, weight = read.get(("router_aux_loss_coef",))
@@ -41,7 +32,7 @@ def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> d
     if family in ("qwen2_moe", "qwen3_moe"):
         fields["dense_layers"] = _dense_layers(read, layers)
     if family == "qwen2_moe":
-        fields["shared_intermediate"] = read.integer(("shared_expert_intermediate_size",))
+        fields["shared_intermediate"] = read.integer("shared_intermediate", ("shared_expert_intermediate_size",))
     if family != "mixtral":
         fields["normalise_choice"] = read.boolean("norm_topk_prob")
     return fields
@@ -84,11 +75,12 @@ def _experts_keys(family: str) -> tuple[str, ...]:
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     """Layers with a plain MLP: those that are listed, and of the others all but every so-many-th."""
-    step = read.integer(("decoder_sparse_step",), 1)
+    step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
-        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {listed!r}')
+        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {shown(listed)}')
+    listed = frozenset(listed)
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
@@ -96,5 +88,5 @@ def _whole(read: Reader, key: str, default: int) -> int:
     _, value = read.get((key,), default)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f'{read.where}: "{key}" must be a whole number, not {value!r}')
+        raise UserError(f'{read.where}: "{key}" must be a whole number, not {shown(value)}')
     return value

@@ -26,6 +26,7 @@ from meshwright.model.parameters import ParameterTable, parameter_table
 from meshwright.model.rows import Row
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
+from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
@@ -120,8 +121,7 @@ class CheckpointFiles:
 
     def _from_index(self, index: Path) -> dict[str, Path]:
         try:
-            text = index.read_text(encoding="utf-8")
-            weight_map = json.loads(text, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
+            weight_map = read_json(index, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None

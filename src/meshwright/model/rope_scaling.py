@@ -7,15 +7,14 @@ Reads and writes both spellings of Hugging Face: ``rope_theta`` beside ``rope_sc
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import UserError
+from meshwright.limits import most, shown
 from meshwright.names import ROPE_SCALINGS
 
-LARGEST = sys.float_info.max
 RopeKind = Literal["linear", "llama3", "yarn"]
 
 
@@ -120,13 +119,15 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
             continue
         if key == "truncate":
             if not isinstance(value, bool):
-                raise UserError(f'{where}: "{key}" must be true or false, not {value!r}')
+                raise UserError(f'{where}: "{key}" must be true or false, not {shown(value)}')
             values[field] = value
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-            raise UserError(f'{where}: "{key}" must be a number above 0, not {value!r}')
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most("count"):
+            raise UserError(
+                f'{where}: "{key}" must be a number above 0 and at most {most("count")}, not {shown(value)}'
+            )
         elif key == "original_max_position_embeddings":
             if value != int(value):
-                raise UserError(f'{where}: "{key}" must be a whole number, not {value!r}')
+                raise UserError(f'{where}: "{key}" must be a whole number, not {shown(value)}')
             values[field] = int(value)
         else:
             values[field] = float(value)

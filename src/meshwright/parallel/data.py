@@ -278,6 +278,17 @@ class DataParallel:
             pieces += pieces_of(unit.flat, kind, tensor, shard.start, low, high, position)
         return pieces
 
+    def parameter_pieces(self) -> list[Piece]:
+        """Copies of the unsharded parameters in their own dtype, all-gathered where they are sharded. Every rank calls
+        it, between steps."""
+        pieces: list[Piece] = []
+        for unit in self._units.values():
+            unit.need()
+            pieces += pieces_of(unit.flat, "parameter", unit.parameters.clone(), 0, 0, unit.flat.numel)
+            if unit.zero == 3:
+                unit.release()
+        return pieces
+
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters, masters (where they are not the parameters), gradients, and whole
         gradient buffers kept for the next backward."""

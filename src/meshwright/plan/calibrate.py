@@ -5,7 +5,6 @@ calibration_of([read_run("runs/a"), read_run("runs/b")])
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -19,6 +18,7 @@ from meshwright.plan import calibration
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.toml import parse_toml, toml_value, write_toml
+from meshwright.untrusted import read_json
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
 """Of a run's directory."""
@@ -62,7 +62,7 @@ def read_run(run: str | Path) -> RunFigures:
         raise UserError(f"--calibrate {run}: {'not a directory' if path.exists() else 'there is no such directory'}")
     where, result = f"--calibrate {run}", path / RESULT
     try:
-        found = json.loads(result.read_bytes())
+        found = read_json(result)
     except FileNotFoundError:
         if (path / METRICS).exists():
             raise UserError(f"{where}: the run has not ended: it has no {RESULT} yet") from None

@@ -3,7 +3,7 @@
 cluster("64xh100-sxm")      64 devices in nodes of 8
 cluster("2x8xa100-80")      2 nodes of 8
 cluster("cluster.toml")     a file: the fields below, or what `meshwright probe` writes
-cluster("this")             the file that `meshwright probe` has written for this machine
+cluster("this")             what `meshwright probe`, else the first start of a run, has measured of this machine
 cluster({"device": "h100-sxm", "devices": 64, "across_gb_per_second": 25})
 """
 
@@ -22,6 +22,7 @@ from meshwright.names import PRECISIONS, unknown
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.calibration import read as read_calibration
 from meshwright.plan.devices import DEVICES, Device, find_device
+from meshwright.plan.machine_profile import largest_profile
 from meshwright.plan.measured import Measured
 from meshwright.plan.measured import read as read_measured
 from meshwright.toml import read_toml
@@ -103,6 +104,8 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     if text.lower() == "this":
         path = this_machine()
         if not path.exists():
+            if (started := largest_profile()) is not None:
+                return _from_mapping(started, where)
             raise UserError(
                 f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
             )

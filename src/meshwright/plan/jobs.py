@@ -13,6 +13,7 @@ from meshwright.plan.answers import MOST_TOP, document, nothing_fits
 from meshwright.plan.estimate import priced, problem_of, recipe_layout
 from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
 from meshwright.plan.search import search
+from meshwright.untrusted import parse_json
 
 FIELDS = {
     "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
@@ -38,8 +39,8 @@ def answer(line: str) -> dict[str, Any]:
 
 def _request(line: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(line)
+    except ValueError as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"a request is a JSON object, not {type(found).__name__}")

@@ -81,7 +81,9 @@ class MeasuredRates:
         own = self.one_pass(name) if self._eager else None
         if own is not None:  # with all that it costs beside its work
             return one.count * own.at(one.bytes)
-        curve = self.one_pass("add")
+        # A fused activation forms exponentials as the plain one does: processors are held up by these, not by memory.
+        fused = self.one_pass("silu") if name.startswith("activation") and not self._measured.copies else None
+        curve = fused or self.one_pass("add")
         assert curve is not None
         if one.kind == "loss" and not self._measured.copies:
             slices = one.bytes / LOSS_SLICE_BYTES

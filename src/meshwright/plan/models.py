@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from meshwright.model.config_json import read_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.presets import PRESETS, preset
 from meshwright.names import TOKENIZERS, unknown
+from meshwright.untrusted import read_json
 
 if TYPE_CHECKING:
     from meshwright.layout import Layout
@@ -123,7 +123,7 @@ def tokens_of(tokenizer: str) -> int:
     path = Path(tokenizer).expanduser()
     try:
         file = path / "tokenizer.json" if path.is_dir() else path
-        found = json.loads(file.read_bytes())
+        found = read_json(file)
         vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return int(max((*ids, *(token["id"] for token in found.get("added_tokens") or ())))) + 1

@@ -19,7 +19,7 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.refuse import refuse
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.engines import ENGINES, Engine
+from meshwright.plan.engines import Engine
 from meshwright.plan.micro_batch import AS_ADDED, MICRO_BATCH_PARTS
 from meshwright.plan.step_time import step_time
 from meshwright.program.durations import Floats
@@ -51,14 +51,16 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
     )  # fmt: skip
 
 
-def reference_layouts(kind: str, host_ranks: int, hosts: int, precisions: Sequence[str]) -> list[Layout]:
-    """Under which it is measured: data parallel in every precision, and with the ranks of a host on each axis whose
-    ranks wait for each other in every layer."""
+def reference_layouts(
+    kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
+) -> list[Layout]:
+    """Under which it is measured: data parallel in every precision, and with the ranks of a host on each of the axes
+    whose ranks wait for each other in every layer."""
     ranks, model = host_ranks * hosts, reference_model(kind)
     # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
     found = [Layout(dp=ranks, precision=precision) for precision in precisions]
-    for axis in ("tp", "cp"):
+    for axis in axes:
         layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
         try:
             refuse(layout, model.config, model.rows * ranks, model.sequence)
@@ -76,9 +78,10 @@ def batch_of(layout: Layout, model: ReferenceModel) -> int:
 @lru_cache(maxsize=32)
 def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
     """How much longer each part of a micro-batch (`MICRO_BATCH_PARTS`) takes in a step than its pieces: 1 where no step
-    was measured, and for engines and kernels that were not."""
+    was measured, and for other engines. Steps of compiled blocks are taken to exceed their pieces as those of eager
+    ones do: operands come from memory, and ranks share it, in both."""
     measured = cluster.measured
-    if measured is None or not measured.steps or engine != ENGINES["meshwright"]:
+    if measured is None or not measured.steps or engine.name != "meshwright":
         return AS_ADDED
     steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)

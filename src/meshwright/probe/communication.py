@@ -12,6 +12,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
+from meshwright.probe.matmul import bf16_is_faster
 from meshwright.probe.points import synchronize
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send-receive")
@@ -54,6 +55,13 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
         synchronize(device)
         times.append((time.perf_counter() - begun) / calls / calls_each)
     return times
+
+
+def faster_precision(mesh: Mesh) -> str:
+    """The precision of layouts that name none: bf16 where rank 0 finds it faster than fp32. Every rank calls it."""
+    faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
+    collectives.all_reduce(faster, mesh.world, "start.precision")
+    return "bf16" if faster > 0 else "fp32"
 
 
 def slowest_median(by_rank: list[list[float]]) -> float:

@@ -45,8 +45,9 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the
-    whole ``vectors`` of collectives; bytes written to the ``disk``; ``seconds`` for each point; training
-    ``steps`` of a reference model under each layout."""
+    whole ``vectors`` of collectives; bytes written to the ``disk`` (0: not measured); ``seconds`` for each point;
+    training ``steps`` of a reference model under each layout, in so many ``rounds``; ``axes``: those of tp and cp whose
+    reference steps and attention are measured; ``alone``: one rank alone is measured too."""
 
     shapes: tuple[tuple[int, int, int], ...]
     passes: tuple[int, ...]
@@ -56,6 +57,9 @@ class Effort:
     seconds: float = 0.04
     pieces: tuple[int, ...] = ()
     steps: int = 12
+    rounds: int = 3
+    axes: tuple[str, ...] = ("tp", "cp")
+    alone: bool = True
 
     @classmethod
     def of(cls, device: str) -> Effort:
@@ -84,20 +88,40 @@ class Effort:
         shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
         return cls(tuple(shapes), _powers(8, 28, 4), _powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
 
+    @classmethod
+    def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
+        """What the prediction of one run on processors needs, in about four seconds: its ``precisions``, and the
+        reference steps of those of its ``axes`` whose ranks wait for each other in every layer."""
+        sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
+        shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
+        return cls(
+            tuple(shapes),
+            _powers(12, 22, 5),
+            _powers(10, 25, 5),
+            precisions,
+            disk=0,
+            seconds=0.012,
+            pieces=(2**14, 2**17, 2**20),
+            steps=4,
+            rounds=1,
+            axes=axes,
+            alone=False,
+        )
+
     def points(self) -> list[Point]:
-        """All that is computed, in order."""
+        """All that is computed, in order. Copies of float32 are always among it: they price the optimizer."""
         products = [
             Point("product", form, precision, shape)
             for precision in self.precisions
             for form in FORMS
             for shape in self.shapes
         ]
+        passes = [
+            (name, precision) for precision in self.precisions if precision in ("fp32", "bf16") for name in PASSES
+        ]
+        passes += [] if ("copy", "fp32") in passes else [("copy", "fp32")]
         return products + [
-            Point("pass", name, precision, (elements,))
-            for precision in self.precisions
-            if precision in ("fp32", "bf16")
-            for name in PASSES
-            for elements in self.passes
+            Point("pass", name, precision, (elements,)) for name, precision in passes for elements in self.passes
         ]
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.plan.machine_profile import processor_name
 from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
 from meshwright.probe.compare import find_slow, ratios
@@ -63,7 +64,7 @@ def measure(
     hosts = _hosts(mesh)
     points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
-    if mesh.device.type == "cpu":
+    if mesh.device.type == "cpu" and effort.alone:
         phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
@@ -93,7 +94,7 @@ def measure(
         yardstick=level if mesh.device.type == "cpu" else None,
         starts=tuple({**starts, **_starts(mesh.device, effort.seconds)}.items()),
     )
-    if leader:
+    if leader and effort.steps:
         say("steps of a reference model")
     measured = replace(measured, steps=tuple(steps(yardstick, level)))
     slow, compared_as = [], {}
@@ -101,9 +102,10 @@ def measure(
         chosen = [[rank[at] for at, point in enumerate(effort.points()) if point.kind == kind] for rank in compared]
         slow += find_slow(what, chosen, hosts)
         compared_as[what] = ratios(chosen)
-    if leader:
+    rates = None
+    if leader and effort.disk:
         say("the disk")
-    rates = disk_rates(directory, effort.disk) if leader else None
+        rates = disk_rates(directory, effort.disk)
     tables = measured.tables()
     if rates is not None:
         tables["disk_write"], tables["disk_read"] = rates
@@ -234,15 +236,7 @@ def _device(mesh: Mesh) -> dict[str, Any]:
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
-    return {"name": _processor(), "memory_bytes": _memory() // mesh.tp.size}
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return {"name": processor_name(), "memory_bytes": _memory() // mesh.tp.size}
 
 
 def _memory() -> int:

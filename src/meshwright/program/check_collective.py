@@ -1,7 +1,8 @@
 """Proves that a collective program does what its operation promises, and ends even if sends block.
 
-Its steps make sense one by one; every send meets a receive; no groups wait for each other in a circle; nothing is read
-and overwritten at once; every contribution is reduced exactly once and reaches every slot that needs it.
+Its steps make sense one by one; every send meets a receive; no groups wait for each other in a circle; no result
+depends on the order of the steps within a group; every contribution is reduced exactly once and reaches every slot that
+needs it.
 """
 
 from __future__ import annotations
@@ -181,27 +182,36 @@ def _deadlock(program: CollectiveProgram, circle: tuple[int, ...], sends: Intege
 
 
 def _check_races(program: CollectiveProgram) -> None:
-    """What a receive writes, no other step of its group may touch."""
-    s, slots = program.steps, program.slots
-    touching = np.flatnonzero(s.is_one_of((Kind.SEND, Kind.RECEIVE, Kind.REDUCE)))
-    which, place = spread(s.group_index[touching] * slots + s.slot[touching], s.count[touching])
-    step = touching[which]
-    writes = s.kind[step] == Kind.RECEIVE
-    written = np.unique(place[writes])
-    if len(written) == 0:
-        return
-    at = np.minimum(np.searchsorted(written, place), len(written) - 1)
-    both = written[at] == place
-    shared = np.bincount(at[both]) > 1
-    if not shared.any():
-        return
-    racing = both & shared[at]
-    one = int(np.flatnonzero(racing & writes)[0])
-    other = int(next(i for i in np.flatnonzero(racing & (place == place[one])) if i != one))
-    slot = program.slot_name(int(place[one] % slots))
-    raise error(
-        program, int(step[one]), f"writes {slot} while {program.describe(int(step[other]))} of the same step uses it"
-    )
+    """Refuse groups whose result depends on the order of their steps: a slot that a receive or a copy writes and that
+    another step of the group reads or writes; a slot that a combine writes and that another local step reads."""
+    s = program.steps
+    is_local = s.is_one_of(LOCAL)
+    writers = np.flatnonzero(is_local | s.is_one_of((Kind.RECEIVE, Kind.REDUCE)))
+    readers = np.flatnonzero(is_local | (s.kind == Kind.SEND))
+    slot = np.concatenate([s.slot[writers], np.where(is_local, s.source, s.slot)[readers]])
+    step = np.concatenate([writers, readers])
+    which, place = spread(s.group_index[step] * program.slots + slot, s.count[step])
+    step, writes = step[which], which < len(writers)
+    exclusive = writes & s.is_one_of((Kind.RECEIVE, Kind.COPY))[step]
+    combines = writes & (s.kind[step] == Kind.COMBINE)
+    for claims, others, allowed in ((exclusive, np.ones_like(writes), 1), (combines, ~writes, 0)):
+        claimed = np.unique(place[claims])
+        if len(claimed) == 0:
+            continue
+        at = np.minimum(np.searchsorted(claimed, place), len(claimed) - 1)
+        both = claimed[at] == place
+        racing = both & (np.bincount(at[both & others], minlength=len(claimed)) > allowed)[at]
+        if not racing.any():
+            continue
+        one = int(np.flatnonzero(racing & claims)[0])
+        other = next(int(i) for i in np.flatnonzero(racing & others & (place == place[one])) if i != one)
+        contested = program.slot_name(int(place[one] % program.slots))
+        reason = (
+            f"writes {contested}, which {program.describe(int(step[other]))} of the same group "
+            f"{'writes' if writes[other] else 'reads'}; the steps of a group have no order: put one of them in a group "
+            "before or after"
+        )
+        raise error(program, int(step[one]), reason)
 
 
 def _check_end(program: CollectiveProgram, memory: contract.Memory) -> None:

@@ -22,11 +22,16 @@ from meshwright.program.order import Integers
 
 
 class Kind(IntEnum):
-    """What a step does. All transfers of a group are under way together.
+    """What a step does.
 
-    Sends read, and receives write, while the group is under way; reductions collect what arrives beside the vector and
-    are applied, in the order of the steps, when the whole group has arrived. Copy and combine are local and stand in
-    groups without transfers, where they are done in order. Signal and wait are a send and a receive of nothing.
+    The steps of a group are simultaneous: each reads what its slots held before the group, and their writes become
+    visible after it. A slot that a receive or a copy writes belongs to that step alone. Reductions (reduce, combine)
+    accumulate: several may go into one slot, which the group's sends may read; the value sent is the one from before
+    the group. Copy and combine are local and stand in groups without transfers. Signal and wait are a send and a
+    receive of nothing.
+
+    The order in which a group's steps are written decides which messages meet (between two ranks, the n-th sent is the
+    n-th received) and in which order reductions into one slot are rounded, and nothing else.
     """
 
     SEND = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -39,7 +38,7 @@ class Moves:
 
     key: Integers  # level of the read
     done: Integers  # level of the write: a reduction waits for the whole group
-    place: Integers  # local: place in the group; reductions: how many of the group reduce into the slot before this one
+    place: Integers  # of reductions: how many steps of the group before this one reduce into the same slot
     adds: Mask
     source: Integers
     target: Integers
@@ -80,17 +79,15 @@ def _repeats(group: Integers, target: Integers, adds: Mask) -> Integers:
 
 
 def local(program: CollectiveProgram, order: Schedule) -> Moves:
-    """The moves of copies and combines, by level and then place in the group."""
+    """The moves of copies and combines, by level, combines last."""
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.is_one_of(LOCAL))
-    place = step - np.searchsorted(s.group_index, s.group_index[step])
-    by_level = np.lexsort((place, order.level[s.group_index[step]]))
-    step, place = step[by_level], place[by_level]
+    step = step[np.lexsort((s.kind[step] == Kind.COMBINE, order.level[s.group_index[step]]))]
     which, source = spread(s.rank[step] * slots + s.source[step], s.count[step])
     target = source + (s.slot[step] - s.source[step])[which]
-    place, step = place[which], step[which]
-    level = order.level[s.group_index[step]]
-    return Moves(level, level, place, s.kind[step] == Kind.COMBINE, source, target, step, step)
+    step = step[which]
+    level, adds = order.level[s.group_index[step]], s.kind[step] == Kind.COMBINE
+    return Moves(level, level, _repeats(s.group_index[step], target, adds), adds, source, target, step, step)
 
 
 class Contributions:
@@ -112,11 +109,7 @@ class Contributions:
         waiting: dict[int, list[tuple[Moves, Chunks, Sets]]] = {}
         for level in range(levels):
             if starts[level] < starts[level + 1]:
-                moves = across.at(slice(starts[level], starts[level + 1]))
-                chunk, sets = self._read(moves)
-                adds = int(np.searchsorted(moves.adds, True))  # receives stand before reductions
-                self._chunk[moves.target[:adds]], self._sets[moves.target[:adds]] = chunk[:adds], sets[:adds]
-                moves, chunk, sets = moves.at(slice(adds, None)), chunk[adds:], sets[adds:]
+                moves, chunk, sets = self._copy(across.at(slice(starts[level], starts[level + 1])))
                 if some_wait:
                     for later in np.unique(moves.done[moves.done > level]).tolist():
                         due = moves.done == later
@@ -127,7 +120,7 @@ class Contributions:
             for moves, chunk, sets in waiting.pop(level, ()):
                 self._reduce(moves, chunk, sets)
             if local_starts[level] < local_starts[level + 1]:
-                self._local(inside.at(slice(local_starts[level], local_starts[level + 1])))
+                self._reduce(*self._copy(inside.at(slice(local_starts[level], local_starts[level + 1]))))
             if watch:
                 watch(level)
 
@@ -138,16 +131,12 @@ class Contributions:
             raise error(self.program, int(moves.reader[move]), f"{self._name(moves.source[move])} holds nothing yet")
         return chunk, self._sets[moves.source]
 
-    def _local(self, moves: Moves) -> None:
-        """Place by place: what stands first in a group is done first."""
-        bounds = np.flatnonzero(np.diff(moves.place, prepend=-1, append=-1)).tolist()
-        for start, end in pairwise(bounds):
-            batch = moves.at(slice(start, end))
-            chunk, sets = self._read(batch)
-            copies = ~batch.adds
-            self._chunk[batch.target[copies]], self._sets[batch.target[copies]] = chunk[copies], sets[copies]
-            if batch.adds.any():
-                self._add(batch.at(batch.adds), chunk[batch.adds], sets[batch.adds])
+    def _copy(self, moves: Moves) -> tuple[Moves, Chunks, Sets]:
+        """Read what all moves read, then write what overwrites; the rest, reductions, and what they read."""
+        chunk, sets = self._read(moves)
+        adds = int(np.searchsorted(moves.adds, True))  # what overwrites stands before what reduces
+        self._chunk[moves.target[:adds]], self._sets[moves.target[:adds]] = chunk[:adds], sets[:adds]
+        return moves.at(slice(adds, None)), chunk[adds:], sets[adds:]
 
     def _reduce(self, moves: Moves, chunk: Chunks, sets: Sets) -> None:
         """Reductions into one slot, one after the other."""

@@ -12,6 +12,7 @@ from meshwright.program.collective_text import parse_collective, print_collectiv
 from meshwright.program.json_form import from_json, print_json
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.untrusted import parse_json
 
 
 @overload
@@ -30,10 +31,10 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
     if not text.lstrip().startswith("{"):
         return parse_collective(text, name) if dialect == "collective" else parse_pipeline(text, name)
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}, line {error.lineno}: not JSON: {error.msg}") from None
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{name}: not JSON that a program has: {error}") from None
     program = from_json(value, name)
     if isinstance(program, CollectiveProgram) != (dialect == "collective"):

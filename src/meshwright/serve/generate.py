@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from meshwright.serve.sampling import Sampler, Sampling
 from meshwright.serve.text import TextStream
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
+from meshwright.untrusted import read_file, read_json
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Generator:
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_buffer(read_file(path))
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         start = config.bos_token if config.bos_token is not None else config.eos_token
@@ -116,7 +116,11 @@ class Generator:
         template = ExampleEncoder.of_directory(self.directory)
         if (end := template.turn_end()) is not None:
             self.ends |= {end}
-        return self._known(template.prompt([Message("user", question)]))
+        if not (tokens := template.prompt([Message("user", question)])):
+            raise UserError(
+                f"{template.template.where} makes nothing of a user's turn: it should write the text before the answer"
+            )
+        return self._known(tokens)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """The tokens, all of which the model has. `UserError`: it has not."""
@@ -216,8 +220,8 @@ def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
     if not path.is_file():
         return frozenset(config.eos_tokens)
     try:
-        said = json.loads(path.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        said = read_json(path, "config_bytes").get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
     ends = said if isinstance(said, list) else [said]
     return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}

@@ -14,6 +14,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.parallel.inference import SplitModel, reading_layout
 from meshwright.serve.generate import Generation, Generator
 from meshwright.serve.sampling import Sampling
+from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import find_checkpoint
 
 
@@ -37,8 +38,7 @@ def generate_split(
     """
     directory = find_checkpoint(directory, log, check_hashes=check_hashes)
     reading = reading_layout(layout, ModelConfig.from_path(directory))
-    threads = max(1, (os.cpu_count() or 1) // reading.world_size)
-    with LocalRanks(reading.world_size, threads=threads) as ranks:
+    with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
         given = str(directory), str(reading), prompt, max_tokens, sampling, chat, echo
         return ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0], directory
 

@@ -6,21 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.estimate import problem_of
+from meshwright.plan.machine_profile import largest_profile
 from meshwright.plan.models import config_of
 from meshwright.plan.search import search
 from meshwright.recipe import Recipe
+from meshwright.threads import choose_threads
+from meshwright.train.first_start import WAITING_AXES, measure_first_start
 
 
-def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None]) -> str:
+def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
     """The layout of a recipe that leaves it open. `ranks`: those that somebody else has started; None: one for each GPU
-    of this machine, or as many processes as `meshwright probe` has measured.
+    of this machine, or as many processes as were measured. probe: measure a machine of processors that has not been, in
+    seconds and for two processes unless `ranks` says how many.
 
     The precision stays open: the run resolves it. Raises UserError where the machine is not known, and where nothing
     fits.
     """
-    where = _devices(recipe, ranks)
+    where = _devices(recipe, ranks, say if probe else None)
     config, assumed = config_of(recipe)
     problem = problem_of(
         config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
@@ -41,7 +46,7 @@ def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None])
     return layout
 
 
-def _devices(recipe: Recipe, ranks: int | None) -> Cluster:
+def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():
@@ -49,7 +54,11 @@ def _devices(recipe: Recipe, ranks: int | None) -> Cluster:
         local = torch.cuda.device_count()
         table = {"device": name, "devices": ranks or local, "devices_per_node": min(local, ranks or local)}
         return cluster(table, 'layout = "auto"')
-    if not this_machine().exists():
+    if not this_machine().exists() and say is not None:
+        many = ranks or 2
+        threads = recipe.run.threads or choose_threads(many)
+        measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=WAITING_AXES)
+    if not this_machine().exists() and largest_profile() is None:
         raise UserError('layout = "auto": this machine has not been measured; run `meshwright probe`, or name a layout')
     where = cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

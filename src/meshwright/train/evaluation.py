@@ -22,6 +22,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.parallel.inference import SplitModel, reading_layout
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.recipe import DataRecipe, load_recipe
+from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
 
@@ -65,8 +66,7 @@ def evaluate(
     if reading is None:
         nats, count = _on_one_device(directory, tokens, device, progress)
     else:
-        threads = max(1, (os.cpu_count() or 1) // reading.world_size)
-        with LocalRanks(reading.world_size, threads=threads) as ranks:
+        with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
             nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]
     result: dict[str, Any] = {

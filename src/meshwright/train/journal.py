@@ -77,7 +77,7 @@ class Journal:
         elif resumed_from:
             self.nothing_to_do(resumed_from, done)
         if self.leader:
-            self.directory.write_recipe(recipe.to_toml())
+            self.directory.write_recipe(_as_run(recipe, trainer).to_toml())
             try:
                 self.metrics = MetricsFile(self.directory.metrics, done)
             except OSError as error:
@@ -326,6 +326,12 @@ class Journal:
                     if line.get(key) is not None:
                         values.append(line[key])
         return figures
+
+
+def _as_run(recipe: Recipe, trainer: Trainer) -> Recipe:
+    """The recipe with the number of threads that was chosen."""
+    run = recipe.run.model_copy(update={"threads": trainer.threads or recipe.run.threads})
+    return recipe.model_copy(update={"run": run})
 
 
 def _in_words(rewards: Rewards) -> str:

@@ -43,14 +43,16 @@ def launch_script(
     time: str | None = None,
     cpus_per_device: int | None = None,
     sbatch: Sequence[str] = (),
+    trust: bool = False,
 ) -> LaunchScript:
     """The script that trains `recipe_path` with `overrides`, one rank for each device, and starts again where ranks are
     lost, up to `restarts` times. It works in the current directory, with this Python: every host must have both.
 
-    time: SLURM's limit of a job, such as "24:00:00"; sbatch: more options for sbatch, such as "--partition=gpu".
+    time: SLURM's limit of a job, such as "24:00:00"; sbatch: more options for sbatch, such as "--partition=gpu";
+    trust: the ranks let the recipe run code that it names.
     `UserError` when the recipe cannot run, or its layout has not as many ranks as there are devices.
     """
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(recipe_path, overrides, trust=trust)
     check_recipe(recipe)
     if kind == "torchrun" and (time is not None or sbatch):
         raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
@@ -58,7 +60,7 @@ def launch_script(
     nodes, devices_per_node = hosts_of(layout, nodes, devices_per_node)
     hosts, ranks = _count(nodes, "host"), _count(devices_per_node, "rank")
     path = str(recipe_path)
-    words = [f"./{path}" if path.startswith("-") else path, *overrides]
+    words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
     values = {
         "TITLE": f"{_plain(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
         "DIRECTORY": shlex.quote(str(Path.cwd())),

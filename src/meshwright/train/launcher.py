@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,10 +22,14 @@ from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated
+from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import newest
+from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
+from meshwright.train.meeting_place import meeting_place
+from meshwright.train.rendezvous import check_port_free
 from meshwright.train.run_directory import RunDirectory
-from meshwright.train.started_rank import StartedRank, available_cores, start_rank, threads_said
+from meshwright.train.started_rank import StartedRank, start_rank
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -46,7 +48,7 @@ class RankFault(Exception):
 class LaunchSpec:
     """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
 
-    `threads`: per rank; OMP_NUM_THREADS, else this machine's processors shared out, unless given. `method`: where the
+    `threads`: per rank; OMP_NUM_THREADS, else this machine's cores shared out, unless given. `method`: where the
     ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
     `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank. `trains`: it takes steps and saves
     checkpoints; else `directory` does not stay.
@@ -70,34 +72,47 @@ class LaunchSpec:
     log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def launch_recipe(recipe: Recipe, *, restarts: int = 0, **options: Any) -> dict[str, Any]:
+def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
+    probe: measure this machine first where that is needed to predict the step time and was not done yet; a few seconds.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
+    from meshwright.train.rank_threads import local_threads
     from meshwright.train.refusals import check_recipe
 
     check_recipe(recipe)
-    description = {"recipe": recipe.to_toml(), "source": str(recipe.source_path or "recipe"), "options": options}
-    return launch(
-        LaunchSpec(
-            description,
-            recipe.parsed_layout.world_size,
-            recipe.run_directory,
-            restarts,
-            recipe.run.threads,
-            recipe.run.rendezvous,
-            recipe.run.collective_timeout,
-        )
+    ranks = recipe.parsed_layout.world_size
+    threads = local_threads(recipe, ranks)
+    description = {
+        "recipe": recipe.to_toml(),
+        "source": str(recipe.source_path or "recipe"),
+        "trust": recipe.trusted,
+        "options": options,
+    }
+    spec = LaunchSpec(
+        description,
+        ranks,
+        recipe.run_directory,
+        restarts,
+        threads.count,
+        recipe.run.rendezvous,
+        recipe.run.collective_timeout,
     )
+    if threads.note:
+        spec.log(threads.note)
+    if probe:
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads.count, spec.log)
+    return launch(spec)
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
     with RunDirectory(spec.directory) as directory, StopSignals() as signals:
+        check_port_free(spec.method or "")
         for attempt in range(spec.restarts + 1):
             try:
                 return _Attempt(spec, directory, signals).run()
@@ -118,21 +133,20 @@ class _Attempt:
         self.snapshot: Snapshot | None = None  # when the first one had bad news
 
     def run(self) -> dict[str, Any]:
-        meeting = Path(tempfile.mkdtemp(prefix="meshwright-"))
-        try:
-            for number in range(self.spec.ranks):
-                self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
-            self.directory.write_ranks([rank.process.pid for rank in self.ranks])
-            self._watch()
-            return self._result()
-        finally:
-            self._end_all()
-            shutil.rmtree(meeting, ignore_errors=True)
+        with meeting_place() as meeting:
+            try:
+                for number in range(self.spec.ranks):
+                    self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
+                self.directory.write_ranks([rank.process.pid for rank in self.ranks])
+                self._watch()
+                return self._result()
+            finally:
+                self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
-        threads = spec.threads or threads_said() or max(1, available_cores() // spec.ranks)
+        threads = spec.threads or choose_threads(spec.ranks)
         keep = [self.directory.lock_descriptor]
         return start_rank(number, spec.ranks, description, spec.command, threads, keep, spec.output)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
@@ -23,13 +22,14 @@ from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.refuse import refuse
-from meshwright.probe.matmul import bf16_is_faster
+from meshwright.probe.communication import faster_precision
 from meshwright.recipe import Recipe
 from meshwright.toml import parse_toml
 from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
 from meshwright.train.profile import Profile
+from meshwright.train.rank_threads import bits_differ
 from meshwright.train.reference import FILE as REFERENCE
 from meshwright.train.reference import Reference, found_or_made, read_reference, weights_checksum
 from meshwright.train.resuming import check_resume
@@ -76,7 +76,7 @@ class Run:
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
         self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
-        self._new_curve: str | None = None
+        self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
@@ -149,8 +149,8 @@ class Run:
             self.journal.begin(self.trainer, self.resumed_from)
         except UserError as error:
             problem = str(error)
-        if self._new_curve is not None:
-            self.journal.say(self._new_curve)
+        for line in self._resumed_otherwise:
+            self.journal.say(line)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 
@@ -201,9 +201,7 @@ class Run:
             return layout
         if previous is not None:
             return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
-        faster = torch.tensor(float(self.mesh.rank == 0 and bf16_is_faster(self.mesh.device)), device=self.mesh.device)
-        collectives.all_reduce(faster, self.mesh.world, "start.precision")
-        return dataclasses.replace(layout, precision="bf16" if faster > 0 else "fp32")
+        return dataclasses.replace(layout, precision=faster_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""
@@ -226,8 +224,13 @@ class Run:
             del self.trainer
         self.trainer.restore(state)
         self._reference_sha256 = state.get("reference_sha256")
-        self._new_curve = self._longer_curve(state)
+        self._note_resumed(state)
         return checkpoint.name
+
+    def _note_resumed(self, state: dict[str, Any]) -> None:
+        """Keep the lines about what differs from when the checkpoint was made, to be printed by `_begin`."""
+        lines = (self._longer_curve(state), bits_differ(state.get("threads"), self.trainer.threads))
+        self._resumed_otherwise = [line for line in lines if line is not None]
 
     def _longer_curve(self, state: dict[str, Any]) -> str | None:
         """A line for who resumes with another number of steps than the learning rate was planned for."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from meshwright.untrusted import parse_json
+
 
 class MetricsFile:
     """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint.
@@ -54,7 +56,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -19,6 +19,7 @@ from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
+from meshwright.train.first_start import known_machine
 from meshwright.train.step_memory import STEPS
 from meshwright.train.trainer import Trainer
 
@@ -97,11 +98,21 @@ def predict(trainer: Trainer) -> Prediction:
 
 
 def machine_of(trainer: Trainer) -> Cluster:
-    """The ranks' devices: as `meshwright probe` measured them, else the catalogue's. `UserError` where neither is."""
+    """The ranks' devices: as `meshwright probe` or a start of a run measured them, else the catalogue's. `UserError`
+    where neither is."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
         known = find_device(torch.cuda.get_device_name(device))
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        processors = known_machine(ranks, threads)
+        if processors is not None:
+            return _part(processors, ranks)
+        each = f"{ranks} rank{'s' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
+        raise UserError(
+            f"this machine was not measured with {each}; `meshwright probe`, or a start without --no-probe, measures it"
+        )
     if this_machine().exists():
         found = cluster("this")
         alike = found.kind == device.type and (known is None or found.device.name == known.name)
@@ -239,7 +250,8 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
-        parts.append(f"{_short(after)} a step" + (f" (predicted {_short(before)})" if before else ""))
+        beside = f" (predicted {_short(before)}, an error of {before / after - 1:+.1%})" if before else ""
+        parts.append(f"{_short(after)} a step{beside}")
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if seen and seen["peak"] is not None:
         parts.append(

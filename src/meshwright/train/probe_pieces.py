@@ -6,7 +6,7 @@ bytes of its scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from torch import nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.layers import RMSNorm, activate
+from meshwright.model.loss import chunk_of_logits
 from meshwright.model.ring_attention import ring_attention
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.plan import elementwise
+from meshwright.plan.engines import ENGINES
 from meshwright.plan.measured_rates import (
     BACKWARD,
     HEAD_SIZES,
@@ -30,6 +32,7 @@ from meshwright.plan.measured_rates import (
 from meshwright.probe.points import DTYPES, Effort, Point
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
+VOCABULARY = 2048
 HEADS, KV_HEADS, ROW = 2, 1, 256  # of attention: heads that share keys, tokens of a row
 _OF = {
     "norm": (HIDDEN, elementwise.norm("rmsnorm", "eager")),
@@ -59,6 +62,11 @@ class _Attention(NamedTuple):
 _ATTENTION = [_Attention(size, piece) for piece in (None, *RING_PIECES) for size in HEAD_SIZES]
 
 
+def _attention_of(axes: Sequence[str]) -> list[_Attention]:
+    """What is measured: rings only where ranks share rows."""
+    return [one for one in _ATTENTION if one.piece is None or "cp" in axes]
+
+
 def pieces_of(effort: Effort) -> list[Point]:
     """All pieces, in the order in which they are timed."""
     found = []
@@ -72,7 +80,10 @@ def pieces_of(effort: Effort) -> list[Point]:
                     moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
                     make = partial(_call, partial(_made, name, tokens, dtype), back)
                     found.append(Point("piece", name + way, precision, (elements,), make, passes.kernels, moved))
-                for one in _ATTENTION:
+                loss_bytes = ENGINES["meshwright"].loss_bytes / 2 * elements
+                make = partial(_loss, elements // VOCABULARY, dtype, back)
+                found.append(Point("piece", "loss" + way, precision, (elements,), make, 1.0, loss_bytes))
+                for one in _attention_of(effort.axes):
                     rows = elements // (one.row * HEADS * one.size)
                     if rows:
                         scores = attention_scores(rows * one.row * HEADS, (one.row + 1) / 2, one.piece or one.row)
@@ -115,6 +126,14 @@ def _made(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> M
     x = _leaf(dtype, device, 1, 1, tokens, HEAD_SIZE)
     angles = torch.rand(tokens, HEAD_SIZE // 2, device=device)
     return [x], partial(rotate, x, angles.cos()[None, None], angles.sin()[None, None])
+
+
+def _loss(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
+    """The loss of some tokens' logits, or its gradient in the logits' place."""
+    logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
+    targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
+    forward = partial(chunk_of_logits, logits_CV, targets_C, Mesh.single())
+    return forward().differentiate if back else forward
 
 
 def _attention(one: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> Made:

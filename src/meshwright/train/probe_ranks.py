@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.threads import available_cores
 from meshwright.train import rendezvous, worker
 from meshwright.train.device import agree_on_device, choose_device, one_device
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.launcher import LaunchSpec, launch
 from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place
-from meshwright.train.started_rank import available_cores
 
 if TYPE_CHECKING:
     from meshwright.plan.measured import ReferenceStep
@@ -36,11 +36,16 @@ def probe(
     device: str = "auto",
     directory: Path = Path(),
     effort: dict[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+    short: dict[str, Any] | None = None,
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
     what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
-    effort: fields of `Effort` in place of the usual ones.
+    effort: fields of `Effort` in place of the usual ones. threads: of each process. short: measure on processors what
+    one run needs alone (`Effort.short`): {"precision": of its layout, "also": other precisions, "axes"}; the result has
+    "precision", "precisions" and "cluster", the tables of a cluster file, too.
 
     `UserError` for a device or a number of ranks that this machine has not.
     """
@@ -60,13 +65,15 @@ def probe(
         "device": kind,
         "disk": str(directory.absolute()),
         "effort": effort or {},
+        "short": short,
         "began": time.monotonic(),
     }
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
         command = (sys.executable, "-P", "-m", __name__)
         spec = LaunchSpec(
-            description, ranks, Path(place), collective_timeout=TIMEOUT_SECONDS, command=command, trains=False, log=log
-        )
+            description, ranks, Path(place), threads=threads, collective_timeout=TIMEOUT_SECONDS, command=command,
+            trains=False, log=log,
+        )  # fmt: skip
         return launch(spec)
 
 
@@ -80,7 +87,10 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     import torch
     import torch.distributed as dist
 
+    from meshwright.probe.communication import faster_precision
+    from meshwright.probe.points import Effort
     from meshwright.probe.rank import measure, mesh_of
+    from meshwright.probe.report import cluster_tables
     from meshwright.train.probe_pieces import pieces_of
     from meshwright.train.probe_steps import reference_steps
 
@@ -109,12 +119,20 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        effort = _effort(mesh.device.type, description["effort"])
+        short, said, say = description.get("short"), {}, _say
+        if short is None:
+            effort = _effort(mesh.device.type, description["effort"])
+        else:
+            say = _say_nothing
+            said["precision"] = short["precision"] or faster_precision(mesh)
+            effort = Effort.short(tuple(dict.fromkeys((said["precision"], *short["also"]))), tuple(short["axes"]))
         cores = max(1, available_cores())
-        steps = _Steps(partial(reference_steps, mesh, effort.steps, effort.precisions), start, store)
-        found = measure(mesh, effort, cores, Path(description["disk"]), starts, _say, pieces_of(effort), steps)
+        steps = _Steps(partial(reference_steps, mesh, effort), start, store)
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
+        if short is not None:
+            said |= {"precisions": effort.precisions, "cluster": cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None
-        return {**found, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
+        return {**found, **said, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:
         if start.ranks > 1 and whole:
             dist.destroy_process_group()
@@ -176,6 +194,10 @@ def _host_ranks(start: Place, store: Any) -> int:
 
 def _say(line: str) -> None:
     print(f"probe: {line}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    """One line was said of the whole."""
 
 
 if __name__ == "__main__":

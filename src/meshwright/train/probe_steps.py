@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -23,25 +22,25 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.measured import ReferenceStep
 from meshwright.plan.reference_step import batch_of, reference_layouts, reference_model
-from meshwright.probe.points import DTYPES, Yardstick, precision_set, synchronize
-
-ROUNDS = 3
-"""Layouts take turns, so that what else happens on the machine meets all of them."""
+from meshwright.probe.points import DTYPES, Effort, Yardstick, precision_set, synchronize
 
 _SITE = "probe"
 
 
-def reference_steps(
-    mesh: Mesh, steps: int, precisions: Sequence[str], yardstick: Yardstick, level: float
-) -> list[ReferenceStep]:
-    """Measure `steps` of them under each layout, in up to `ROUNDS` rounds, with all other ranks; alike on all of them.
-    mesh: of `probe.rank.mesh_of`, hosts on dp and their ranks on tp. level: usual seconds of the yardstick."""
-    found = []
-    layouts = reference_layouts(mesh.device.type, mesh.tp.size, mesh.dp.size, precisions) if steps else []
+def reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+    """Measure `effort.steps` of them under each layout, with all other ranks; alike on all of them. Layouts take turns
+    in `effort.rounds`, so that what else happens on the machine meets all of them. mesh: of `probe.rank.mesh_of`, hosts
+    on dp and their ranks on tp. level: usual seconds of the yardstick."""
+    found, steps = [], effort.steps
+    layouts: list[Layout] = []
+    if steps:
+        layouts = reference_layouts(
+            mesh.device.type, mesh.tp.size, mesh.dp.size, effort.precisions, effort.axes
+        )  # fmt: skip
     runs = [_Run(layout, mesh) for layout in layouts]
     seconds: list[list[float]] = [[] for _ in runs]
     if runs:
-        rounds = min(ROUNDS, steps)
+        rounds = min(effort.rounds, steps)
         for _ in range(rounds):
             for run, times in zip(runs, seconds, strict=True):
                 with precision_set(run.layout.precision or "fp32"):

@@ -5,13 +5,17 @@ Free of torch until `initialise` is called.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
+import queue
 import re
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -187,6 +191,8 @@ def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        if "EADDRINUSE" in str(error):  # in torch's text alone
+            raise UserError(busy_port(place.method)) from error
         reason = " ".join(str(error).split())[:300]
         line = (
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
@@ -197,13 +203,90 @@ def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
         raise UserError(f"{line}; were all ranks started, and can they reach it?") from error
 
 
+def busy_port(method: str) -> str:
+    """The reason why ranks cannot meet at a TCP address whose port another program has."""
+    port = _address(method)[1]
+    where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
+    return (
+        f"{where}: port {port}, where the ranks are to meet ({method}), is in use by another program on rank 0's host; "
+        "end that program or choose a free port"
+    )
+
+
+def check_port_free(method: str) -> None:
+    """`UserError` where the port of tcp://HOST:PORT is taken on this host, at which rank 0 will listen."""
+    if not method.startswith("tcp://"):
+        return
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with suppress(PermissionError), socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch, past connections that have ended
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind(("", _address(method)[1]))
+            listener.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(busy_port(method)) from None
+            raise
+
+
+def _address(method: str) -> tuple[str, int]:
+    """Host and port of env:// or tcp://HOST:PORT."""
+    if method == "env://":
+        return os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    host, _, port = method.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+ANSWER_SECONDS = 30.0
+"""That rank 0's store, once it listens, has to answer a rank. Of another program torch would wait for ever."""
+
+
+def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
+    """The store that `connect` finds at rank 0's port: as long as `timeout` until something listens there, then no
+    longer than `ANSWER_SECONDS`. `RuntimeError` beyond."""
+    if place.rank == 0:
+        return connect()
+    host, port = _address(place.method)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout.total_seconds()).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing listens at {host}:{port}: {error}") from error
+            time.sleep(0.05)
+    found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(connect())
+        except Exception as error:  # raised below
+            found.put(error)
+
+    threading.Thread(target=ask, name="store", daemon=True).start()
+    try:
+        answer = found.get(timeout=min(timeout.total_seconds(), ANSWER_SECONDS))
+    except queue.Empty:
+        raise RuntimeError(
+            f"what listens at {host}:{port} does not answer as rank 0 would: it may be another program's port"
+        ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def _store(place: Place, timeout: timedelta) -> Store:
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     if place.method == "env://":
-        store, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = _ask_for_store(
+            place, lambda: next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))[0], timeout
+        )
         return _fresh(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
     if place.method.startswith("file://"):
         path = place.method.removeprefix("file://")
@@ -211,8 +294,10 @@ def _store(place: Place, timeout: timedelta) -> Store:
         store = FileStore(path, place.ranks)
         store.set_timeout(timeout)
         return store
-    host, _, port = place.method.removeprefix("tcp://").rpartition(":")
-    return TCPStore(host, int(port), place.ranks, is_master=place.rank == 0, timeout=timeout)
+    host, port = _address(place.method)
+    return _ask_for_store(
+        place, lambda: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=timeout), timeout
+    )
 
 
 def _fresh(store: Store, place: Place, timeout_seconds: float) -> Store:

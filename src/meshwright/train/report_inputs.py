@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import UserError
 from meshwright.train.metrics import read_metrics
+from meshwright.untrusted import read_json
 
 _Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 _NotNegative = Annotated[float, Field(ge=0, le=1e300)]
@@ -84,13 +84,13 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 def read_result(path: Path) -> dict[str, Any]:
     """The result of a run; empty where it has not ended. `UserError`: it cannot be read or a value of it is wrong."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is damaged: not JSON") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: not JSON: {error}") from None
     return _check(_Result, found, str(path))
 
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.untrusted import parse_json, read_json
 
 LOCK = ".lock"
 RANKS = "ranks.json"
@@ -122,7 +123,7 @@ class RunDirectory:
     def read_ranks(self) -> dict[int, int]:
         """Process ids by rank, of the last run started here; empty when there was none."""
         try:
-            return {int(rank): int(process) for rank, process in json.loads((self.path / RANKS).read_text()).items()}
+            return {int(rank): int(process) for rank, process in read_json(self.path / RANKS).items()}
         except (OSError, ValueError, AttributeError):
             return {}
 
@@ -144,7 +145,7 @@ class RunDirectory:
     def read_result(self) -> dict[str, Any] | None:
         """What `write_result` kept; None where no run has finished here or the file holds something else."""
         try:
-            result = json.loads((self.path / RESULT).read_bytes())
+            result = read_json(self.path / RESULT)
         except (OSError, ValueError):
             return None
         return result if isinstance(result, dict) else None
@@ -156,7 +157,7 @@ class RunDirectory:
     def read_trackers(self) -> dict[str, dict[str, str]]:
         """What `write_trackers` kept; empty where nothing is or the file holds something else."""
         try:
-            found: dict[str, dict[str, str]] = json.loads((self.path / TRACKERS).read_bytes())
+            found: dict[str, dict[str, str]] = read_json(self.path / TRACKERS)
             return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
         except (OSError, ValueError, AttributeError):
             return {}
@@ -171,7 +172,7 @@ class RunDirectory:
             return None
         for line in reversed(lines):
             try:
-                step = json.loads(line).get("step")
+                step = parse_json(line).get("step")
             except (ValueError, AttributeError):
                 continue  # cut by a kill, or by where we began to read
             if isinstance(step, int):
@@ -202,7 +203,7 @@ def _flock(descriptor: int) -> bool:
 
 def _read_holder(descriptor: int) -> str:
     try:
-        holder: Any = json.loads(os.pread(descriptor, 4096, 0))
+        holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"
         return f"process {holder['process']}{where} since {holder['since']}"
     except (ValueError, KeyError, TypeError):

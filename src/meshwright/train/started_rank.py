@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from meshwright.comm.call_ring import memory_file
+from meshwright.threads import child_environment
 
 STACK_SECONDS = 0.5  # that a rank has to say where it is
 
@@ -101,7 +101,7 @@ def start_rank(
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
     # Libraries read these before any code of ours could tell them; what the user has set stands.
-    environment = {"OMP_NUM_THREADS": str(threads), **_loopback(), **os.environ}
+    environment = {**_loopback(), **child_environment(threads)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
     try:
         process = subprocess.Popen(
@@ -128,22 +128,6 @@ def start_rank(
 def _memory() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def threads_said() -> int | None:
-    """What the person who starts a run has set for all programs alike, by OpenMP's own variable."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdecimal() and int(said) else None
-
-
-def available_cores() -> int:
-    """Processors that this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 def _loopback() -> dict[str, str]:

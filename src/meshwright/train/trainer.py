@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from meshwright.parallel.data import DataParallel, loss_share
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward, count_terms
+from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward, count_terms
 from meshwright.plan.data_calls import Work
 from meshwright.plan.traffic import PREFERENCE_FIGURES, predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
@@ -47,6 +47,13 @@ PARAMETER_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+class Dtypes(NamedTuple):
+    """dtype of the parameters, in which the model computes, and of master weights, gradients and optimizer state."""
+
+    parameters: torch.dtype
+    masters: torch.dtype = torch.float32
 
 
 class Verdict:
@@ -98,8 +105,11 @@ class Trainer:
     """One rank's part of a training run: model, data parallel state, optimizer, data, and the step that joins them.
 
     initialise: whether it starts from the initial values of the recipe's seed; if not, its parameters are to be loaded.
+    dtypes: those of the layout's precision unless given.
     """
 
+    add_at_once_from = WORTH_ADDING_AT_ONCE
+    """Elements of a weight from which its products add their gradients to the sum themselves."""
     preference: Preference | None = None
     """What is learnt from pairs of responses, where it is."""
 
@@ -112,11 +122,12 @@ class Trainer:
         mesh: Mesh,
         *,
         initialise: bool = True,
+        dtypes: Dtypes | None = None,
     ) -> None:
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.device = torch.device(mesh.device)
         self.table = parameter_table(config)
-        dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+        dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
         choose_products(layout.precision, self.device)
         program = program_for(layout, config, recipe.data.sequence)
         check_same_everywhere(program, mesh)
@@ -126,7 +137,7 @@ class Trainer:
             config,
             axes=mesh,
             device="meta",
-            dtype=dtype,
+            dtype=dtypes.parameters,
             recompute=layout.recompute,
             stages=partition.held(mesh.pp.rank),
         )
@@ -135,7 +146,8 @@ class Trainer:
             self.table,
             mesh,
             seed=recipe.run.seed if initialise else None,
-            parameter_dtype=dtype,
+            parameter_dtype=dtypes.parameters,
+            master_dtype=dtypes.masters,
             partition=partition,
         )
         self._stand_by()
@@ -146,15 +158,14 @@ class Trainer:
         self.preference = preference_of(recipe)
         self.reference: Reference | None = None
         """Of preference data: to be made (`make_reference`) or read before the first step."""
-        self.pair_rows = {
-            name: tokens
-            for name, tokens in (("train", self.tokens), ("validation", self.validation_tokens))
-            if self.preference is not None and isinstance(tokens, PackedExamples)
-        }
+        rows = {"train": self.tokens, "validation": self.validation_tokens}
+        self.pair_rows = {} if self.preference is None else cast(dict[str, PackedExamples], rows)
         self.pairs_by_row = {name: tokens.examples_by_row for name, tokens in self.pair_rows.items()}
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()
-        self.passes = ForwardBackward(self.model, self.parallel, program, self.clock.mark, preference=self.preference)
+        self.passes = ForwardBackward(
+            self.model, self.parallel, program, self.clock.mark, self.add_at_once_from, self.preference
+        )
 
     def _stand_by(self) -> None:
         """What every trainer has, whatever it trains, once there is something to train: `self.parallel`."""
@@ -187,8 +198,7 @@ class Trainer:
         verdict = self._agree(loss_sum, terms, stop, save_failed)
         clock.mark("agree")
         if verdict.finite:
-            clip = train.clip / (verdict.gradient_norm + 1e-6) if train.clip else 1.0
-            self.optimizer.step(learning_rate(self.steps_done, train), min(1.0, clip) / verdict.loss_scale)
+            self.optimizer.step(learning_rate(self.steps_done, train), self._gradient_scale(verdict))
             self.parallel.publish()
         else:
             self._take_back()
@@ -249,6 +259,11 @@ class Trainer:
             wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
             yield [np.where(part < count, part, beyond) for part in wanted]
 
+    @property
+    def threads(self) -> int | None:
+        """Threads that compute on a CPU, on which the last bits of a result depend; None on another device."""
+        return torch.get_num_threads() if self.device.type == "cpu" else None
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside tensors to go on bit for bit."""
         return {
@@ -260,6 +275,7 @@ class Trainer:
             "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
             "data_sha256": self.data.sha256,
+            "threads": self.threads,
             **({} if self.reference is None else {"reference_sha256": self.reference.sha256}),
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),
@@ -325,6 +341,12 @@ class Trainer:
     def _terms(self, micro_batches: list[MicroBatch]) -> int:
         """What the loss of the step is divided by, over all ranks."""
         return count_terms(micro_batches, self.mesh)
+
+    def _gradient_scale(self, verdict: Verdict) -> float:
+        """Factor of the gradients before the update: clips their global norm and undoes the loss scale."""
+        clip = self.recipe.train.clip
+        clipped = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
+        return clipped / verdict.loss_scale
 
     def _take_back(self) -> None:
         """The step is skipped: nothing but parameters and optimizer state changes in one, and these have not."""

@@ -20,9 +20,11 @@ from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
+from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
 from meshwright.train.memory import keep_freed_memory
+from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
 
@@ -90,15 +92,17 @@ def _end_with_launcher(launcher: int | None) -> None:
 def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
     from meshwright.recipe import load_recipe_text
 
-    recipe = load_recipe_text(description["recipe"], description["source"])
+    recipe = load_recipe_text(description["recipe"], description["source"], trust=description["trust"])
     return _train(recipe, start, RunDirectory(description["directory"]), description["threads"], description["options"])
 
 
 # --- started by others
 
 
-def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
+def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Be the rank that torchrun, Kubernetes or SLURM started this process as, and return the run's result.
+
+    probe: as `launch_recipe` has it; by rank 0, where all ranks are on its host, while the others wait to meet it.
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
@@ -111,7 +115,14 @@ def join(recipe: Recipe, **options: Any) -> dict[str, Any]:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
             print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
-    return _train(recipe, start, RunDirectory(recipe.run_directory), recipe.run.threads, options, lock=True)
+    if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
+        threads = local_threads(recipe, start.ranks).count
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
+    return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def join_script(
@@ -121,7 +132,7 @@ def join_script(
     the run directory that this process's launcher holds."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
-    return _train(recipe, start, RunDirectory(directory), recipe.run.threads, options, lock, work)
+    return _train(recipe, start, RunDirectory(directory), None, options, lock, work)
 
 
 def _train(
@@ -143,8 +154,6 @@ def _train(
         from meshwright.train.loop import train
 
         work = train
-    if threads is not None:
-        torch.set_num_threads(threads)
     keep_freed_memory()
     timeout = recipe.run.collective_timeout
     store = None
@@ -161,6 +170,7 @@ def _train(
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
+    _set_threads(recipe, start, store if lock else None, threads)
     calls = None
     try:
         if lock:
@@ -183,6 +193,24 @@ def _train(
             directory.unlock()
         if start.ranks > 1 and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) -> None:
+    """Compute with `given` threads; unless given, with those of `run.threads` or of the run that is resumed, else by
+    the rule for ranks that others started, else, in a script of the user's, as many as it has left set."""
+    import torch
+
+    if given is None and recipe.model is None:  # type: ignore[redundant-expr]
+        found = threads_of_run(recipe, torch.get_num_threads(), resumed_state(recipe))
+    elif given is None and store is not None:
+        found = agree_on_threads(recipe, start, store)
+    elif given is None:
+        found = local_threads(recipe, 1)
+    else:
+        found = Threads(given)
+    if found.note and start.rank == 0:
+        print(found.note, file=sys.stderr, flush=True)
+    torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
 def _compile_apart(start: Place) -> None:

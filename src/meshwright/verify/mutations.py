@@ -1,17 +1,21 @@
-"""Faults planted at every collective call of a layout, one at a time. A verifier that cannot fail proves nothing."""
+"""Faults planted at every collective call of a layout and in local code, one at a time. A verifier that cannot fail
+proves nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.wrong_groups import other_groups
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
+from meshwright.verify.cases import Maker
 from meshwright.verify.compare import Comparison, compare
+from meshwright.verify.local_faults import PLANS, LocalFault
 from meshwright.verify.problem import Problem
 from meshwright.verify.ranks import RankResult, run_rank
 from meshwright.verify.reference import Reference
@@ -20,58 +24,99 @@ _SHIFT = "the log of a sum of exponentials does not depend on what is subtracted
 NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same"
     for kind in ("double", "drop", "stale")
-}
+} | {("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays"}
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
 
-POISONED_STEP = 1
+AnyFault = TypeVar("AnyFault", Fault, LocalFault)
 BATCH = 16  # faults for which the ranks are asked at once
 
 
 def plant_all(
-    problem: Problem,
-    layout: Layout,
-    reference: Callable[..., Reference],
+    maker: Maker,
+    reference: Callable[[Problem], Reference],
     ranks: LocalRanks,
     log: Callable[[str], None],
     collectives: CollectivesRecipe | None = None,
+    planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Every kind of fault at every call site of the layout, at all its calls and at a single one; and a value that is
-    not finite on one rank, at which all must skip the step. Returns planted, caught, neutral, missed and faults.
+    """Every kind of fault at every call site of the layout, at all its calls and at a single one, and every local fault
+    that changes something there. Returns planted, caught, neutral, missed and faults.
 
-    Most faults show after one step; the others get all the steps of the problem.
+    planted: those that another model on the same layout had, which are left out; these are added. Most faults show
+    after one step; the others get all the steps of the problem.
     """
+    planting = _Planting(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
+    before = set() if planted is None else set(planted)
+    for fault, found in planting.collective_faults(before):
+        neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
+        _note(report, maker.layout, str(fault), found.failure, neutral, log)
+    for local, found in planting.local_faults(before):
+        _note(report, maker.layout, str(local), found.failure, None, log)
+    if planted is not None:
+        planted |= planting.planted
+    return report
 
-    def run(problem: Problem, faults: Sequence[Fault | None], poison: int | None = None) -> list[list[RankResult]]:
-        """By fault, then by rank."""
-        of_ranks = ranks.run(run_rank, problem, str(layout), collectives, faults, poison)
-        return [list(results) for results in zip(*of_ranks, strict=True)]
 
-    def try_out(problem: Problem, faults: Sequence[Fault]) -> dict[Fault, Comparison]:
+class _Planting:
+    """Runs of one layout and model with faults."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        reference: Callable[[Problem], Reference],
+        ranks: LocalRanks,
+        collectives: CollectivesRecipe | None,
+    ) -> None:
+        self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
+        self.planted: set[tuple[str, ...]] = set()
+
+    def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
+        """Faults at call sites that struck, and what came of them."""
+        problem = self.maker.plain(layers=3)
+        (healthy,) = self._run(problem, [None])
+        short = dataclasses.replace(problem, steps=1)
+        every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
+        for batch in (every[start : start + BATCH] for start in range(0, len(every), BATCH)):
+            found = self._try(short, batch)
+            # Those that no step showed, and stale results: one step may have no earlier one of the same size.
+            again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
+            if again:
+                found |= self._try(problem, again)
+            yield from ((fault, found[fault]) for fault in batch if fault in found)
+            self.planted |= {_key(fault) for fault in batch if fault in found}
+
+    def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
+        """Faults in local code that struck, and what came of them."""
+        for case, make in (
+            ("updates", lambda: self.maker.updates(layers=3)),
+            ("dtypes", self.maker.dtypes),
+            ("long", self.maker.long),
+        ):
+            faults = [LocalFault(name) for name, plan in PLANS.items() if plan.case == case and (name,) not in before]
+            if faults:
+                found = self._try(make(), faults)
+                yield from found.items()
+                self.planted |= {(fault.name,) for fault in found}
+
+    def _try(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
         """What came of each fault that struck."""
         return {
-            fault: compare(reference(problem), results, layout)
-            for fault, results in zip(faults, run(problem, faults), strict=True)
+            fault: compare(self.reference(problem), results, self.maker.layout)
+            for fault, results in zip(faults, self._run(problem, faults), strict=True)
             if any(result.struck for result in results)
         }
 
-    (healthy,) = run(problem, [None])
-    short = dataclasses.replace(problem, steps=1)
-    for batch in _batches(faults_of(layout, healthy)):
-        found = try_out(short, batch)
-        # Those that no step showed, and stale results, which need an earlier one of the same size: there may be none.
-        again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
-        if again:
-            found |= try_out(problem, again)
-        for fault in batch:
-            if fault in found:
-                neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
-                _note(report, layout, str(fault), found[fault].failure, neutral, log)
-    (results,) = run(problem, [None], POISONED_STEP)
-    together = compare(reference(problem, frozenset({POISONED_STEP})), results, layout)
-    noticed_by = "all ranks skip the step" if together.passed else None
-    _note(report, layout, "a loss that is not a number on one rank", noticed_by, None, log)
-    return report
+    def _run(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
+        """By fault, then by rank."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
+            layout = str(self.maker.layout)
+            of_ranks = self.ranks.run(run_rank, problem, layout, self.collectives, faults, directory)
+        return [list(results) for results in zip(*of_ranks, strict=True)]
+
+
+def _key(fault: Fault) -> tuple[str, ...]:
+    return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
 def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -86,12 +131,6 @@ def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], 
                 most[key] = call
         found.append(list(most.values()))
     return found[0], found[1]
-
-
-def _batches(faults: list[Fault]) -> Iterator[list[Fault]]:
-    """Some at a time, so that who waits sees what is going on."""
-    for start in range(0, len(faults), BATCH):
-        yield faults[start : start + BATCH]
 
 
 def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:

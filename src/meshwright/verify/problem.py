@@ -1,32 +1,59 @@
-"""What a layout is verified on: the model made small but kept in kind, and batches that are as uneven as they come."""
+"""What a layout is verified on: the model made small but kept in kind, and how it is trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig
 from meshwright.model.preference import Preference
+from meshwright.recipe import Recipe
 
-IGNORED = -100
 SEQUENCE = 23  # tokens
+VALIDATION_SEQUENCES = 5
 MOST_RANKS = 8
 MOST_MICRO_BATCHES = 4
-MOST_PAIRS = 2  # of responses in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The entries of a recipe's [train] that change what a step computes, and the dynamic loss scale (1: none)."""
+
+    optimizer: str = "sgd"
+    learning_rate: float = 0.2
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.8, 0.9)
+    epsilon: float = 1e-4  # far above the rounding of a gradient that is zero: AdamW divides by little more than it
+    clip: float = 0.0
+    schedule: str = "constant"
+    warmup: int = 0
+    minimum_learning_rate: float = 0.1
+    router_bias_rate: float = 0.01
+    loss_scale: float = 1.0
+    loss_scale_every: int = 0
+
+
+SGD = Training(momentum=0.9, weight_decay=0.05, clip=1e6, schedule="linear")
+"""Momentum, decay added to the gradient, and a clip that no gradient reaches."""
+ADAMW = Training(
+    *("adamw", 0.02, 0.3), clip=0.05, schedule="cosine", warmup=1, loss_scale=256.0, loss_scale_every=2
+)  # fmt: skip
+"""Decoupled decay, a clip that every gradient exceeds, and a loss scale that changes between steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One training problem in small: `steps` updates by plain SGD from the same weights on the same batches.
+    """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    `batch`: sequences a step over all ranks, of `sequence` tokens each; `dtype`: "float64" or "float32"; `preference`:
-    what pairs of responses are to teach, if it is not the next token that is learnt.
+    dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
+    preference: the loss of pairs of responses, if it is not next-token prediction. poisoned_step: the step, from 0, in
+    which the last rank computes a value that is not a number. resumed_at: steps after which a checkpoint is saved, from
+    which a new trainer goes on. add_at_once: whether products add weight gradients to their sums themselves, as those
+    of large models do.
     """
 
     config: ModelConfig
@@ -34,31 +61,57 @@ class Problem:
     dtype: str = "float64"
     sequence: int = SEQUENCE
     steps: int = 3
-    learning_rate: float = 0.2
+    training: Training = Training()
     seed: int = 11
     preference: Preference | None = None
+    master_dtype: str | None = None
+    poisoned_step: int | None = None
+    resumed_at: int | None = None
+    add_at_once: bool = True
+
+    @property
+    def masters(self) -> str:
+        """dtype of the master weights."""
+        return self.master_dtype or self.dtype
+
+    @property
+    def train_sequences(self) -> int:
+        """Sequences of the training split: a third step reads across the end of an epoch."""
+        return 2 * self.batch + 3
+
+    def recipe(self, layout: Layout) -> Recipe:
+        """The recipe of the run. What it says of model and text is not read: both are given to the trainer."""
+        training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
+        preference = {}
+        if self.preference is not None:
+            preference = {"preference_beta": self.preference.beta, "objective": self.preference.objective}
+            preference["preference_smoothing"] = self.preference.label_smoothing
+        return Recipe.from_tables(
+            {
+                "layout": str(layout),
+                "run": {"seed": self.seed},
+                "model": {"family": "llama", "layers": 1, "hidden": 8, "heads": 1},
+                "data": {
+                    "source": "synthetic",
+                    "sequence": self.sequence,
+                    "records": "text" if self.preference is None else "preference",
+                },
+                "train": {
+                    **training,
+                    **preference,
+                    "betas": list(self.training.betas),
+                    "steps": self.steps,
+                    "batch": self.batch,
+                    "validation_sequences": VALIDATION_SEQUENCES,
+                },
+            }
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64. `reference`: of
-    responses that come in pairs the log-probabilities under the reference, float64 [B, 2 x MOST_PAIRS]."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    document_ids: np.ndarray
-    reference: np.ndarray | None = None
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Sequences [start, stop)."""
-        reference = None if self.reference is None else self.reference[start:stop]
-        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
-
-
-def sequence_of(layout: Layout) -> int:
-    """Tokens in a row: odd where that is possible."""
+def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
+    """The shortest sequence of at least `tokens` that the layout can cut: odd where that is possible."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
-    return -(-SEQUENCE // pieces) * pieces
+    return -(-tokens // pieces) * pieces
 
 
 def scaled_down(
@@ -159,52 +212,3 @@ def scaled_layout(layout: Layout) -> Layout:
     ep = next(size for size in range(min(layout.ep, stage // etp), 0, -1) if stage // etp % size == 0)
     hybrid = dp * cp // 2 if groups and dp * cp > 3 else None
     return layout.with_(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, hybrid=hybrid)
-
-
-def make_batch(problem: Problem, step: int) -> Batch:
-    """The batch of a step: rows with one document and with many, with all targets, with few, and one with none, so
-    that ranks and micro-batches count different numbers of them, and every step another."""
-    if problem.preference is not None:
-        return _make_pairs(problem, step)
-    random = np.random.default_rng([problem.seed, step])
-    rows, sequence = problem.batch, problem.sequence
-    tokens = random.integers(0, problem.config.vocabulary, (rows, sequence + 1))
-    ids = np.zeros((rows, sequence + 1), dtype=np.int64)
-    for row in range(rows):
-        if row % 4:
-            ids[row, random.choice(np.arange(1, sequence), size=int(random.integers(1, 6)), replace=False)] = 1
-    ids = ids.cumsum(axis=1)
-    targets = np.where(ids[:, 1:] == ids[:, :-1], tokens[:, 1:], IGNORED)
-    for row in range(rows):
-        targets[row, random.random(sequence) < (0.0, 0.2, 0.9, 0.5)[(row + step) % 4]] = IGNORED
-    targets[(2 + step) % rows] = IGNORED
-    return Batch(tokens[:, :-1].copy(), targets, ids[:, :-1].copy())
-
-
-def _make_pairs(problem: Problem, step: int) -> Batch:
-    """Rows with one pair of responses, with two and with none, most with padding behind them; of every document the
-    first tokens, its prompt, are no targets."""
-    random = np.random.default_rng([problem.seed, step])
-    rows, sequence = problem.batch, problem.sequence
-    tokens = random.integers(0, problem.config.vocabulary, (rows, sequence + 1))
-    ids = np.zeros((rows, sequence), dtype=np.int64)
-    targets = np.full((rows, sequence), IGNORED)
-    for row in range(rows):
-        pairs = (1, 2, 2, 0)[(row + step) % 4]
-        inner = np.sort(random.choice(np.arange(1, sequence // 2), size=max(0, 2 * pairs - 1), replace=False)) * 2
-        bounds = [0, *inner.tolist(), sequence if row % 3 == 0 else sequence - 1][: 2 * pairs + 1]
-        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            ids[row, begin:] = number
-            prompt = begin + int(random.integers(0, max(1, (end - begin) // 2)))
-            targets[row, prompt : end - 1] = tokens[row, prompt + 1 : end]
-            ids[row, end:] = number + 1
-    told = np.stack([((ids == number) & (targets != IGNORED)).sum(axis=1) for number in range(2 * MOST_PAIRS)], axis=1)
-    reference = -math.log(problem.config.vocabulary) * told + random.uniform(-1, 1, told.shape) * (told > 0)
-    return Batch(tokens[:, :-1].copy(), targets, ids, reference)
-
-
-def share_of(batch: Batch, data_rank: int, data_size: int, micro_batches: int) -> list[Batch]:
-    """The micro-batches of one rank: consecutive rows, rank after rank, micro-batch after micro-batch."""
-    rows = batch.tokens.shape[0] // (data_size * micro_batches)
-    first = data_rank * rows * micro_batches
-    return [batch.rows(first + index * rows, first + (index + 1) * rows) for index in range(micro_batches)]

@@ -1,4 +1,4 @@
-"""One rank of a layout under verification: the same problem through `parallel/`, and everything that it came to."""
+"""One rank of a layout under verification: the trainer itself on a synthetic problem, and everything it came to."""
 
 from __future__ import annotations
 
@@ -6,41 +6,53 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from meshwright.collectives.named import named_programs
-from meshwright.comm.collectives import all_reduce
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
+from meshwright.data import PreparedData
 from meshwright.errors import RanksDisagree
 from meshwright.layout import Layout
-from meshwright.model.parameters import parameter_table
-from meshwright.model.partition import Partition
-from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.data import DataParallel, loss_share
 from meshwright.parallel.pieces import Piece
-from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward, count_terms
 from meshwright.recipe import CollectivesRecipe
-from meshwright.verify.problem import Problem, make_batch, share_of
-from meshwright.verify.reference import tensors_of
+from meshwright.train.checkpoint import Checkpointer
+from meshwright.train.loss_scale import LossScale
+from meshwright.train.trainer import Dtypes, Trainer, Verdict
+from meshwright.verify.local_faults import LocalFault
+from meshwright.verify.problem import Problem
+from meshwright.verify.samples import MOST_PAIRS, SyntheticData
 
-VERDICT_SITE = "step.verdict"
+COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a_row")
+
+
+@dataclass
+class StepResult:
+    """One step on one rank: the global loss and gradient norm, what the loss was scaled by, the gradients that the rank
+    holds (before clipping), and its master weights afterwards."""
+
+    loss: float
+    norm: float
+    scale: float
+    gradients: list[Piece]
+    weights: list[Piece]
 
 
 @dataclass
 class RankResult:
-    """What one rank saw: per step the global loss, the global norm and the gradients it holds; its masters at the end;
-    the loss of one more batch; the calls of the first step and of all; how often the planted fault struck; why ranks
-    that noticed a fault by themselves went no further."""
+    """One rank's run. After the last step: optimizer state, unsharded parameters, the counters of a checkpoint and the
+    validation loss. calls: those of the first step and of all steps. struck: how often the planted fault changed
+    something. refused: why ranks that noticed a fault by themselves went no further."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[list[Piece]] = field(default_factory=list)
-    masters: list[Piece] = field(default_factory=list)
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    optimizer: list[Piece] = field(default_factory=list)
+    parameters: list[Piece] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
     final_loss: float = math.nan
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -48,81 +60,139 @@ class RankResult:
     refused: str | None = None
 
 
+@dataclass(frozen=True)
+class Span:
+    """Which steps a call runs: from `first` on, whose checkpoint is loaded unless it is 0, up to `stop`, where one is
+    saved unless it is None, the end."""
+
+    first: int = 0
+    stop: int | None = None
+
+
+WHOLE = Span()
+
+
 def run_rank(
     problem: Problem,
     layout_text: str,
     collectives: CollectivesRecipe | None = None,
-    faults: Sequence[Fault | None] = (None,),
-    poison: int | None = None,
+    faults: Sequence[Fault | LocalFault | None] = (None,),
+    directory: str | None = None,
+    span: Span = WHOLE,
 ) -> list[RankResult]:
-    """Run the problem on this rank once for each of `faults` (None: nothing is spoilt), all over one mesh. `poison`: in
-    this step the last rank makes a value that is not a number. `collectives`: the programs that a recipe names."""
+    """Train on this rank once for each of `faults` (None: nothing is planted), all over one mesh. collectives: the
+    programs that a recipe names. directory: for checkpoints, where the problem or the span asks for them."""
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
     mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
     try:
         results = []
-        for fault in faults:
-            mesh.plant(fault)
+        for number, fault in enumerate(faults):
+            planted = fault.planted() if isinstance(fault, LocalFault) else nullcontext()
+            mesh.plant(None if isinstance(fault, LocalFault) else fault)
             mesh.record.clear()
-            try:
-                results.append(_run(problem, layout, mesh, poison))
-            except RanksDisagree as error:  # on all of them, and nobody waits for anybody
-                results.append(RankResult(struck=mesh.faults.struck, refused=str(error)))
+            below = None if directory is None else Path(directory) / (str(number) if fault else "")
+            with planted as strikes:
+                try:
+                    result = _Run(problem, layout, mesh, below).run(span)
+                except RanksDisagree as error:  # on all of them, and nobody waits for anybody
+                    result = RankResult(refused=str(error))
+            result.struck = mesh.faults.struck if strikes is None else strikes.count
+            results.append(result)
+        mesh.plant(None)
         return results
     finally:
         mesh.close()
 
 
-def _run(problem: Problem, layout: Layout, mesh: Mesh, poison: int | None) -> RankResult:
-    dtype = getattr(torch, problem.dtype)
-    table, program = parameter_table(problem.config), program_for(layout, problem.config, problem.sequence)
-    partition = Partition.of(program, problem.config, table, problem.sequence)
-    stages = partition.held(mesh.pp.rank)
-    model = Transformer(problem.config, axes=mesh, dtype=dtype, recompute=layout.recompute, stages=stages)
-    parallel = DataParallel(
-        model, table, mesh, seed=problem.seed, parameter_dtype=dtype, master_dtype=dtype, partition=partition
-    )
-    preference = problem.preference
-    passes = ForwardBackward(model, parallel, program, add_at_once_from=0, preference=preference)  # as large models do
-    result = RankResult()
-    for step in range(problem.steps):
-        batches = _micro_batches(problem, step, layout, mesh)
-        terms = count_terms(batches, mesh)
-        with _poisoned(model) if step == poison and mesh.rank == mesh.world_size - 1 else nullcontext():
-            total = passes.train(batches, terms)
-        verdict = torch.stack([loss_share(total, mesh, preference is not None), parallel.squared_norm_share()])
-        all_reduce(verdict, mesh.world, VERDICT_SITE)
-        result.losses.append(float(verdict[0]))
-        result.norms.append(math.sqrt(float(verdict[1])))
-        gradients = [shard.gradient for shard in parallel.shards]
-        result.gradients.append(_copied(parallel.pieces_like("gradient", gradients, owned=False)))
-        if bool(verdict.isfinite().all()):
-            for shard in parallel.shards:
-                shard.master.sub_(shard.gradient, alpha=problem.learning_rate)
-            parallel.publish()
-        if step == 0:
-            result.calls_first_step = mesh.record.table()
-    result.masters = _copied(parallel.master_pieces(owned=False))
-    # The loss of one more batch shows the last update as the model sees it.
-    batches = _micro_batches(problem, problem.steps, layout, mesh)
-    total = loss_share(passes.evaluate(batches, count_terms(batches, mesh)), mesh, preference is not None)
-    all_reduce(total, mesh.world, VERDICT_SITE)
-    result.final_loss = float(total)
-    result.calls = mesh.record.table()
-    result.struck = mesh.faults.struck
-    return result
+class _WatchedTrainer(Trainer):
+    """The trainer, which keeps the gradients of a step as they are before the optimizer sees them."""
+
+    gradients: list[Piece]
+
+    def _agree(self, loss_sum: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> Verdict:
+        verdict = super()._agree(loss_sum, terms, stop, save_failed)
+        unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
+        self.gradients = self.parallel.pieces_like("gradient", unscaled, owned=False)
+        return verdict
 
 
-def _micro_batches(problem: Problem, step: int, layout: Layout, mesh: Mesh) -> list[MicroBatch]:
-    """What this rank trains on in a step."""
-    batches = share_of(make_batch(problem, step), mesh.dp.rank, mesh.dp.size, layout.micro_batches)
-    return [tensors_of(batch, mesh) for batch in batches]
+class _LargeModelTrainer(_WatchedTrainer):
+    """With the products of large models, which add weight gradients to their sums themselves."""
+
+    add_at_once_from = 0
+
+
+class _Run:
+    """A training run: trainer, checkpoint in between, what is handed back."""
+
+    def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
+        self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
+
+    def run(self, span: Span) -> RankResult:
+        problem, result = self.problem, RankResult()
+        trainer = self._trainer() if span.first == 0 else self._resumed()
+        for step in range(span.first, problem.steps if span.stop is None else span.stop):
+            if step == problem.resumed_at and step > span.first:
+                self._save(trainer)
+                del trainer
+                trainer = self._resumed()
+            poisoned = step == problem.poisoned_step and self.mesh.rank == self.mesh.world_size - 1
+            with _poison(trainer.model) if poisoned else nullcontext():
+                verdict = trainer.step()
+            weights = _copied(trainer.parallel.master_pieces(owned=False))
+            result.steps[step] = StepResult(
+                verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
+            )
+            if step == 0:
+                result.calls_first_step = self.mesh.record.table()
+        if span.stop is not None:
+            self._save(trainer)
+            return result
+        result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
+        result.calls = self.mesh.record.table()
+        result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
+        result.parameters = trainer.parallel.parameter_pieces()
+        state = trainer.state()
+        result.counters = {name: state[name] for name in COUNTERS}
+        return result
+
+    def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
+        problem, training = self.problem, self.problem.training
+        kind = _LargeModelTrainer if problem.add_at_once else _WatchedTrainer
+        data = SyntheticData(problem)
+        dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.masters))
+        trainer = kind(
+            problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
+            initialise=initialise, dtypes=dtypes,
+        )  # fmt: skip
+        if training.loss_scale_every:
+            trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
+        if problem.preference is not None:
+            trainer.reference, trainer.most_pairs = data.response_reference(), MOST_PAIRS
+        return trainer
+
+    def _save(self, trainer: Trainer) -> None:
+        self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
+        assert self._checkpointer.failed() is None, self._checkpointer.failed()
+
+    def _resumed(self) -> _WatchedTrainer:
+        """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
+        trainer = self._trainer(initialise=False)
+        loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
+        assert loaded is not None, f"no checkpoint in {self.directory}"
+        trainer.restore(loaded[1])
+        return trainer
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        assert self.directory is not None, "a problem that is resumed needs a directory"
+        return Checkpointer(self.directory, self.mesh, self.problem.config, background=False)
 
 
 @contextmanager
-def _poisoned(model: Transformer) -> Iterator[None]:
-    """Inside, what the first layer here gives is not a number."""
+def _poison(model: Transformer) -> Iterator[None]:
+    """Inside, the output of the first layer here is not a number."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
     try:

@@ -1,8 +1,8 @@
-"""`verify`: run layouts on local ranks, compare with one device, and (mutate) show that a spoilt one is noticed."""
+"""Trains layouts on local ranks and compares with one device; plants faults that must be found (`mutate`)."""
 
 from __future__ import annotations
 
-import math
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +17,17 @@ from meshwright.layout import Layout
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.preference import Preference, preference_of
 from meshwright.model.presets import preset
-from meshwright.model.refuse import refuse
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
-from meshwright.schedules.library import program_of
+from meshwright.verify.cases import Case, Maker
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import plant_all
-from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
-from meshwright.verify.ranks import run_rank
+from meshwright.verify.problem import Problem, scaled_layout
+from meshwright.verify.ranks import WHOLE, Span, run_rank
 from meshwright.verify.reference import Reference
 
+DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
 """Verified when no model is named: an untied head; a tied one with query and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
@@ -41,31 +41,35 @@ def verify(
     model: ModelConfig | str | Path | None = None,
     dtype: str = "float64",
     mutate: bool = False,
+    thorough: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Prove that a layout computes what one device computes, on a small model of the same kind.
 
     layout: a layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
     axis. model: a preset's name, a Hugging Face directory or config.json, a recipe's file or a configuration; made
-    small, kept in kind. dtype: "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: spoil every collective
-    call site, one at a time; each fault must be noticed.
+    small, kept in kind. dtype: "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every
+    collective call site and in local code, one at a time; each must be found. thorough: run the cases that take longer,
+    too.
 
     Returns the document of `meshwright verify --json`: passed, worst, loss_error, gradient_norm_error, layouts,
     mutations. Raises UserError for what cannot be run.
     """
-    if dtype not in TOLERANCES:
-        raise UserError(unknown("dtype", dtype, tuple(TOLERANCES)))
+    if dtype not in DTYPES:
+        raise UserError(unknown("dtype", dtype, DTYPES))
     begun = time.monotonic()
     layouts, models, collectives, preference = _what(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Bench(dtype, log, collectives, preference) as bench:
+    with _Bench(dtype, log, collectives, preference, thorough) as bench:
+        bench.many = len(layouts) > 1
+        planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
             fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES)
             for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
-                    for key, found in bench.mutate(wanted, config).items():
+                    for key, found in bench.mutate(wanted, config, planted).items():
                         mutations[key] += found
     entries = bench.entries
     worst = max(entries, key=lambda entry: entry["worst"]["relative_error"])
@@ -85,15 +89,24 @@ def verify(
 
 
 class _Bench:
-    """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each."""
+    """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each. many: whether
+    layouts are verified by the hundred, each by the cases that it needs."""
+
+    many = False
 
     def __init__(
-        self, dtype: str, log: Callable[[str], None], collectives: CollectivesRecipe, preference: Preference | None
+        self,
+        dtype: str,
+        log: Callable[[str], None],
+        collectives: CollectivesRecipe,
+        preference: Preference | None,
+        thorough: bool = False,
     ) -> None:
         self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
+        self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
-        self._references: dict[tuple[Problem, frozenset[int]], Reference] = {}
+        self._references: dict[Problem, Reference] = {}
 
     def __enter__(self) -> _Bench:
         self._threads = torch.get_num_threads()
@@ -106,37 +119,81 @@ class _Bench:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run one layout and note what came of it."""
+        """Run one layout's cases and note what came of them."""
         begun = time.monotonic()
-        layout, problem = self._problem(wanted, config)
-        found = self.compare(problem, layout)
+        layout = scaled_layout(wanted)
+        cases = []
+        for case in self._cases(layout, config):
+            started = time.monotonic()
+            found = self.compare(case, layout)
+            cases.append((case, found, time.monotonic() - started))
+        # What is worst is said of those in the asked dtype; the others have other tolerances.
+        main = [found for case, found, _ in cases if case.problem.dtype == self.dtype]
+        worst = max(main, key=lambda found: found.worst_error)
+        failed = next(((case, found) for case, found, _ in cases if not found.passed), None)
+        failure = None
+        if failed is not None:
+            case, found = failed
+            failure = found.failure if case is cases[0][0] else f"{case.name}: {found.failure}"
         entry: dict[str, Any] = {
             "layout": str(wanted),
             "verified_as": str(layout),
             "model": model,
-            "passed": found.passed,
-            "worst": {"name": found.worst_name, "relative_error": found.worst_error},
-            "loss_error": found.loss_error,
-            "gradient_norm_error": found.gradient_norm_error,
-            "failure": found.failure,
+            "passed": failed is None,
+            "worst": {"name": worst.worst_name, "relative_error": worst.worst_error},
+            "loss_error": max(found.loss_error for found in main),
+            "gradient_norm_error": max(found.gradient_norm_error for found in main),
+            "failure": failure,
+            "cases": [
+                {
+                    "name": case.name,
+                    "passed": found.passed,
+                    "tolerance": TOLERANCES[case.problem.dtype],
+                    "relative_error": found.worst_error,
+                    "seconds": round(seconds, 2),
+                }
+                for case, found, seconds in cases
+            ],
             "seconds": round(time.monotonic() - begun, 2),
         }
         self.entries.append(entry)
-        verdict = "ok" if found.passed else f"FAILED: {found.failure}"
+        verdict = "ok" if failed is None else f"FAILED: {failure}"
         shown = str(wanted) if wanted == layout else f"{wanted} (as {layout})"
-        self.log(f"{shown:<32} {model:<14} worst {found.worst_error:.1e}  loss {found.loss_error:.1e}  {verdict}")
+        self.log(f"{shown:<32} {model:<14} worst {worst.worst_error:.1e}  loss {entry['loss_error']:.1e}  {verdict}")
         return entry
 
-    def mutate(self, wanted: Layout, config: ModelConfig) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time."""
-        layout, problem = self._problem(wanted, config, layers=3)
+    def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
+        """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
+        layout = scaled_layout(wanted)
         ranks = self.ranks(layout.world_size)
-        return plant_all(problem, layout, self.reference, ranks, self.log, self.collectives)
+        maker = Maker(layout, config, self.dtype, self.preference)
+        return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
-    def compare(self, problem: Problem, layout: Layout) -> Comparison:
+    def compare(self, case: Case, layout: Layout) -> Comparison:
+        """Run one case: its steps on the layout, or those before its checkpoint there and the others elsewhere."""
+        problem = case.problem
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
-        results = self.ranks(layout.world_size).run(run_rank, problem, str(layout), self.collectives)
-        return compare(reference, [result for (result,) in results], layout)
+        ranks = self.ranks(layout.world_size)
+        with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
+
+            def run(layout: Layout, span: Span) -> Comparison:
+                collectives = self.collectives if layout is not case.elsewhere else None
+                results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
+                return compare(reference, [result for (result,) in results], layout)
+
+            if case.elsewhere is None:
+                return run(layout, WHOLE)
+            assert problem.resumed_at is not None
+            before = run(layout, Span(0, problem.resumed_at))
+            return run(case.elsewhere, Span(problem.resumed_at)) if before.passed else before
+
+    def _cases(self, layout: Layout, config: ModelConfig) -> list[Case]:
+        # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
+        maker = Maker(layout, config, self.dtype, self.preference, 24 if self.many else 8)
+        if self.thorough:
+            return maker.thorough()
+        cases = maker.default()
+        return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
         if self._ranks is None or self._ranks.world_size != world_size:
@@ -145,23 +202,10 @@ class _Bench:
             self._ranks = LocalRanks(world_size)
         return self._ranks
 
-    def reference(self, problem: Problem, skipped: frozenset[int] = frozenset()) -> Reference:
-        key = (problem, skipped)
-        if key not in self._references:
-            self._references[key] = Reference(problem, skipped)
-        return self._references[key]
-
-    def _problem(self, wanted: Layout, config: ModelConfig, layers: int = 5) -> tuple[Layout, Problem]:
-        layout = scaled_layout(wanted)
-        layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
-        ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        config = scaled_down(config, layout.tp, ulysses, layers, layout.ep, layout.etp)
-        sequence = sequence_of(layout)
-        share = layout.dp * layout.micro_batches
-        # One batch for as many layouts as possible, so that one device has to answer once.
-        batch = share * math.ceil(8 / share) if 24 % share else 24
-        refuse(layout, config, batch, sequence, layout.world_size)
-        return layout, Problem(config, batch, self.dtype, sequence, preference=self.preference)
+    def reference(self, problem: Problem) -> Reference:
+        if problem not in self._references:
+            self._references[problem] = Reference(problem)
+        return self._references[problem]
 
 
 def _what(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from meshwright.train.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
+from meshwright.untrusted import read_json
 
 STATE = "training/state.json"
 _WANTED = "a run directory, a checkpoint in it, or a Hugging Face model directory is needed"
@@ -67,7 +67,7 @@ def step_of(name: str) -> int | None:
 def read_state(path: Path) -> dict[str, Any]:
     """`training/state.json` of a checkpoint."""
     try:
-        state = json.loads((path / STATE).read_bytes())
+        state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
         raise UserError(f"{path / STATE} cannot be read: {error}") from None
     if not isinstance(state, dict):

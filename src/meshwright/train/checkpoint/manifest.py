@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any
 
 from meshwright.train.checkpoint.files import opened
+from meshwright.untrusted import read_json
 
 FORMAT = 1
 BLOCK_BYTES = 64 * 2**20
@@ -59,7 +60,7 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`. Raises `Damaged` when there is no whole one."""
     try:
-        content = json.loads((path / MANIFEST).read_bytes())
+        content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
         raise Damaged(f"it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:

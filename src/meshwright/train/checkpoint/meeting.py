@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.train.checkpoint.catalogue import LAST_SAVE
 from meshwright.train.checkpoint.files import json_bytes, replace_file
+from meshwright.untrusted import read_json
 
 _TOLD_SAVES = 8
 _BEGIN = ".begin"
@@ -82,7 +83,7 @@ class Meeting:
     def outcome(self) -> str | None:
         """How rank 0 said that this save ended: "done", or why not; None: not yet. Never raises."""
         try:
-            outcomes: dict[str, str] = json.loads((self.partial.parent / LAST_SAVE).read_bytes())
+            outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):
             return None
         return outcomes.get(self.attempt)

@@ -8,7 +8,6 @@ leaves on a rank of tensor parallelism).
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from meshwright.parallel.pieces import Columns
 from meshwright.train.checkpoint.files import json_bytes
 from meshwright.train.checkpoint.manifest import Damaged
 from meshwright.train.checkpoint.model_files import ITEM_BYTES
+from meshwright.untrusted import read_json
 
 INDEX = "training/index.json"
 
@@ -116,7 +116,7 @@ def write_index(slices: Iterable[Slice]) -> bytes:
 def read_index(path: Path) -> list[Slice]:
     """The slices of the checkpoint directory `path`. Raises `Damaged`."""
     try:
-        files = json.loads((path / INDEX).read_bytes())["files"]
+        files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [
             Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
             for file, rows in files.items()

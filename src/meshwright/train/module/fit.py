@@ -39,6 +39,7 @@ def fit(
     units: ChooseUnit | None = None,
     decays: Callable[[str, nn.Parameter], bool] | None = None,
     workers: int = 0,
+    trust: bool = False,
     show_progress: bool = True,
 ) -> dict[str, Any] | None:
     """Train a module, or go on from its newest whole checkpoint. Every rank of the layout calls this.
@@ -55,13 +56,14 @@ def fit(
         goes into metrics.jsonl and the result.
     units: whether a module, given its name and itself, is what ZeRO-3 gathers together; by sizes and lists unless
         given. decays: whether weight decay applies to a parameter; to those of two dims and more unless given.
-    workers: processes that read data for each rank.
+    workers: processes that read data for each rank. trust: a recipe's file may name code that runs, such as a tracker's
+        class; tables are the script's own.
 
     Returns the result document on rank 0, None on others. Raises `UserError` for mistakes, `Terminated` after SIGTERM
     and a save, `CheckFailed` when too many steps in a row were not finite, `RankLost`.
     """
     name = Path(sys.argv[0]).stem or "module"
-    found = module_recipe(recipe, overrides, name=name, directory=str(script.directory() or ""))
+    found = module_recipe(recipe, overrides, name=name, directory=str(script.directory() or ""), trust=trust)
     task = Task(build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers)
     check_task(task, found)
     refuse_for_module(found.parsed_layout, found.train.batch)

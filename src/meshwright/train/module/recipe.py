@@ -40,10 +40,16 @@ MODULE_SCHEMA = Schema(ModuleRecipe, elsewhere=SCHEMA.elsewhere)
 
 
 def module_recipe(
-    recipe: Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), *, name: str = "module", directory: str = ""
+    recipe: Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    name: str = "module",
+    directory: str = "",
+    trust: bool = False,
 ) -> ModuleRecipe:
     """A recipe from its tables or its file, with overrides such as `train.steps=100`. `name`, `directory`: of the run,
-    unless the recipe says them. `UserError` in one line."""
+    unless the recipe says them. `trust`: code that a file names may run; tables are the script's own. `UserError` in
+    one line."""
     if isinstance(recipe, (str, Path)):
         where = str(recipe)
         tables = read_toml(Path(recipe), "recipe")
@@ -65,6 +71,7 @@ def module_recipe(
             run.setdefault("directory", directory)
     found = MODULE_SCHEMA.check(tables, lambda key: f'override "{said_by[key]}"' if key in said_by else where)
     found._source_path, found._overrides = Path(where), said_by
+    found._trusted = trust or isinstance(recipe, Mapping)
     if found.layout == "auto":
         raise UserError(f"{found.where('layout')}: a module of your own has no automatic layout; name one, such as dp2")
     return found

@@ -66,7 +66,7 @@ class ModuleRun(Run):
         if loaded is not None:
             checkpoint, state = loaded
             self.trainer.restore(state)
-            self._new_curve = self._longer_curve(state)
+            self._note_resumed(state)
             self.resumed_from = checkpoint.name
 
 

@@ -199,6 +199,7 @@ class ModuleTrainer(Trainer):
             "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
             "data_samples": len(self.task.data),
+            "threads": self.threads,
             "layout": str(self.layout),
             "recipe": self.recipe.to_toml(),
         }

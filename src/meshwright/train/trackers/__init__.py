@@ -1,10 +1,11 @@
 """Trackers: who else is told the figures of a run. A third one is a class like those here, named in `track.to` as
-`module:Class` or by an entry point of the group `meshwright.trackers`. Free of torch."""
+`module:Class`, which needs `--trust-recipe`, or by an entry point of the group `meshwright.trackers`. Free of torch."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -75,6 +76,11 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
         raise UserError(f"{where}: {unknown('tracker', name, (*known, 'module:Class'))}")
+    if name not in known and not recipe.trusted:
+        raise UserError(
+            f'{where}: "{name}" is code that the recipe names; if you trust whoever wrote it, add --trust-recipe '
+            "(in Python trust=True), or install it with an entry point of the group meshwright.trackers"
+        )
     module, _, attribute = known.get(name, name).partition(":")
     try:
         made: Any = importlib.import_module(module)
@@ -84,6 +90,11 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
         hint = "; install it, or have PYTHONPATH name its directory" if missing else ""
         raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}{hint}') from None
+    if not _is_tracker(made):
+        raise UserError(
+            f'{where}: "{name}" is no tracker: a class with the methods start(run, recipe), log(step, values) and '
+            "finish(status) is needed"
+        )
     if name in BUILT_IN:
         for package in made.packages:
             if find_spec(package) is None:
@@ -91,7 +102,28 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
                     f"{where}: tracker {name} needs {package}: run `pip install 'meshwright[{name}]'` or leave it out"
                 )
     _check_options(recipe, name, made)
+    sent = [variable for variable in getattr(made, "credentials", ()) if os.environ.get(variable)]
+    if name in BUILT_IN and sent and "uri" in recipe.track.options.get(name, {}) and not recipe.trusted:
+        raise UserError(
+            f"{recipe.where('track.options')}: track.options.{name}.uri: the server that the recipe names would be "
+            f"sent your {sent[0]}; if you trust whoever wrote the recipe, add --trust-recipe (in Python trust=True)"
+        )
     return made  # type: ignore[no-any-return]
+
+
+def _is_tracker(made: object) -> bool:
+    """Whether it is a class whose instances have the methods of `Tracker`."""
+    if not isinstance(made, type):
+        return False
+    for name, arguments in (("start", 2), ("log", 2), ("finish", 1)):
+        method = getattr(made, name, None)
+        if not callable(method):
+            return False
+        try:
+            inspect.signature(method).bind(*[None] * (1 + arguments))
+        except (TypeError, ValueError):
+            return False
+    return True
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:

@@ -1,0 +1,183 @@
+"""How far the loss of bf16 training is from that of float32 training: the same model, samples and steps in both.
+
+Small Llamas and a mixture learn the text of modules of the standard library, byte by byte, with several seeds. Beside
+the right trainer run trainers with one sum or state kept in bfloat16 that has to be float32: what the bound of
+tests/train/test_bf16_training.py must tell apart.
+
+    python bench/bf16_loss.py [--seeds 3] [--sizes tiny small mixture] [--faults none "master weights" ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from common import write_result
+from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.layout import Layout
+from meshwright.model import experts, layers, loss, rope, tiled_attention
+from meshwright.recipe import Recipe
+from meshwright.train import loop
+from meshwright.train.trainer import Trainer
+
+MODULES = [Path(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "ast.py", "inspect.py")]
+LLAMA: dict[str, Any] = {"family": "llama", "kv_heads": 2, "tied": True}
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": {
+        "model": {**LLAMA, "layers": 2, "hidden": 64, "heads": 4, "intermediate": 128},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 2e-3, "warmup": 10},
+        "data": {"sequence": 128},
+    },
+    "small": {
+        "model": {**LLAMA, "layers": 4, "hidden": 128, "heads": 4, "intermediate": 352},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 1e-3, "warmup": 10},
+        "data": {"sequence": 128},
+    },
+    "mixture": {
+        "model": {**LLAMA, "family": "mixtral", "layers": 2, "hidden": 64, "heads": 4, "intermediate": 64, "experts": 4,
+                  "experts_per_token": 2},
+        "train": {"steps": 100, "batch": 8, "learning_rate": 2e-3, "warmup": 10},
+        "data": {"sequence": 128},
+    },
+}  # fmt: skip
+NARROW = {
+    "softmax of attention": tiled_attention,
+    "loss": loss,
+    "norms": layers,  # and the sums of the embedding's gradient
+    "rotary tables": rope,
+    "router": experts,
+}
+"""What computes in at least float32, and the module that does."""
+
+
+def recipe(size: str, seed: int, cache: str) -> Recipe:
+    """Four micro-batches a step, so that gradients are summed."""
+    tables = SIZES[size]
+    return Recipe.from_tables(
+        {
+            "layout": "mb4",
+            "run": {"directory": f"{cache}/run", "seed": seed, "device": "cpu"},
+            "model": tables["model"],
+            "data": {"source": [str(path) for path in MODULES], "tokenizer": "bytes", "cache": cache, **tables["data"]},
+            "train": {"validation_sequences": 32, **tables["train"]},
+        }
+    )
+
+
+def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[float], float]:
+    """The loss of each step, and the validation loss after the last."""
+    data = prepare(recipe.data, recipe.run.seed)
+    options = {"master_dtype": torch.bfloat16} if fault == "master weights" else {}
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(contextlib.closing(Mesh.create(Layout.parse(f"mb4 {precision}"), "cpu")))
+        if fault in NARROW:
+            stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
+        trainer = Trainer(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, **options)
+        if fault in ROUNDED:
+            ROUNDED[fault](trainer)
+        losses = [trainer.step().loss for _ in range(recipe.train.steps)]
+        return losses, trainer.validate().loss
+
+
+def round_updates(trainer: Trainer) -> None:
+    """Master weights are float32, and rounded after each update."""
+    publish = trainer.parallel.publish
+
+    def rounded() -> None:
+        round_to_bfloat16(shard.master for shard in trainer.parallel.shards)
+        publish()
+
+    trainer.parallel.publish = rounded  # type: ignore[method-assign]
+
+
+def round_sums(trainer: Trainer) -> None:
+    """The gradient is rounded after each micro-batch."""
+    sums = trainer.parallel.gradients
+    reached = sums._reached
+
+    def rounded(running: Any, parameter: Any) -> None:
+        name, index = sums._place[parameter]
+        round_to_bfloat16([sums._whole(name).views[index]])
+        reached(running, parameter)
+
+    sums._reached = rounded  # type: ignore[method-assign]
+
+
+def round_moments(trainer: Trainer) -> None:
+    """AdamW's moments are rounded after each update."""
+    step = trainer.optimizer.step
+
+    def rounded(*arguments: float) -> None:
+        step(*arguments)
+        for tensors in trainer.optimizer.state_tensors().values():
+            round_to_bfloat16(tensors)
+
+    trainer.optimizer.step = rounded  # type: ignore[method-assign]
+
+
+def round_to_bfloat16(tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.copy_(tensor.bfloat16())
+
+
+ROUNDED: dict[str, Callable[[Trainer], None]] = {
+    "updates": round_updates,
+    "sums of gradients": round_sums,
+    "moments": round_moments,
+}
+FAULTS = ("none", "master weights", *ROUNDED, *NARROW)
+
+
+def deviations(losses: list[float], validation: float, right: tuple[list[float], float]) -> dict[str, float]:
+    """Differences of losses (nats per token), bf16 - float32: of the first step, the largest of any step, root mean
+    square, mean over the last third, validation."""
+    differences = [ours - theirs for ours, theirs in zip(losses, right[0], strict=True)]
+    last = differences[-len(differences) // 3 :]
+    found = {
+        "first": differences[0],
+        "largest": max(map(abs, differences)),
+        "rms": statistics.fmean(each**2 for each in differences) ** 0.5,
+        "last_third": statistics.fmean(last),
+        "validation": validation - right[1],
+    }
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def runs(sizes: list[str], seeds: int, faults: list[str]) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as cache:
+        for size in sizes:
+            for seed in range(seeds):
+                wanted = recipe(size, seed, cache)
+                right = train(wanted, "fp32")
+                for fault in faults:
+                    if fault != "router" or "experts" in SIZES[size]["model"]:
+                        found = deviations(*train(wanted, "bf16", fault), right)
+                        yield {"size": size, "seed": seed, "fault": fault, "float32_loss": round(right[1], 4), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    for run in runs(arguments.sizes, arguments.seeds, arguments.faults):
+        print(run, flush=True)
+        found.append(run)
+    write_result("bf16_loss", {"sizes": SIZES, "runs": found})
+
+
+if __name__ == "__main__":
+    main()

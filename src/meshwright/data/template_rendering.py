@@ -1,0 +1,154 @@
+"""Renders chat templates as `transformers` does; run as a program, it is the process in which strangers' ones render.
+
+This file imports nothing of Meshwright: the process starts in a tenth of a second and holds nothing but the template.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BEGIN, END = "\U0010fff0", "\U0010fff1"  # around what a template says is generated; private use, not in texts
+RENDER_SECONDS = 10  # of processor time, for one conversation; a usual one takes 0.0001
+MEMORY_BYTES = 2 << 30  # address space of the process
+OUTPUT_CHARACTERS = 1 << 22  # and as many for each character of the messages as stand in OUTPUT_FACTOR
+OUTPUT_FACTOR = 16
+
+
+class TemplateError(Exception):
+    """What a template says of a conversation that it cannot render, or why it cannot be told what it did."""
+
+
+class NotATemplate(Exception):
+    """The text is no Jinja template. `line`: where, if that is known."""
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+class LimitReached(Exception):
+    """A template took more time or memory, or wrote more, than any template for a conversation needs."""
+
+
+class Renderer:
+    """A template, compiled. `named`: the special tokens that it knows by name (`bos_token` ...)."""
+
+    def __init__(self, source: str, named: Mapping[str, str]) -> None:
+        """`NotATemplate`: what is wrong with the source."""
+        from jinja2 import TemplateError as JinjaError
+
+        self._named = dict(named)
+        try:
+            self._template = environment().from_string(source)
+        except JinjaError as error:
+            raise NotATemplate(str(error), getattr(error, "lineno", None)) from None
+        except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # of the code that Jinja makes
+            raise NotATemplate(f"{type(error).__name__}: {error}") from None
+
+    def marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+        """The text, with `BEGIN` and `END` around what {% generation %} marks. `TemplateError`, `LimitReached`."""
+        from jinja2 import TemplateError as JinjaError
+
+        try:
+            text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **self._named)
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise TemplateError(f"does not take it: {error}") from None
+        most = OUTPUT_CHARACTERS + OUTPUT_FACTOR * sum(len(value) for one in messages for value in one.values())
+        if len(text) > most:
+            raise LimitReached(f"writes {len(text):,} characters, more than the {most:,} that are taken")
+        return text
+
+
+def environment() -> Any:
+    """Where chat templates run: sandboxed, with what `transformers` offers them (its `_compile_jinja_template`)."""
+    from jinja2 import TemplateError as JinjaError
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: what the assistant generates."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def raise_exception(message: str) -> None:
+        raise JinjaError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(format: str) -> str:
+        return datetime.datetime.now().strftime(format)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = strftime_now
+    return made
+
+
+def serve() -> None:
+    """Answer requests, a line of JSON each, until standard input ends.
+
+    The first is {"source", "named"}, others are {"messages", "prompt"}; an answer has one of "text", "error", "limit",
+    "not_a_template". The kernel ends the process when one request takes too much processor time.
+    """
+    environment()  # what is imported for it, before memory is bounded
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(
+        resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard)
+    )
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupt is for whoever started this
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    renderer: Renderer | None = None
+    for line in requests:
+        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)
+        stop = False
+        try:
+            request = json.loads(line)
+            if renderer is None:
+                renderer, answer = Renderer(request["source"], request["named"]), {"text": ""}
+            else:
+                answer = {"text": renderer.marked(request["messages"], request["prompt"])}
+            data = json.dumps(answer).encode()
+        except NotATemplate as error:
+            data = json.dumps({"not_a_template": str(error)[:1000], "line": error.line}).encode()
+        except TemplateError as error:
+            data = json.dumps({"error": str(error)[:1000]}).encode()
+        except LimitReached as error:
+            data = json.dumps({"limit": str(error)}).encode()
+        except MemoryError:
+            data, stop = json.dumps({"limit": f"needs more than {MEMORY_BYTES >> 30} GiB of memory"}).encode(), True
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(data + b"\n")
+        answers.flush()
+        if stop:
+            return
+
+
+if __name__ == "__main__":
+    serve()

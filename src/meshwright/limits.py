@@ -1,0 +1,84 @@
+"""The largest sizes that are accepted from files and command lines, in one table.
+
+Every size is checked against its limit before anything is allocated or looped over, so a wrong or hostile number costs
+one line of error. Each limit is far above what has been published; the reason stands beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that is accepted of a size. reason: why so many."""
+
+    most: int
+    reason: str
+
+
+LIMITS: dict[str, Limit] = {
+    "count": Limit(2**53, "whole numbers that floating point keeps apart: where nothing is made of so many"),
+    # --- a model
+    "layers": Limit(10_000, "published models have up to 1,000 (DeepNet, arXiv:2203.00555)"),
+    "hidden": Limit(2**20, "published models have up to 53,248 (intermediate size of Llama 3.1 405B)"),
+    "heads": Limit(2**16, "published models have up to 128"),
+    "kv_heads": Limit(2**16, "as heads"),
+    "head_dim": Limit(2**20, "as hidden"),
+    "intermediate": Limit(2**24, "16 times the largest hidden size"),
+    "vocabulary": Limit(2**24, "published tokenizers have up to 1,000,000 tokens (XLM-V)"),
+    "max_positions": Limit(2**30, "published models have up to 10,485,760 (Llama 4 Scout)"),
+    "sliding_window": Limit(2**30, "as max_positions"),
+    "experts": Limit(2**14, "published models have up to 2,048 (Switch-C, arXiv:2101.03961)"),
+    "experts_per_token": Limit(2**14, "as experts"),
+    "expert_intermediate": Limit(2**24, "as intermediate"),
+    "shared_intermediate": Limit(2**24, "as intermediate"),
+    "all_experts": Limit(2**18, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
+    "labels": Limit(2**17, "classes of an encoder's head"),
+    "token_types": Limit(2**16, "kinds of segments of an encoder"),
+    # --- training
+    "steps": Limit(10**12, "a step a millisecond for 30 years"),
+    "batch": Limit(2**24, "sequences in a step; published runs take up to 2**24 tokens"),
+    "sequence": Limit(2**30, "as max_positions"),
+    "seconds": Limit(10**9, "30 years"),
+    "threads": Limit(1024, "of a rank: beyond its cores they only wait, and libgomp crashes at some thousands"),
+    "documents": Limit(2**30, "sequences that are read for a loss of held-out text"),
+    "characters": Limit(2**40, "characters in a document"),
+    "words": Limit(10**6, "words that are compared at once"),
+    "shard_tokens": Limit(2**36, "tokens in one file of the cache"),
+    # --- ranks and programs
+    "ranks": Limit(2**20, "published clusters have up to 200,000 devices"),
+    "micro_batches": Limit(2**20, "micro-batches of a step and pipeline"),
+    "pipeline_steps": Limit(2**24, "forward and backward steps of a pipeline program: stages x micro-batches x chunks"),
+    "collective_ranks": Limit(2**14, "ranks of a collective program, whose steps are up to ranks squared"),
+    "bytes": Limit(2**60, "bytes of a vector"),
+    "new_tokens": Limit(2**30, "as max_positions"),
+    # --- files
+    "config_bytes": Limit(2**24, "config.json and the like: published ones have up to 100,000 bytes"),
+    "json_bytes": Limit(2**26, "tokenizer.json, indexes, manifests: published ones have up to 33 MB (Gemma 3)"),
+    "checkpoint_bytes": Limit(2**30, "what a checkpoint or prepared data say of themselves: bytes a rank and tensor"),
+    "recipe_bytes": Limit(2**20, "recipes and cluster files, which people write"),
+    "nesting": Limit(64, "levels of lists and objects in JSON and TOML"),
+}
+
+
+def most(name: str) -> int:
+    """The limit of a size by its name in `LIMITS`."""
+    return LIMITS[name].most
+
+
+def over(name: str, value: Any, called: str | None = None) -> str | None:
+    """Why `value` is too large for the size `name` ("layers 1000000000: at most 10,000 ..."), or None."""
+    limit = LIMITS[name]
+    if not isinstance(value, (int, float)) or value <= limit.most:
+        return None
+    return f"{name if called is None else called} {shown(value)} is too large: at most {limit.most:,} ({limit.reason})"
+
+
+def shown(value: object, width: int = 60) -> str:
+    """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
+        return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."

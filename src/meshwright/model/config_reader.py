@@ -1,0 +1,89 @@
+"""Typed access to the keys of a ``config.json``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.limits import over, shown
+
+# Hugging Face's names of activations -> ours. Both tanh names are the same function.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+class Reader:
+    """Typed access to a configuration; every mistake names the place and the key."""
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self.data, self.defaults, self.where = data, defaults, where
+
+    def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
+        keys = tuple(keys)
+        present = [key for key in keys if key in self.data]
+        for other in present[1:]:
+            if self.data[other] != self.data[present[0]] and self.data[other] is not None:
+                raise UserError(
+                    f'{self.where}: "{present[0]}" is {shown(self.data[present[0]])} and "{other}", another name of '
+                    f"it, {shown(self.data[other])}; leave one out"
+                )
+        if present:
+            return present[0], self.data[present[0]]
+        return keys[0], self.defaults.get(keys[0], default)
+
+    def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
+        """A whole number from 1 to `limits.most(limit)`."""
+        key, value = self.get(keys, default)
+        if value is None:
+            value = default
+        if value is None:
+            raise UserError(f'{self.where}: "{key}" is missing; it must be a whole number above 0')
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {shown(value)}')
+        if problem := over(limit, value, f'"{key}"'):
+            raise UserError(f"{self.where}: {problem}")
+        return value
+
+    def number(self, keys: Iterable[str], default: float) -> float:
+        key, value = self.get(keys, default)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise UserError(f'{self.where}: "{key}" must be a number above 0, not {shown(value)}')
+        if value > sys.float_info.max:
+            raise UserError(f'{self.where}: "{key}" {shown(value)} is too large for a floating-point number')
+        return float(value)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        _, value = self.get((key,), default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise UserError(f'{self.where}: "{key}" must be true or false, not {shown(value)}')
+        return value
+
+    def activation(self, keys: Iterable[str], default: str) -> str:
+        key, value = self.get(keys, default)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise UserError(
+                f'{self.where}: "{key}" {shown(value)} is not supported (supported: {", ".join(ACTIVATIONS)})'
+            )
+        return ACTIVATIONS[value]
+
+    def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
+        """Token ids under ``key`` (one, a list, or none); a default that is outside the vocabulary is no token."""
+        _, value = self.get((key,))
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise UserError(f'{self.where}: "{key}" must be a token id or a list of them, not {shown(value)}')
+        return tuple(token for token in ids if 0 <= token < vocabulary)

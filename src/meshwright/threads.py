@@ -1,0 +1,84 @@
+"""OpenMP threads of a process: how many, and how they wait for each other. Free of torch.
+
+Torch's CPU wheels compute with libgomp, which reads its settings once, when it is loaded: `prepare_process` comes
+before the first import of torch, `child_environment` before the start of a process that will import it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.limits import most, over
+
+WAITING = {"GOMP_SPINCOUNT": "1000"}
+"""How threads wait at the end of a parallel region: spin for some 0.1 ms, then sleep. libgomp's default spins for
+milliseconds, which a thread that shares its core with another process takes from the very thread it waits for; sleeping
+at once costs a quiet machine a third of a small model's speed (bench/threads.py)."""
+
+_WAITING_OF_OTHERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them is a person's own choice
+
+FLOPS_PER_THREAD = 2e8
+"""Model FLOPs of one layer, forward and backward of a micro-batch, that keep a thread busy: with fewer for each, one
+thread more costs as much as it saves (bench/threads.py)."""
+
+
+def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
+    """Set the waiting policy of this process's threads, before torch is loaded; a person's own stands. `UserError` for
+    an OMP_NUM_THREADS beyond the limit of `meshwright.limits`."""
+    environment = os.environ if environment is None else environment
+    threads_from_environment(environment)
+    if not any(name in environment for name in _WAITING_OF_OTHERS):
+        environment.update(WAITING)
+
+
+def child_environment(threads: int | None = None) -> dict[str, str]:
+    """The environment of a process that will load torch, with `threads` threads unless None. Raises as
+    `prepare_process`."""
+    environment = dict(os.environ)
+    prepare_process(environment)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def threads_from_environment(environment: Mapping[str, str] | None = None) -> int | None:
+    """OMP_NUM_THREADS as a person has set it, None where nobody has. torchrun's own default of 1 is nobody's choice.
+    `UserError` beyond the limit of `meshwright.limits`."""
+    environment = os.environ if environment is None else environment
+    first = (
+        environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    )  # a list is one number for each nesting level
+    if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
+        return None
+    if problem := over("threads", int(first), "OMP_NUM_THREADS"):
+        raise UserError(problem)
+    return int(first)
+
+
+def available_cores() -> int:
+    """Processors that this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
+    """Threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if a person has set it, else `cores` (unless
+    given, those available) shared out, but no more than the work keeps busy.
+
+    layer_flops: model FLOPs of one layer, forward and backward of a micro-batch on one rank; None where the work is
+    unknown.
+    """
+    said = threads_from_environment()
+    if said is not None:
+        return said
+    share = max(1, (available_cores() if cores is None else cores) // ranks)
+    busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
+    return min(share, busy, most("threads"))

@@ -1,0 +1,120 @@
+"""The number of threads of a run's ranks: chosen once and kept on resume, as the bits of a result depend on it. Free of
+torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.data.tokenizer import least_vocabulary
+from meshwright.layout import Layout
+from meshwright.limits import most
+from meshwright.model.config import config_from_recipe
+from meshwright.plan.flops import training_flops_per_token
+from meshwright.recipe import Recipe
+from meshwright.threads import available_cores, choose_threads, threads_from_environment
+from meshwright.train.checkpoint import newest
+from meshwright.train.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from meshwright.train.rendezvous import Place
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Threads of each rank; `note`: a line for the person who starts the run, empty where there is nothing to say."""
+
+    count: int
+    note: str = ""
+
+
+def threads_of_run(recipe: Recipe, fresh: int, state: dict[str, Any] | None) -> Threads:
+    """`run.threads`; else those of the checkpoint that is resumed under the same layout; else `fresh`.
+
+    fresh: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
+    """
+    if recipe.run.threads is not None:
+        return Threads(recipe.run.threads)
+    if state is None or not same_layout(recipe.parsed_layout, state["layout"]):
+        return Threads(fresh)
+    before = state.get("threads")
+    if not isinstance(before, int) or not 1 <= before <= most("threads"):  # it may be a stranger's checkpoint
+        return Threads(fresh)
+    if before == fresh:
+        return Threads(before)
+    why = "OMP_NUM_THREADS" if threads_from_environment() is not None else f"{available_cores()} available cores"
+    note = (
+        f"threads: {before} a rank, as when this run began, so that its result keeps every bit; {why} would give "
+        f"{fresh}, which run.threads={fresh} takes"
+    )
+    return Threads(before, note)
+
+
+def bits_differ(before: int | None, now: int | None) -> str | None:
+    """The line for who resumes a run with `now` threads a rank that was saved with `before`; None where they are equal
+    or one is None: unknown, or without effect on a device that is no CPU."""
+    if before is None or now is None or before == now:
+        return None
+    return (
+        f"threads: {before} a rank until the checkpoint and {now} now: the result will differ in its last bits from "
+        "that of an undisturbed run"
+    )
+
+
+def same_layout(layout: Layout, text: str) -> bool:
+    """Whether two layouts compute alike, precision aside: a checkpoint's layout has it resolved."""
+    return dataclasses.replace(layout, precision=None) == dataclasses.replace(Layout.parse(text), precision=None)
+
+
+def layer_flops(recipe: Recipe) -> float | None:
+    """Model FLOPs of one layer, forward and backward of a micro-batch on one rank; None for a foreign module."""
+    if recipe.model is None:  # type: ignore[redundant-expr]
+        return None
+    layout, sequence = recipe.parsed_layout, recipe.data.sequence
+    config = config_from_recipe(recipe.model, sequence, least_vocabulary(recipe.data.tokenizer))
+    tokens = recipe.train.batch / layout.dp / layout.micro_batches * sequence
+    return training_flops_per_token(config, sequence) * tokens / config.layers / (layout.tp * layout.cp)
+
+
+def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
+    """The state of the newest checkpoint of the recipe's run directory, None where there is none."""
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    return None if checkpoint is None else checkpoint.state()
+
+
+def local_threads(recipe: Recipe, ranks: int) -> Threads:
+    """Threads of a run's `ranks` ranks, all on this machine."""
+    return threads_of_run(recipe, choose_threads(ranks, None, layer_flops(recipe)), resumed_state(recipe))
+
+
+def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> Threads:
+    """The same for ranks that somebody else started, on any hosts: rank 0 decides for all, by the rank that has the
+    fewest cores. Every rank calls it, with the store at which all meet."""
+    store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
+    if place.rank == 0:
+        share = smallest_share([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
+        found = threads_of_run(recipe, choose_threads(1, share, layer_flops(recipe)), resumed_state(recipe))
+        store.set("meshwright/threads", str(found.count))
+        return found
+    return Threads(int(store.get("meshwright/threads")))
+
+
+def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The host of this rank, the cores that it may use there, and whether it shares them with other ranks: SLURM says
+    how many a task has to itself."""
+    own = environment.get("SLURM_CPUS_PER_TASK", "")
+    shared = not own.isdecimal() or not int(own)
+    cores = available_cores() if shared else min(available_cores(), int(own))
+    return {"host": socket.gethostname(), "cores": cores, "shared": shared}
+
+
+def smallest_share(ranks: list[dict[str, Any]]) -> int:
+    """The fewest cores that a rank has to itself, by what `cores_of_rank` says on each."""
+    ranks_on = Counter(each["host"] for each in ranks)
+    return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

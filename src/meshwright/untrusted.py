@@ -1,0 +1,77 @@
+"""Reads JSON files that strangers may have written: bounded size and nesting, and only the errors that are stated."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from meshwright.limits import most
+
+PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
+
+
+def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
+    """All bytes of a file of at most `limits.most(limit)` bytes.
+
+    pipe: a FIFO such as the shell's `<(...)` is read too. OSError: it cannot be read, is larger, or is a device, whose
+    end may never come.
+    """
+    largest = most(limit)
+    # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode) and not (pipe and stat.S_ISFIFO(found.st_mode)):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+        data = b"" if found.st_size > largest else file.read(largest + 1)
+        if max(found.st_size, len(data)) > largest:
+            raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the most that is read of such", str(path))
+    return data
+
+
+def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
+    """The value of JSON text. ValueError, and nothing else, where it is not JSON, or nested deeper than is read.
+
+    object_pairs_hook: as `json.loads` has it; what it raises is raised here.
+    """
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = json.loads(decoded, object_pairs_hook=object_pairs_hook)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    check_nesting(value)
+    return value
+
+
+def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
+    """The value of a JSON file. OSError as `read_file`, ValueError as `parse_json`."""
+    return parse_json(read_file(path, limit), object_pairs_hook)
+
+
+def check_nesting(value: Any) -> None:
+    """ValueError for a value of lists and dictionaries that is nested deeper than is read."""
+    level = [value]
+    for _ in range(most("nesting") + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(_too_deep())
+
+
+def _too_deep() -> str:
+    return f"nested deeper than {most('nesting')} levels"

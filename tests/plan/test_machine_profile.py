@@ -1,0 +1,95 @@
+"""A short measurement of this machine is kept for its processor, torch, ranks and threads alone, and a damaged one is
+none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.plan.cluster import cluster
+from meshwright.plan.machine_profile import Profile, ProfileKey, profile_directory, read_profile, write_profile
+from meshwright.toml import read_toml
+from tests.plan.calibration_cases import cluster_file
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    tables = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file")
+    return Profile(("bf16",), ("tp",), None, tables)
+
+
+KEY = ProfileKey.here(2, 2, 1)
+
+
+def test_profile_read_back_equals_what_was_written(profile: Profile):
+    assert read_profile(KEY) is None
+    write_profile(KEY, profile)
+    assert read_profile(KEY) == profile
+    assert [each.suffix for each in profile_directory().iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"processor": "another"}, {"cores": 3}, {"torch": "1.0"}, {"ranks": 1}, {"threads": 2}], ids=str
+)
+def test_profile_of_another_machine_is_not_read(profile: Profile, other: dict[str, object]):
+    write_profile(KEY, profile)
+    elsewhere = replace(KEY, **other)
+    assert read_profile(elsewhere) is None
+    elsewhere.path.write_bytes(KEY.path.read_bytes())  # by another's name
+    assert read_profile(elsewhere) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"version": 0}', b"\xff\xfe"])
+def test_profile_that_is_damaged_is_none(profile: Profile, damage: bytes):
+    write_profile(KEY, profile)
+    KEY.path.write_bytes(damage)
+    assert read_profile(KEY) is None
+    with pytest.raises(UserError, match="has not been measured"):
+        cluster("this")
+
+
+def test_profile_of_another_version_is_none(profile: Profile):
+    write_profile(KEY, profile)
+    KEY.path.write_text(json.dumps(json.loads(KEY.path.read_text()) | {"version": 0}))
+    assert read_profile(KEY) is None
+
+
+def test_profile_covers_its_precisions_and_axes_alone(profile: Profile):
+    assert profile.covers("bf16", ()) and profile.covers("bf16", ("tp",))
+    assert not profile.covers("fp32", ()) and not profile.covers("bf16", ("tp", "cp"))
+    assert not profile.covers(None, ()) and replace(profile, default="bf16").covers(None, ())
+
+
+def test_profile_is_whole_while_many_write_it(profile: Profile):
+    """Readers see one of the files that were written, and nothing else is left."""
+    write_profile(KEY, profile)
+    others = [replace(profile, axes=axes) for axes in ((), ("cp",), ("cp", "tp"))]
+    writers = [
+        threading.Thread(target=lambda each=each: [write_profile(KEY, each) for _ in range(20)]) for each in others
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert read_profile(KEY) in (profile, *others)
+    assert len(list(profile_directory().iterdir())) == 1
+
+
+def test_this_is_the_measured_machine_where_there_is_no_cluster_file(profile: Profile):
+    with pytest.raises(UserError, match="has not been measured"):
+        cluster("this")
+    write_profile(replace(KEY, ranks=1), replace(profile, cluster={**profile.cluster, "name": "alone"}))
+    write_profile(KEY, profile)
+    write_profile(replace(KEY, processor="another", ranks=9), replace(profile, cluster={}))
+    assert cluster("this").name == profile.cluster["name"]  # that of the most ranks here

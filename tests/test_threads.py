@@ -1,0 +1,75 @@
+"""Threads of a process: how many, from where, and that libgomp really waits as it is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshwright import threads
+from meshwright.errors import UserError
+from meshwright.limits import most
+from meshwright.threads import child_environment, choose_threads, prepare_process, threads_from_environment
+
+
+@pytest.mark.parametrize(("said", "count"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_omp_num_threads_is_read_as_openmp_reads_it(said, count):
+    assert threads_from_environment({"OMP_NUM_THREADS": said}) == count
+    assert threads_from_environment({}) is None
+
+
+def test_the_default_of_torchrun_is_nobodys_choice():
+    assert threads_from_environment({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}) is None
+    assert threads_from_environment({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}) == 2
+
+
+def test_an_absurd_omp_num_threads_is_one_line(monkeypatch, command_line):
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    outcome = command_line("generate", "nothing", "--prompt", "x")
+    assert outcome.code == 2 and outcome.errors.count("\n") == 1
+    assert "meshwright: error: OMP_NUM_THREADS=100000: " in outcome.errors and "at most 1024" in outcome.errors
+    with pytest.raises(UserError, match="OMP_NUM_THREADS=100000"):
+        child_environment(2)
+
+
+def test_the_waiting_policy_is_set_unless_a_person_has_set_one():
+    environment: dict[str, str] = {}
+    prepare_process(environment)
+    assert environment == threads.WAITING
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        own = {name: "7"}
+        prepare_process(own)
+        assert own == {name: "7"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
+def test_the_waiting_policy_reaches_libgomp():
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    code = "from meshwright.threads import prepare_process; prepare_process(); import torch"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
+    )
+    assert f"GOMP_SPINCOUNT = '{threads.WAITING['GOMP_SPINCOUNT']}'" in ended.stderr
+
+
+def test_a_child_has_the_policy_and_its_threads(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    found = child_environment(2)
+    assert found["OMP_NUM_THREADS"] == "2" and threads.WAITING.items() <= found.items()
+    assert child_environment()["OMP_NUM_THREADS"] == "5"
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_threads_are_the_cores_shared_out_as_far_as_the_work_keeps_them_busy(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    enough = threads.FLOPS_PER_THREAD
+    assert [choose_threads(ranks, 16) for ranks in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
+    assert [choose_threads(1, 16, work * enough) for work in (0.1, 1.9, 2, 7.5, 1000)] == [1, 1, 2, 7, 16]
+    assert choose_threads(8, 16, 1000 * enough) == 2
+    assert choose_threads(1, 10_000) == most("threads")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a person's own number
+    assert choose_threads(8, 16, 0.1 * enough) == 3

@@ -1,0 +1,41 @@
+"""bf16 training learns what float32 training learns: its loss stays within the bound that docs/training.md states."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.train import training_cases as cases
+
+FIRST_STEP, LAST_THIRD = 5e-4, 0.01
+"""Bounds of |loss of bf16 - loss of float32| in nats per token: before any update, and the mean of the last third of
+the steps. bench/bf16_loss.py measures how far right and faulty trainers are from them."""
+
+STEPS = 100
+MODEL = {
+    "family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "tied": True,
+}  # fmt: skip
+TRAIN = {
+    "steps": STEPS, "batch": 8, "learning_rate": 2e-3, "warmup": 10, "validation_sequences": 32,
+    "validate_every": STEPS,
+}  # fmt: skip
+
+
+def train(place: Path, precision: str) -> tuple[list[float], float]:
+    """The loss of each step and the validation loss after the last, of a small Llama on real text."""
+    changes = {"model": MODEL, "train": TRAIN, "data_sequence": 128}
+    cases.run_without_error(None, place, f"mb4 {precision}", **changes)
+    lines = [line for line in cases.metrics(place) if "loss" in line]
+    return [line["loss"] for line in lines], lines[-1]["validation_loss"]
+
+
+def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
+    losses, validation = train(tmp_path / "bf16", "bf16")
+    expected, expected_validation = train(tmp_path / "fp32", "fp32")
+    assert len(losses) == STEPS and expected[-1] < expected[0] - 2  # the curves have somewhere to part
+    differences = [ours - theirs for ours, theirs in zip(losses, expected, strict=True)]
+    assert differences[0] != 0 and abs(differences[0]) < FIRST_STEP
+    assert abs(statistics.fmean(differences[-STEPS // 3 :])) < LAST_THIRD
+    assert validation == pytest.approx(expected_validation, abs=LAST_THIRD)

@@ -1,0 +1,246 @@
+"""The first start of a run on a machine measures it, once; later starts read what it kept; nothing stops the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.errors import RankLost, Terminated, UserError
+from meshwright.layout import Layout
+from meshwright.model.presets import preset
+from meshwright.plan.cluster import cluster
+from meshwright.plan.machine_profile import ProfileKey
+from meshwright.plan.step_time import step_time
+from meshwright.probe.points import Effort
+from meshwright.threads import available_cores
+from meshwright.toml import read_toml
+from meshwright.train import first_start, probe_ranks
+from meshwright.train.automatic import chosen_layout
+from meshwright.train.first_start import SWITCH, known_machine, measure_first_start
+from meshwright.train.launcher import launch_recipe
+from meshwright.train.prediction import machine_of
+from meshwright.train.rendezvous import Place
+from meshwright.train.worker import join
+from tests.plan.calibration_cases import cluster_file
+from tests.train import training_cases as cases
+
+DP2, TP2 = Layout.parse("dp2 bf16"), Layout.parse("tp2 bf16")
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is known, and starts may measure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(first_start, "_on_processors", lambda device: device != "cuda")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was measured, by a probe that answers at once."""
+    tables, found = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file"), []
+
+    def probe(ranks: int, device: str, directory: Path, *, threads: int, short: dict[str, Any], log: Any) -> Any:
+        found.append({"ranks": ranks, "threads": threads, **short})
+        precision = short["precision"] or "bf16"
+        precisions = [*dict.fromkeys((precision, *short["also"]))]
+        named = {**tables, "name": f"{ranks} x {threads}", "devices": ranks, "devices_per_node": ranks}
+        return {"kind": "cpu", "precision": precision, "precisions": precisions, "cluster": named}
+
+    monkeypatch.setattr(probe_ranks, "probe", probe)
+    return found
+
+
+def started(layout: Layout, **more: Any) -> list[str]:
+    """The lines of a start with one thread a rank."""
+    lines: list[str] = []
+    measure_first_start(layout, "auto", 1, lines.append, **more)
+    return lines
+
+
+def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]]):
+    assert known_machine(2, 1) is None
+    lines = started(DP2)
+    assert asked == [{"ranks": 2, "threads": 1, "precision": "bf16", "also": [], "axes": []}]
+    assert str(ProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
+    assert len(lines) == 2 and lines[1].startswith("measured in ")
+    assert started(DP2) == [] and len(asked) == 1
+    found = known_machine(2, 1)
+    assert found is not None and found.name == "2 x 1"
+    assert known_machine(2, 2) is None and known_machine(1, 1) is None
+
+
+def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):
+    for layout in (DP2, TP2, Layout.parse("dp2 fp32"), TP2, Layout.parse("dp2 fp32"), DP2):
+        started(layout)
+    assert [(each["precision"], each["also"], each["axes"]) for each in asked] == [
+        ("bf16", [], []),
+        ("bf16", ["bf16"], ["tp"]),
+        ("fp32", ["bf16"], ["tp"]),
+    ]
+
+
+def test_layout_without_precision_is_measured_in_the_machines_own(asked: list[dict[str, Any]]):
+    started(Layout.parse("dp2 fp32"))
+    started(Layout.parse("dp2"))
+    assert [each["precision"] for each in asked] == ["fp32", None]
+    started(Layout.parse("dp2"))
+    started(Layout.parse("dp2 fp32"))
+    assert len(asked) == 2
+    started(TP2)
+    started(Layout.parse("dp2"))
+    assert len(asked) == 3
+
+
+def test_probe_that_fits_wins_and_one_of_other_threads_does_not(asked: list[dict[str, Any]], tmp_path: Path):
+    cluster_file(tmp_path / "config")
+    assert started(DP2) == [] and asked == []
+    many = []
+    measure_first_start(DP2, "auto", 3, many.append)
+    assert [each["threads"] for each in asked] == [3]
+    probed, kept = known_machine(2, 1), known_machine(2, 3)
+    assert probed is not None and kept is not None
+    assert (probed.name, kept.name) == ("host: 2 x Example CPU", "2 x 3")
+
+
+def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    measure_first_start(DP2, "cuda", 1, pytest.fail)
+    monkeypatch.setenv(SWITCH, "0")
+    assert started(DP2) == [] and asked == []
+
+
+@pytest.mark.parametrize("damage", ["{", '{"version": 1}', "tables"])
+def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str):
+    started(DP2)
+    path = ProfileKey.here(available_cores(), 2, 1).path
+    path.write_text(path.read_text().replace('"shapes"', '"sapes"') if damage == "tables" else damage)
+    started(DP2)
+    assert len(asked) == 2 and known_machine(2, 1) is not None
+
+
+@pytest.mark.parametrize("error", [RankLost("rank 1 was killed"), UserError("no room"), OSError("full"), KeyError("x")])
+def test_failure_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(probe_ranks, "probe", raising(error))
+    lines = started(DP2)
+    assert "could not be measured" in lines[-1] and str(error).strip("'") in lines[-1]
+    assert known_machine(2, 1) is None
+
+
+@pytest.mark.parametrize("error", [Terminated("stopped"), KeyboardInterrupt()])
+def test_stop_signal_ends_the_start(monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    monkeypatch.setattr(probe_ranks, "probe", raising(error))
+    with pytest.raises(type(error)):
+        started(DP2)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def probe(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return probe
+
+
+def test_directory_that_takes_no_file_is_a_line(asked: list[dict[str, Any]], tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    lines = started(DP2)
+    assert len(lines) == 1 and "could not be measured" in lines[0] and asked == []
+
+
+def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    """Whoever comes second finds what the first has kept."""
+    inner = first_start.one_at_a_time
+
+    def after_another(key: ProfileKey) -> Any:
+        monkeypatch.setattr(first_start, "one_at_a_time", inner)
+        started(DP2)
+        return inner(key)
+
+    monkeypatch.setattr(first_start, "one_at_a_time", after_another)
+    assert started(DP2) == [] and len(asked) == 1
+
+
+def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]]):
+    trainer: Any = SimpleNamespace(device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2))
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError, match=r"not measured with 2 ranks of \d+ threads?; `meshwright probe`.*--no-probe"):
+        machine_of(trainer)
+    measure_first_start(DP2, "cpu", threads, lambda line: None)
+    assert machine_of(trainer).name == f"2 x {threads}"
+
+
+def test_automatic_layout_measures_an_unknown_machine_if_it_may(asked: list[dict[str, Any]]):
+    from tests.train.test_automatic import TABLES, Recipe
+
+    recipe = Recipe.from_tables(TABLES)
+    with pytest.raises(UserError, match="has not been measured"):
+        chosen_layout(recipe, None, print)
+    assert Layout.parse(chosen_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
+    assert [(each["ranks"], each["precision"], each["axes"]) for each in asked] == [(2, None, ["cp", "tp"])]
+
+
+def test_launcher_measures_unless_told_not_to(asked: list[dict[str, Any]], tmp_path: Path, monkeypatch):
+    """With as many threads as the ranks will have."""
+    recipe = cases.recipe(tmp_path, "dp1 fp32", run_threads=3)
+    monkeypatch.setattr("meshwright.train.launcher.launch", lambda spec: {"threads": spec.threads})
+    assert launch_recipe(recipe, probe=False) == {"threads": 3} and asked == []
+    launch_recipe(recipe)
+    assert [(each["ranks"], each["threads"], each["precision"]) for each in asked] == [(1, 3, "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("rank", "host_ranks", "probe", "measures"),
+    [(0, 2, True, True), (1, 2, True, False), (0, 1, True, False), (0, 2, False, False)],
+)
+def test_rank_that_others_started_measures_if_all_are_on_its_host(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
+):
+    place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
+    monkeypatch.setattr("meshwright.train.rendezvous.place", lambda method: place)
+    monkeypatch.setattr("meshwright.train.worker._train", lambda *_, **__: {"done": True})
+    recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
+    assert join(recipe, probe=probe) == {"done": True}
+    assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
+
+
+def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
+    """One rank really measures, with fewer and smaller points."""
+    short = Effort.short
+
+    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
+        found = short(precisions, axes)
+        return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
+
+    monkeypatch.setattr(Effort, "short", shorter)
+    wanted = {"precision": "fp32", "also": [], "axes": ["tp"]}
+    found = probe_ranks._measure(
+        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
+    )
+    assert (found["kind"], found["failed"]) == ("cpu", None)
+    machine = cluster(found["cluster"])
+    assert machine.measured is not None and machine.measured.disk_write is None
+    assert {each.ranks for each in machine.measured.products} == {1}
+    assert [each.layout for each in machine.measured.steps] == ["fp32"]
+    config = preset("gpt2")
+    for compiled in (False, True):
+        assert step_time(config, Layout.parse("dp1 fp32"), machine, 64, 4, compile=compiled).seconds > 0
+
+
+@pytest.mark.exhaustive
+def test_run_keeps_every_bit_with_and_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the real launcher, whose ranks really measure."""
+    weights = []
+    for name, probe in (("probed", True), ("not", False)):
+        recipe = cases.recipe(tmp_path / name, "dp2 bf16", train_steps=3)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
+        result = launch_recipe(recipe, probe=probe, show_progress=False)
+        files = sorted(Path(result["checkpoint"]).rglob("*.safetensors"))
+        weights.append([file.read_bytes() for file in files])
+        assert (result["predicted"]["step_seconds"] is not None) == probe
+    assert weights[0] == weights[1] and weights[0]

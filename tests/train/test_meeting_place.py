@@ -1,0 +1,63 @@
+"""The directories at which ranks of one machine meet: removed at the end, and after a kill by the next launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshwright.train.meeting_place import meeting_place
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_a_meeting_place_is_removed_at_the_end(temporary: Path) -> None:
+    with pytest.raises(KeyError), meeting_place() as place:
+        (place / "ranks").touch()
+        assert list(temporary.iterdir()) == [place]
+        raise KeyError
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
+    temporary: Path,
+) -> None:
+    code = (
+        "import os; from meshwright.train.meeting_place import meeting_place\n"
+        "with meeting_place() as place:\n"
+        "    (place / 'ranks').touch(); print(place, flush=True); input()"
+    )
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    places = [Path(process.stdout.readline().strip()) for process in processes if process.stdout is not None]
+    os.kill(processes[0].pid, signal.SIGKILL)
+    processes[0].communicate()
+    assert sorted(temporary.iterdir()) == sorted(places)
+    with meeting_place() as place:
+        assert sorted(temporary.iterdir()) == sorted([places[1], place])
+    processes[1].communicate("\n")
+    assert list(temporary.iterdir()) == []
+
+
+def test_nothing_but_own_meeting_places_is_removed(temporary: Path) -> None:
+    kept = temporary / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    (temporary / "meshwright-meeting-link").symlink_to(kept)
+    (temporary / "meshwright-meeting-file").touch()
+    with meeting_place():
+        pass
+    assert sorted(path.name for path in temporary.iterdir()) == [
+        "kept", "meshwright-meeting-file", "meshwright-meeting-link",
+    ]  # fmt: skip
+    assert (kept / "file").exists()

@@ -1,0 +1,78 @@
+"""The number of threads of a run: chosen by the recipe, the checkpoint that is resumed, or the rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.recipe import load_recipe
+from meshwright.train import rank_threads
+from meshwright.train.rank_threads import (
+    bits_differ,
+    cores_of_rank,
+    layer_flops,
+    local_threads,
+    smallest_share,
+    threads_of_run,
+)
+
+
+@pytest.fixture
+def recipe(tiny_recipe, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return lambda *overrides: load_recipe(tiny_recipe, overrides)
+
+
+def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_be_taken(recipe, monkeypatch):
+    state = {"layout": "dp1 fp32", "threads": 2}
+    assert threads_of_run(recipe(), 2, state) == rank_threads.Threads(2)
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    kept = threads_of_run(recipe(), 1, state)
+    assert kept.count == 2
+    assert kept.note.startswith("threads: 2 a rank, as when this run began, so that its result keeps every bit; ")
+    assert kept.note.endswith("1 available cores would give 1, which run.threads=1 takes")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS would give 1" in threads_of_run(recipe(), 1, state).note
+
+
+def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew(recipe):
+    state = {"layout": "dp1 fp32", "threads": 2}
+    assert threads_of_run(recipe("run.threads=3"), 1, state) == rank_threads.Threads(3)
+    assert threads_of_run(recipe("layout=dp2"), 1, state) == rank_threads.Threads(1)
+    assert threads_of_run(recipe(), 1, state | {"threads": None}) == rank_threads.Threads(1)  # it ran on a GPU
+    assert threads_of_run(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.Threads(1)  # of an older version
+    assert threads_of_run(recipe(), 1, None) == rank_threads.Threads(1)
+    for absurd in (10**9, 0, -1, "2", 1.5):
+        assert threads_of_run(recipe(), 1, state | {"threads": absurd}) == rank_threads.Threads(1)
+
+
+def test_another_number_of_threads_is_one_line_about_the_last_bits():
+    line = bits_differ(2, 1)
+    assert line is not None and line.startswith("threads: 2 a rank until the checkpoint and 1 now: ")
+    assert "last bits" in line
+    assert [bits_differ(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.threads.available_cores", lambda: 8)
+    elsewhere = f"run.directory={tmp_path}/none"
+    small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
+    assert [local_threads(each, 2).count for each in (small, large)] == [1, 4]
+    work = layer_flops(large)
+    assert work is not None
+    for layout, part in (("dp2", 2), ("dp2 mb2", 4), ("tp2", 2), ("cp2", 2)):
+        assert layer_flops(recipe(elsewhere, "model.hidden=1024", "data.sequence=1024", f"layout={layout}")) == (
+            pytest.approx(work / part)
+        )
+
+
+def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 8)
+    shared = cores_of_rank({})
+    assert shared["cores"] == 8 and shared["shared"]
+    own = cores_of_rank({"SLURM_CPUS_PER_TASK": "3"})
+    assert own["cores"] == 3 and not own["shared"]
+    there = {"host": "other", "cores": 4, "shared": True}
+    assert smallest_share([shared, shared]) == 4
+    assert smallest_share([shared, there, there]) == 2
+    assert smallest_share([own, own, own]) == 3
+    assert smallest_share([there] * 9) == 1
