@@ -43,11 +43,14 @@ class Outcome(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive, too")
+    parser.addoption("--fuzz", action="store_true", help="run the tests marked fuzz, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    for marker in ("exhaustive", "fuzz"):
+        if config.getoption(f"--{marker}"):
+            continue
+        left_out = [item for item in items if item.get_closest_marker(marker)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 

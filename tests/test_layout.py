@@ -128,7 +128,12 @@ def test_an_unknown_part_is_answered_with_the_nearest(text: str, nearest: str):
         ("dp-2", "takes a whole number"),
         ("dp2.5", "takes a whole number"),
         ("dp", "takes a whole number"),
-        ("dp" + "9" * 5000, "takes a whole number"),
+        ("dp" + "9" * 5000, "dp counts to 1,048,576 at most"),
+        ("dp99999999999", "dp99999999999: dp counts to 1,048,576 at most"),
+        ("pp2:interleaved:99999999999", "chunks counts to 1,048,576 at most"),
+        ("ep2:etp99999999999", "etp counts to 1,048,576 at most"),
+        ("zero99999999999", "zero takes 0, 1, 2 or 3"),
+        ("dp1025 tp1024", "dp x tp x cp x pp = 1,049,600 ranks: at most 1,048,576"),
         ("dp２", "takes a whole number"),  # a full-width digit
         ("zero4", "zero takes 0, 1, 2 or 3"),
         ("dp2 dp2", "said twice"),

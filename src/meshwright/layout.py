@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.limits import over
+from meshwright.limits import most
 from meshwright.names import (
     ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
@@ -48,6 +48,11 @@ _EXAMPLES = {
     "mb": "mb8",
     "ep": "ep8, ep8:etp2",
 }
+
+_ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
+
+LARGEST_COUNT = most("ranks")
+"""The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have 200,000 devices."""
 
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 """For each rank of the pipeline, where a schedule needs some."""
@@ -100,12 +105,12 @@ class Layout:
         for part, field in _COUNTS.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} counts from 1"
-        if problem := over("ranks", self.world_size, "a world size of"):
-            return problem
-        if problem := over("micro_batches", self.micro_batches, "mb"):
-            return problem
+            if part != "hs" and getattr(self, field) > LARGEST_COUNT:
+                return f"{part}{getattr(self, field)}: {part} counts to {LARGEST_COUNT:,} at most"
+        if self.world_size > LARGEST_COUNT:
+            return f"dp x tp x cp x pp = {self.world_size:,} ranks: at most {LARGEST_COUNT:,}"
         if self.zero not in ZERO_LEVELS:
-            return f"zero{self.zero}: zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
+            return f"zero{self.zero}: {_ZERO_TAKES}"
         if self.recompute not in RECOMPUTE:
             return unknown("recomputation", self.recompute, RECOMPUTE)
         if self.offload is not None and self.offload not in OFFLOADS:
@@ -147,6 +152,8 @@ class Layout:
 
     def _impossible_pipeline(self) -> str | None:
         name = self.schedule
+        if self.chunks > LARGEST_COUNT:
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {LARGEST_COUNT:,} at most"
         if self.chunks < 1:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks count from 1"
         if name == "@":
@@ -198,7 +205,7 @@ class Layout:
             if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1, which the schedule cannot mean
                 raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks a rank")
         except UserError as error:
-            raise UserError(f'layout "{text}": {str(error).removeprefix("impossible layout: ")}') from None
+            raise UserError(f'layout "{_shortened(text)}": {str(error).removeprefix("impossible layout: ")}') from None
         return layout
 
     def __str__(self) -> str:
@@ -352,9 +359,23 @@ def _read_part(part: str) -> dict[str, object]:
         return {_WORDS[name]: options}
     if name not in _COUNTS:
         raise UserError(_unknown_part(part, name, number))
-    if not re.fullmatch(r"[0-9]{1,9}", number):
+    if not re.fullmatch(r"[0-9]+", number):
         raise UserError(f"{part}: {name} takes a whole number, as in {_EXAMPLES[name]}")
-    return {_COUNTS[name]: int(number), **_read_options(part, name, options)}
+    return {_COUNTS[name]: _count(part, name, number), **_read_options(part, name, options)}
+
+
+def _count(part: str, name: str, digits: str) -> int:
+    """The number that digits say. `UserError` above `LARGEST_COUNT`; how long they are does not matter."""
+    digits = digits.lstrip("0") or "0"
+    if len(digits) > len(str(LARGEST_COUNT)) or int(digits) > LARGEST_COUNT:
+        if name == "zero":
+            raise UserError(f"{_shortened(part)}: {_ZERO_TAKES}")
+        raise UserError(f"{_shortened(part)}: {name} counts to {LARGEST_COUNT:,} at most")
+    return int(digits)
+
+
+def _shortened(part: str) -> str:
+    return part if len(part) <= 40 else f"{part[:37]}..."
 
 
 def _read_options(part: str, name: str, options: str | None) -> dict[str, object]:
@@ -365,12 +386,12 @@ def _read_options(part: str, name: str, options: str | None) -> dict[str, object
         return {"tensor_sequence_parallel": False}
     if name == "cp" and options:
         return {"cp_method": options}
-    if name == "ep" and (match := re.fullmatch(r"etp([0-9]{1,9})", options)):
-        return {"etp": int(match[1])}
+    if name == "ep" and (match := re.fullmatch(r"etp([0-9]+)", options)):
+        return {"etp": _count(part, "etp", match[1])}
     if name == "pp" and options.startswith("@"):
         return {"schedule": options}
-    if name == "pp" and (match := re.fullmatch(r"([^:]+)(?::([0-9]{1,9}))?", options)):
-        return {"schedule": match[1], **({"chunks": int(match[2])} if match[2] else {})}
+    if name == "pp" and (match := re.fullmatch(r"([^:]+)(?::([0-9]+))?", options)):
+        return {"schedule": match[1], **({"chunks": _count(part, "chunks", match[2])} if match[2] else {})}
     raise UserError(f"{part}: {name} is written {_EXAMPLES[name]}")
 
 

@@ -51,7 +51,7 @@ def test_code_and_fields_that_are_not_computed_are_one_line_each(
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "recipe.toml").write_text(
         f'[model]\nfrom = "{foreign}"\nload_weights = true\n[data]\nsource = "text.txt"\nsequence = 32\n'
-        "validation_fraction = 0.0\n[train]\nsteps = 1\nbatch = 1\n"
+        "validation_fraction = 0.0\n[train]\nsteps = 1\nbatch = 1\nlearning_rate = 1e-3\n"
     )
     places = {"model": foreign, "text": tmp_path / "text.txt", "recipe": tmp_path / "recipe.toml"}
     outcome = command_line(*(argument.format(**places) for argument in arguments))

@@ -236,12 +236,12 @@ DAMAGES = {
         ["index.json", "not in the directory"],
     ),
     "tensor in two files": (
-        lambda at: in_two_files(at, lambda index, first, second: first.update({NAME: second[NAME]})),
+        lambda at: in_two_files(at, lambda index, first, second: second.update({NAME: first[NAME]})),
         ["b.safetensors", NAME, "is in a.safetensors as well"],
     ),
     "tensor that the index leaves out": (
         lambda at: in_two_files(at, lambda index, first, second: index.pop(NAME)),
-        ["b.safetensors", NAME, "is not in model.safetensors.index.json"],
+        ["a.safetensors", NAME, "is not in model.safetensors.index.json"],
     ),
     "tensor twice in the index": (index_that_repeats, ["index.json", NAME, "is in it twice"]),
     "NaN": (spoiled(float("nan"), 7), ["model.safetensors", NAME, "1 of 4,800 values that are NaN or infinite"]),

@@ -15,7 +15,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
 from meshwright.cli.terminal import printable
-from meshwright.errors import MeshwrightError, ModelWarning, Terminated, out_of_memory
+from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory
 from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
@@ -78,9 +78,12 @@ def meshwright() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
     try:
+        given = sys.argv[1:] if arguments is None else arguments
+        for argument in given:
+            _refuse_undecodable(argument)
         prepare_process()  # before any command loads torch
         with _model_warnings_as_lines():
-            code = meshwright.main(arguments, prog_name="meshwright", standalone_mode=False)
+            code = meshwright.main(given, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -105,6 +108,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _refuse_undecodable(argument: str) -> None:
+    """Raise UserError for an argument with bytes that are not UTF-8, which Python holds as lone surrogates.
+
+    Recipes, manifests, results and pages keep paths as UTF-8 text, so no command could keep such a one.
+    """
+    try:
+        os.fspath(argument).encode()
+    except UnicodeEncodeError as error:
+        byte = argument[error.start].encode(
+            errors="surrogateescape" if "\udc80" <= argument[error.start] <= "\udcff" else "replace"
+        )
+        raise UserError(
+            f"argument {argument!a}: byte 0x{byte.hex()} of it is not UTF-8; rename the file or directory, or write "
+            "the argument in UTF-8"
+        ) from None
 
 
 @contextmanager

@@ -146,6 +146,10 @@ class _Job:
         manifest = read_json(self.directory / "manifest.json")
         if not isinstance(manifest, dict) or manifest.get("key") != self.key:
             return None
+        if manifest.pop("manifest_sha256", None) != _sha256(manifest):
+            if log:
+                log(f"{self.directory / 'manifest.json'} was altered, or is of an older version: it is made again")
+            return None
         problems: list[str] = []
         for name, said in manifest["tokenizer"].items():
             if found := damage(self.directory / "tokenizer" / name, said, contents=True):
@@ -199,9 +203,10 @@ class _Job:
             "cleaning": result.report,
             "tokenizer": tokenizer_record,
             "splits": shards,
-            "sha256": hashlib.sha256(canonical_json([tokenizer_record, shards])).hexdigest(),
+            "sha256": _sha256([tokenizer_record, shards]),
         }
-        write_whole(self.directory / "manifest.json", canonical_json(manifest))
+        closed = {**manifest, "manifest_sha256": _sha256(manifest)}
+        write_whole(self.directory / "manifest.json", canonical_json(closed))
         sync_directory(self.directory)
         return manifest
 
@@ -320,6 +325,10 @@ class _Job:
 
     def _reader(self, result: Survey) -> Reader:
         return document_reader(self.recipe, result.longest)
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def _is_trained(recipe: DataRecipe) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class TextTokenizer:
         """The tokens of each text, unframed, as `dtype`."""
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _panics_refused("text becomes no tokens"):
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
         for text, ids in zip(texts, tokens, strict=True):
             if self._never[ids].any():
@@ -69,7 +71,19 @@ class TextTokenizer:
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         """The text of `tokens`, special ones shown by name."""
-        return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
+        with _panics_refused("tokens become no text"):
+            return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+@contextmanager
+def _panics_refused(what: str) -> Iterator[None]:
+    """Make a `UserError` of a panic of the tokenizers library, which is no `Exception`: files can bring it about."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"data.tokenizer: {what} (the tokenizers library: {str(error)[:200]})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class TokenizerFiles:
         """The Jinja template that comes with it; of several the one called default."""
         template = json.loads(self.config).get("chat_template")
         if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            named = {one.get("name"): one.get("template") for one in template if _is_named(one)}
             template = named.get("default")
         return template if isinstance(template, str) else None
 
@@ -212,7 +226,10 @@ def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
 
 def _parse(data: bytes, file: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_buffer(data)
+        with _panics_refused(f"{file} is not a tokenizer that can be read"):
+            return Tokenizer.from_buffer(data)
+    except UserError:
+        raise
     except Exception as error:  # the library raises bare exceptions
         raise UserError(
             f"data.tokenizer: {file} is not a tokenizer that can be read ({str(error).splitlines()[0]})"
@@ -236,14 +253,19 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
     """The "eos" or "bos" token as the directory's files name it, the tokenizer's own first."""
     for values in (config, _json_object(directory / "special_tokens_map.json")):
-        if values.get(f"{kind}_token") is not None:
-            return _content(values[f"{kind}_token"])
+        if (token := values.get(f"{kind}_token")) is not None:
+            if not _is_token(token):
+                raise UserError(
+                    f"data.tokenizer: the {kind}_token in {directory} must be text, or an object with its content, not "
+                    f"{str(token)[:80]}"
+                )
+            return _content(token)
     for name in ("generation_config.json", "config.json"):
         number = _json_object(directory / name).get(f"{kind}_token_id")
         if isinstance(number, list):
             number = number[0] if number else None
-        if isinstance(number, int) and (token := tokenizer.id_to_token(number)) is not None:
-            return token
+        if isinstance(number, int) and 0 <= number < 2**32 and (found := tokenizer.id_to_token(number)) is not None:
+            return str(found)
     return None
 
 
@@ -256,5 +278,12 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
+def _is_named(template: Any) -> bool:
+    return isinstance(template, dict) and isinstance(template.get("name"), str)
+
+
 def _pretty(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        raise UserError("data.tokenizer: its tokenizer_config.json holds half a character (a lone surrogate)") from None

@@ -186,10 +186,11 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None
     files = sorted(set(places.values()))
-    missing = [file for file in files if file.parent != index.parent or not file.is_file()]
+    held = set(os.listdir(index.parent))
+    missing = [file for file in files if file.parent != index.parent or file.name not in held or not file.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{index}: {missing[0].name}{more} of its {len(files)} shards is not in the directory")
+        raise UserError(f"{index}: {missing[0].name[:200]}{more} of its {len(files)} shards is not in the directory")
     return files, places
 
 

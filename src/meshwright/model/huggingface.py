@@ -129,8 +129,8 @@ class CheckpointFiles:
         found: dict[str, Path] = {}
         for name, path in places.items():
             if path not in held:
-                if path.parent != self.directory or not path.is_file():
-                    raise UserError(f"{index}: names {path.name}, which is not in the directory")
+                if path.parent != self.directory or not _is_file(path):
+                    raise UserError(f"{index}: names {path.name[:200]}, which is not in the directory")
                 held[path] = set(self._open(path).keys())
                 for again in sorted(held[path] & found.keys()):
                     raise UserError(f"{path}: tensor {again} is in {found[again].name} as well; remove one of the two")
@@ -148,6 +148,14 @@ class CheckpointFiles:
             with _reading(path):
                 self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
                 f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
             )
         return _from_mapping(read_toml(path, "cluster file"), str(path))
-    if text.endswith(".toml") or "/" in text or Path(text).is_file():
+    if text.endswith(".toml") or "/" in text or _is_file(text):
         path = Path(text).expanduser()
         return _from_mapping(read_toml(path, "cluster file"), str(path))
     return _from_shorthand(text, where)
@@ -118,6 +118,14 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 _COUNT = r"[-+.0-9][-+.0-9e]*"  # of which only whole numbers above 0 are right
 _EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this"
+
+
+def _is_file(text: str) -> bool:
+    """Whether text names a file; what no file can be called names none."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:

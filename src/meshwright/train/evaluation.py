@@ -61,11 +61,11 @@ def evaluate(
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = ModelConfig.from_path(directory)
+    reading = None if layout is None else reading_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
-    if layout is None:
+    if reading is None:
         nats, count = _on_one_device(directory, tokens, device, progress)
     else:
-        reading = reading_layout(layout, config)
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
             nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]

@@ -10,7 +10,6 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.train.run_directory import METRICS, RECIPE, RESULT
-from meshwright.untrusted import read_json
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 280, 64, 40, 16, 16
 BUCKETS = 720  # of a curve with more than twice as many points: one for each column of the chart
@@ -34,29 +33,22 @@ def write_report(
     `evaluation` is what `evaluate` returned, `sample` what `generate` did (`prompt` and `text`). Returns the path of
     the page. `UserError` when nothing has been trained there or the page cannot be written.
     """
-    from meshwright.train.metrics import read_metrics
+    from meshwright.train.report_inputs import check_evaluation, check_sample, read_result, read_steps
 
     metrics_path = run_directory / METRICS
     if not metrics_path.exists():
         raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
-    lines = [line for line in read_metrics(metrics_path) if "loss" in line]
-    if not lines:
-        raise UserError(f"{metrics_path} holds no step yet")
-    result_path, recipe_path = run_directory / RESULT, run_directory / RECIPE
-    try:
-        result = read_json(result_path) if result_path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{result_path} cannot be read: {error}") from None
-    recipe = recipe_path.read_text() if recipe_path.exists() else ""
+    lines, result, recipe_path = read_steps(metrics_path), read_result(run_directory / RESULT), run_directory / RECIPE
+    recipe = recipe_path.read_text(encoding="utf-8", errors="replace") if recipe_path.exists() else ""
+    if evaluation is not None:
+        check_evaluation(evaluation)
+    if sample is not None:
+        check_sample(sample)
     page = run_directory / "report.html"
     name = run_directory.resolve().name
     try:
         text = _page(name, lines, result, recipe, evaluation, sample)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{metrics_path} or {RESULT} holds what no run writes ({reason[:100]})") from None
-    try:
-        page.write_text(text, encoding="utf-8")
+        page.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a character
     except OSError as error:
         raise UserError(f"{page} cannot be written: {(error.strerror or str(error)).lower()}") from None
     return page
@@ -128,7 +120,7 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
         rows.insert(0, ("parameters", f"{result['parameters']:,}"))
     if result.get("layout"):
         rows.insert(1, ("layout", result["layout"]))
-    if result.get("mfu"):
+    if result.get("mfu") and result.get("peak_flops_per_device") and result.get("flops_convention"):
         rows.append(("model FLOP utilisation", _share_of_peak(result)))
         rows.append(("FLOP convention", result["flops_convention"]))
     if result.get("skipped_steps"):
@@ -193,9 +185,10 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),
-        ("bits per byte", f"{evaluation['bits_per_byte']:.3f}"),
         ("tokens", f"{evaluation['tokens']:,}"),
     ]
+    if evaluation["bits_per_byte"] is not None:  # of records there are none
+        rows.insert(2, ("bits per byte", f"{evaluation['bits_per_byte']:.3f}"))
     if evaluation.get("xz_bits_per_byte") is not None:
         rows.insert(3, ("xz -9 on the same bytes", f"{evaluation['xz_bits_per_byte']:.3f} bits per byte"))
     return rows
@@ -248,7 +241,7 @@ def line_chart(series: list[tuple[str, str, list[tuple[float, float]]]], unit: s
         return "<p>No finite values.</p>"
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = (0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points)
-    margin = 0.04 * (y_high - y_low or 1.0)
+    margin = 0.04 * (y_high - y_low or max(1.0, abs(y_high)))
     y_low, y_high = (y_low if from_zero else y_low - margin), y_high + margin
     x_high = x_high if x_high > x_low else x_low + 1
 

@@ -70,7 +70,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
         raise UserError(f"{path / STATE} cannot be read: {error}") from None
-    assert isinstance(state, dict)
+    if not isinstance(state, dict):
+        raise UserError(f"{path / STATE} cannot be read: it holds no JSON object")
     return state
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from meshwright.train.checkpoint.files import opened
@@ -72,13 +73,26 @@ def read_manifest(path: Path) -> Manifest:
     if own != _own_hash(content) or content.get("block_bytes") != BLOCK_BYTES:
         raise Damaged(f"{MANIFEST} was altered: it does not match its own hash")
     try:
-        files = {
-            name: FileRecord(record["size"], record["sha256"], tuple(record["blocks"]))
-            for name, record in content["files"].items()
-        }
-        return Manifest(content["step"], content["validation_loss"], files)
+        files = {name: _record(name, record) for name, record in content["files"].items()}
+        step, loss = content["step"], content["validation_loss"]
+        if type(step) is not int or step < 0 or type(loss) not in (int, float, NoneType):
+            raise TypeError("step or validation_loss is no number")
+        return Manifest(step, loss, files)
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} lacks what format {FORMAT} promises: {error}") from None
+
+
+def _record(name: str, found: Any) -> FileRecord:
+    """What a manifest says of a file. TypeError where that is not a size, a hash and the hashes of its blocks."""
+    size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise TypeError(f"{name[:80]} is outside the checkpoint")
+    hashes = [sha256, *blocks] if isinstance(blocks, list) else [None]
+    if type(size) is not int or size < 0 or not all(isinstance(each, str) for each in hashes):
+        raise TypeError(f"{name[:80]} has no size and hashes")
+    if len(blocks) != block_count(size):
+        raise TypeError(f"{name[:80]} of {size} bytes has {len(blocks)} blocks")
+    return FileRecord(size, sha256, tuple(blocks))
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:

@@ -122,7 +122,7 @@ def read_index(path: Path) -> list[Slice]:
             for file, rows in files.items()
             for kind, name, start, stop, code, offset, *columns in rows
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{INDEX} cannot be read: {error}") from None
 
 

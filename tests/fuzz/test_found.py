@@ -1,0 +1,59 @@
+"""Inputs that fuzzing found to end in a traceback, once: each is refused in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.parsers import INDEX, METRICS, PARSERS, RESULT, SLICES, TOKENIZER_CONFIG
+from tests.model.test_config import LLAMA
+
+STEP = json.loads(METRICS.split(b"\n")[0])
+FOUND: dict[str, tuple[str, object]] = {
+    "an index with a name that no file can have": ("safetensors index", {**INDEX, "weight_map": {"a": "x" * 300}}),
+    "a config.json with a number that no float can hold": ("config.json", {**LLAMA, "rms_norm_eps": 10**400}),
+    "an end of text that is a list": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "eos_token": {"name": "a"}}),
+    "half a character": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "model_max_length": "\ud800"}),
+    "a shorthand that no file can be called": ("cluster shorthand", "64x" + "[" * 300),
+    "a state that is a list": ("checkpoint state", [1]),
+    "slices that are a list": ("checkpoint slices", {**SLICES, "files": []}),
+    "a step that is text": ("metrics", {**STEP, "step": "1"}),
+    "a loss that is text": ("metrics", {**STEP, "loss": "1"}),
+    "a rate that is missing": ("metrics", {**STEP, "tokens_per_second": None}),
+    "a result that is a list": ("result of a run, report", [1]),
+    "a layout that is a number": ("result of a run, report", {**RESULT, "layout": 7}),
+    "a measured time that is text": ("result of a run, report", {**RESULT, "measured": {"step_seconds": "1"}}),
+    "a size that is text": (
+        "checkpoint manifest",
+        {"format": 1, "step": 3, "validation_loss": 2.5, "block_bytes": 64 * 2**20,
+         "files": {"config.json": {"size": "a", "sha256": "a", "blocks": "\0"}}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_ended_in_a_traceback_is_refused_in_a_line(name: str, tmp_path: Path):
+    kind, value = FOUND[name]
+    parser = PARSERS[kind]
+    data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+    with pytest.raises(parser.refusals) as refused:
+        parser.read(data, tmp_path)
+    assert str(refused.value)
+
+
+def test_a_panic_of_the_tokenizers_library_is_refused_in_a_line(tmp_path: Path):
+    tokenizer = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+        "decoder": None, "truncation": None, "padding": None,
+        "model": {"type": "BPE", "continuing_subword_prefix": "x" * 8, "vocab": {"a": 0, "b": 1},
+                  "merges": [["a", "b"]]},
+    }  # fmt: skip
+    with pytest.raises(PARSERS["tokenizer.json"].refusals, match="the tokenizers library: range end index"):
+        PARSERS["tokenizer.json"].read(json.dumps(tokenizer).encode(), tmp_path)
+
+
+def test_a_tokenizer_whose_templates_have_no_names_has_none(tmp_path: Path):
+    config = {**TOKENIZER_CONFIG, "chat_template": [{"name": [1], "template": "a"}]}
+    PARSERS["tokenizer_config.json"].read(json.dumps(config).encode(), tmp_path)
