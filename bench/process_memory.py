@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -84,10 +85,12 @@ CASES = {
 
 
 def run(name: str, overrides: str, steps: int, place: Path) -> dict[str, Any]:
-    """Train in a process of its own; the result document with the seconds that the command took."""
-    import shlex
-
-    directory = place / name
+    """Train in a process of its own; the result document, the console's lines about predictions, the command's seconds.
+    A run that `place` has already is read."""
+    directory, kept = place / name, place / f"{name}.json"
+    if kept.exists():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        return found
     half = steps // 2
     command = [
         "meshwright", "train", str(RECIPE), f"run.directory={directory}", f"run.name={name}", f"train.steps={steps}",
@@ -100,7 +103,9 @@ def run(name: str, overrides: str, steps: int, place: Path) -> dict[str, Any]:
         raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     result: dict[str, Any] = json.loads((directory / "result.json").read_text())
     lines = [line for line in done.stderr.splitlines() if line.startswith(("predicted: ", "measured: "))]
-    return {"result": result, "lines": lines, "seconds": time.perf_counter() - begun}
+    found = {"result": result, "lines": lines, "seconds": time.perf_counter() - begun}
+    kept.write_text(json.dumps(found))
+    return found
 
 
 def row(name: str, overrides: str, ran: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +125,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="NAME")
     arguments.add_argument("--steps", type=int, default=8)
-    arguments.add_argument("--keep", type=Path, help="directory of the runs; a temporary one unless said")
+    arguments.add_argument(
+        "--keep", type=Path, help="directory of the runs, which goes on with those it has; a temporary one"
+    )
     said = arguments.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
