@@ -46,6 +46,13 @@ def test_the_ratio_of_a_data_parallel_step_is_that_of_computation():
     assert [found[part] for part in ("tensor", "context", "expert", "data")] == [1.0] * 4
 
 
+def test_compiled_blocks_exceed_their_pieces_as_eager_ones_do():
+    alone = told("dp2 fp32")
+    found = here(with_steps(dp2_fp32=1.3 * alone["compute"] + alone["data"]))
+    assert in_place(found, "fp32", OURS.compiled())[0] == pytest.approx(1.3)
+    assert in_place(found, "fp32", ENGINES["torchtitan"]).tolist() == [1.0] * 5
+
+
 def test_what_is_left_of_a_tensor_parallel_step_is_what_ranks_waited_for_each_other():
     alone, cut = told("dp2 fp32"), told("tp2 fp32")
     base = 1.3 * alone["compute"] + alone["data"]

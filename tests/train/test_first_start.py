@@ -87,6 +87,14 @@ def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):
     ]
 
 
+@pytest.mark.parametrize(
+    ("layout", "axes"), [("dp2 zero3", []), ("pp2 mb2", []), ("dp2 ep2", ["tp"]), ("cp2:ulysses", ["cp"])]
+)
+def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layout: str, axes: list[str]):
+    started(Layout.parse(layout))
+    assert asked[0]["axes"] == axes
+
+
 def test_layout_without_precision_is_measured_in_the_machines_own(asked: list[dict[str, Any]]):
     started(Layout.parse("dp2 fp32"))
     started(Layout.parse("dp2"))

@@ -22,7 +22,8 @@ from meshwright.plan.machine_profile import (
 from meshwright.threads import available_cores
 
 WAITING_AXES = ("tp", "cp")
-"""Axes whose ranks wait for each other in every layer: what that costs is measured for each."""
+"""Axes whose ranks wait for each other in every layer: what that costs is measured for each. Experts wait as tp does
+(`plan/reference_step.py`)."""
 
 
 def known_machine(ranks: int, threads: int) -> Cluster | None:
@@ -47,7 +48,7 @@ def measure_first_start(
     if not may_measure() or not _on_processors(device):
         return
     ranks = ranks or layout.world_size
-    axes = tuple(axis for axis in WAITING_AXES if getattr(layout, axis) > 1) if axes is None else axes
+    axes = _waiting(layout) if axes is None else axes
     key = ProfileKey.here(available_cores(), ranks, threads)
     try:
         if _probed(ranks, threads) is not None or _covered(key, layout.precision, axes):
@@ -60,6 +61,12 @@ def measure_first_start(
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         log(f"this machine could not be measured, and the run goes on without a predicted step time: {reason}")
+
+
+def _waiting(layout: Layout) -> tuple[str, ...]:
+    """Which of `WAITING_AXES` price this layout."""
+    used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
+    return tuple(axis for axis in WAITING_AXES if used[axis])
 
 
 def _measure(key: ProfileKey, precision: str | None, axes: tuple[str, ...], log: Callable[[str], None]) -> None:
