@@ -22,6 +22,8 @@ from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
 from meshwright.verify.samples import make_batch
 
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
 PAIRS = ("data.records=preference", "train.preference_beta=0.5")
 
 

@@ -1,4 +1,4 @@
-"""`verify`: train on layouts over local ranks, compare with one device; `mutate`: show that planted faults are found."""
+"""`verify`: train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
 
 from __future__ import annotations
 
