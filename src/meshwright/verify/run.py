@@ -20,7 +20,7 @@ from meshwright.model.presets import preset
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.verify.cases import Case, Maker
-from meshwright.verify.compare import TOLERANCES, Comparison, compare
+from meshwright.verify.compare import TOLERANCES, Comparison, compare, tolerance_of
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import plant_all
 from meshwright.verify.problem import Problem, scaled_layout
@@ -148,7 +148,7 @@ class _Bench:
                 {
                     "name": case.name,
                     "passed": found.passed,
-                    "tolerance": TOLERANCES[case.problem.dtype],
+                    "tolerance": tolerance_of(case.problem),
                     "relative_error": found.worst_error,
                     "seconds": round(seconds, 2),
                 }
