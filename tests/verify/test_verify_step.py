@@ -1,5 +1,5 @@
-"""Verification drives the trainer's own step: on one rank, in this process, what is right passes and every fault that is
-planted in local code is found."""
+"""Verification drives the trainer's own step: on one rank, in this process, what is right passes and each fault planted
+in local code is found."""
 
 from __future__ import annotations
 

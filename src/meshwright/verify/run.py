@@ -123,7 +123,7 @@ class _Bench:
         begun = time.monotonic()
         layout = scaled_layout(wanted)
         cases = []
-        for case in self._cases(layout, config):
+        for case in self._cases(wanted, layout, config):
             started = time.monotonic()
             found = self.compare(case, layout)
             cases.append((case, found, time.monotonic() - started))
@@ -187,12 +187,12 @@ class _Bench:
             before = run(layout, Span(0, problem.resumed_at))
             return run(case.elsewhere, Span(problem.resumed_at)) if before.passed else before
 
-    def _cases(self, layout: Layout, config: ModelConfig) -> list[Case]:
+    def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = Maker(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
             return maker.thorough()
-        cases = maker.default()
+        cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
