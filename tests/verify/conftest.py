@@ -42,10 +42,14 @@ def kept_ranks() -> Iterator[None]:
 
 
 @pytest.fixture
-def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults of the kinds that a step shows; those that several steps must show take most of the time. Of local faults
-    those that need several ranks: test_verify_step.py plants the others."""
+def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> None:
+    """Faults of the kinds that a step shows; those that several steps must show take most of the time."""
     monkeypatch.setattr(mutations, "KINDS", ("skip", "double", "wrong group"))
+
+
+@pytest.fixture
+def fewer_local_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local faults that need several ranks: test_verify_step.py plants the others on one."""
     needing = ("norm of one rank", "gathered after", "samples of the first", "ring step")
     monkeypatch.setattr(mutations, "PLANS", {n: p for n, p in PLANS.items() if any(part in n for part in needing)})
 

@@ -152,8 +152,7 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
     ],
 )
 def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, request):
-    if kinds == "fewer":
-        request.getfixturevalue("fewer_kinds")
+    request.getfixturevalue("fewer_kinds" if kinds == "fewer" else "fewer_local_faults")
     document = verify(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
