@@ -20,8 +20,8 @@ def others(text: str, axis: str, equal: bool = True, alike: list | None = None) 
 
 def test_ranks_beside_each_other_take_the_place_of_those_far_apart():
     assert others("dp2 tp2", "data") == [(0, 1), (2, 3)]
-    assert others("dp2 tp2", "tp") == [(1, 2), (0, 3)]
-    assert others("dp4 zero1 hs2", "shard") == [(1, 2), (0, 3)]
+    assert others("dp2 tp2", "tp") == [(0, 2), (1, 3)]
+    assert others("dp4 zero1 hs2", "shard") == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("text", ["dp2 tp2", "dp2 cp2 tp2", "dp2 tp2 pp2 mb2", "dp4 zero3 hs2 pp2 mb2", "dp4 ep2"])
@@ -45,7 +45,7 @@ def test_one_group_alone_is_halved_where_sizes_do_not_matter():
 def test_ranks_whose_calls_differ_are_not_mixed():
     """Under ZeRO the ranks of one tp group have the same shard, those of another one another."""
     assert others("dp2 zero1 tp2", "tp", alike=["first", "first", "second", "second"]) == []
-    assert others("dp4 zero1 tp2", "tp", alike=list("aabbaabb")) == [(1, 4), (0, 5), (3, 6), (2, 7)]
+    assert others("dp4 zero1 tp2", "tp", alike=list("aabbaabb")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_parts_of_an_axis_are_found_by_their_names():

@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
-from meshwright.verify import mutations, run
+from meshwright.verify import cases, mutations, run
+from meshwright.verify.local_faults import PLANS
 
 
 class KeptRanks:
@@ -41,6 +42,20 @@ def kept_ranks() -> Iterator[None]:
 
 
 @pytest.fixture
-def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> None:
     """Faults of the kinds that a step shows; those that several steps must show take most of the time."""
     monkeypatch.setattr(mutations, "KINDS", ("skip", "double", "wrong group"))
+
+
+@pytest.fixture
+def fewer_local_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local faults that need several ranks: test_verify_step.py plants the others on one."""
+    needing = ("norm of one rank", "gathered after", "samples of the first", "ring step")
+    monkeypatch.setattr(mutations, "PLANS", {n: p for n, p in PLANS.items() if any(part in n for part in needing)})
+
+
+@pytest.fixture
+def first_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cases of a layout the first: the step with AdamW, a skipped step and a resume."""
+    every = cases.Maker.default
+    monkeypatch.setattr(cases.Maker, "default", lambda maker: every(maker)[:1])

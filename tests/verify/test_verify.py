@@ -24,7 +24,7 @@ from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SC
 from meshwright.parallel.pieces import Piece
 from meshwright.plan.data_calls import Work
 from meshwright.plan.traffic import predicted_traffic
-from meshwright.verify import verify
+from meshwright.verify import mutations, verify
 from meshwright.verify.compare import compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.local_faults import PLANS
@@ -152,8 +152,7 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
     ],
 )
 def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, request):
-    if kinds == "fewer":
-        request.getfixturevalue("fewer_kinds")
+    request.getfixturevalue("fewer_kinds" if kinds == "fewer" else "fewer_local_faults")
     document = verify(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
@@ -189,6 +188,15 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     assert neutral - {"validation.loss (all_reduce): double"} == {
         f"loss.maximum (all_reduce): {kind}" for kind in said_neutral if "tp" in layout
     }
+
+
+def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest.MonkeyPatch):
+    """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
+    monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
+    monkeypatch.setattr(mutations, "PLANS", {})
+    document = verify("dp2 tp2", model="llama-3-8b", mutate=True)
+    assert document["mutations"]["missed"] == []
+    assert "tensor.gradients (all_reduce): wrong group" in {each["fault"] for each in document["mutations"]["faults"]}
 
 
 def test_the_neutral_faults_are_these():

@@ -12,6 +12,8 @@ from meshwright.model.refuse import refuse
 from meshwright.verify import verify
 from meshwright.verify.problem import scaled_down
 
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
 MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 
 

@@ -83,7 +83,7 @@ def test_a_schedule_from_a_file_trains_as_it_stands(two, tmp_path):
     check(two, "qwen3-0.6b", f"pp2:@{file} mb4")
 
 
-def test_faults_between_stages_and_in_what_they_share_are_all_caught(two):
+def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_local_faults):
     """A tied embedding on both ends, split backwards, each fault at all calls and at one."""
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = Maker(layout, preset("qwen3-0.6b"), batch=4)

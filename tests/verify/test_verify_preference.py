@@ -22,6 +22,8 @@ from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
 from meshwright.verify.samples import make_batch
 
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
 PAIRS = ("data.records=preference", "train.preference_beta=0.5")
 
 
@@ -72,7 +74,7 @@ def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
         pytest.param("tp2", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
 )
-def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, layout: str):
+def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, layout: str, fewer_local_faults: None):
     document = verified(tiny_recipe, layout, mutate=True)
     assert document["passed"] and document["mutations"]["missed"] == []
     sites = {fault["fault"].split(" (")[0] for fault in document["mutations"]["faults"]}
@@ -96,7 +98,7 @@ def test_batches_have_rows_with_no_pair_with_one_and_with_two():
                 assert len(told) and told[-1] < here[-1] and (targets[told] == tokens[told + 1]).all()
 
 
-def test_the_command_verifies_what_the_recipe_trains(tiny_recipe: Path, command_line: Any):
+def test_the_command_verifies_what_the_recipe_trains(tiny_recipe: Path, command_line: Any, fewer_kinds: None):
     text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
     tiny_recipe.write_text(text)
     outcome = command_line("verify", tiny_recipe, "--mutate", "--json")

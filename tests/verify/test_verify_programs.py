@@ -10,6 +10,8 @@ from meshwright.errors import UserError
 from meshwright.recipe import load_recipe
 from meshwright.verify import verify
 
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
 RING = ("collectives.all_reduce=ring", "collectives.reduce_scatter=ring", "collectives.all_gather=ring")
 OTHERS = (
     "collectives.all_reduce=rabenseifner",

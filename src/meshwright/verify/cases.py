@@ -48,7 +48,7 @@ class Maker:
             *self.default(),
             Case("sgd", dataclasses.replace(self.plain(), training=SGD, add_at_once=False)),
             Case("loss chunks", self.loss_chunks()),
-            Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD)),
+            self.bf16(),
             Case("resumed elsewhere", self.updates(self.layout.world_size), another_layout(self.layout)),
         ]
 
@@ -87,6 +87,10 @@ class Maker:
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
+
+    def bf16(self) -> Case:
+        """Three steps of SGD with bf16 parameters and float32 master weights, as training in bf16 has them."""
+        return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
 
     def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
         sequence = sequence_of(self.layout, tokens)

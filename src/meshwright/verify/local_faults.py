@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -84,8 +83,11 @@ class LocalFault:
             return plan.wrong(strikes, right, *arguments, **options)
 
         replacement: Any = classmethod(wrong) if isinstance(kind, classmethod) else wrong
-        with mock.patch.object(plan.owner, plan.name, replacement):
+        setattr(plan.owner, plan.name, replacement)
+        try:
             yield strikes
+        finally:
+            setattr(plan.owner, plan.name, kind)
 
 
 # --- gradients and updates

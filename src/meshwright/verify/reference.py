@@ -104,8 +104,8 @@ class Reference:
         """Loss and gradient over `terms` (those of the batch unless given), of the parameters that the masters make."""
         problem = self.problem
         tensors = self._tensors(self.parameters(weights))
-        for tensor in tensors.values():
-            tensor.requires_grad_()
+        for leaf in tensors.values():
+            leaf.requires_grad_()
         terms = terms or self._terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Trains layouts on local ranks and compares with one device; plants faults that must be found (`mutate`)."""
+"""`verify`: train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.model.presets import preset
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.verify.cases import Case, Maker
-from meshwright.verify.compare import TOLERANCES, Comparison, compare
+from meshwright.verify.compare import TOLERANCES, Comparison, compare, tolerance_of
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import plant_all
 from meshwright.verify.problem import Problem, scaled_layout
@@ -123,7 +123,7 @@ class _Bench:
         begun = time.monotonic()
         layout = scaled_layout(wanted)
         cases = []
-        for case in self._cases(layout, config):
+        for case in self._cases(wanted, layout, config):
             started = time.monotonic()
             found = self.compare(case, layout)
             cases.append((case, found, time.monotonic() - started))
@@ -148,7 +148,7 @@ class _Bench:
                 {
                     "name": case.name,
                     "passed": found.passed,
-                    "tolerance": TOLERANCES[case.problem.dtype],
+                    "tolerance": tolerance_of(case.problem),
                     "relative_error": found.worst_error,
                     "seconds": round(seconds, 2),
                 }
@@ -187,12 +187,12 @@ class _Bench:
             before = run(layout, Span(0, problem.resumed_at))
             return run(case.elsewhere, Span(problem.resumed_at)) if before.passed else before
 
-    def _cases(self, layout: Layout, config: ModelConfig) -> list[Case]:
+    def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = Maker(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
             return maker.thorough()
-        cases = maker.default()
+        cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:

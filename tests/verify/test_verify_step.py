@@ -1,0 +1,180 @@
+"""Verification drives the trainer's own step: on one rank, in this process, what is right passes and each fault planted
+in local code is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.data.order import SampleOrder
+from meshwright.layout import Layout
+from meshwright.model import experts, layers
+from meshwright.model.chunks import loss_chunks
+from meshwright.model.config import ModelConfig
+from meshwright.model.presets import preset
+from meshwright.model.tiled_attention import TILE_QUERIES
+from meshwright.train import optimizer, trainer
+from meshwright.verify.cases import TILE, Case, Maker, another_layout
+from meshwright.verify.compare import TOLERANCES, Comparison, compare
+from meshwright.verify.local_faults import PLANS, LocalFault
+from meshwright.verify.problem import Problem
+from meshwright.verify.ranks import RankResult, Span, run_rank
+from meshwright.verify.reference import Reference, learning_rate, shuffled
+from meshwright.verify.samples import make_sequences
+
+LAYOUT = Layout.parse("dp1 mb2")
+NEEDS_RANKS = {
+    "gradients are clipped by the norm of one rank",
+    "parameters are not gathered after the update",
+    "every rank reads the samples of the first",
+    "a ring step leaves keys out",
+}
+
+
+def maker(model: str = "llama-3-8b", layout: Layout = LAYOUT, **changes: Any) -> Maker:
+    config: ModelConfig = dataclasses.replace(preset(model), **changes)
+    return Maker(layout, config)
+
+
+@cache
+def reference(problem: Problem) -> Reference:
+    return Reference(problem)
+
+
+def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> tuple[RankResult, Comparison]:
+    (result,) = run_rank(problem, str(LAYOUT), None, [fault], str(directory))
+    return result, compare(reference(problem), [result], LAYOUT)
+
+
+PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "long": maker().long()}
+
+
+# --- what is right passes
+
+
+CASES = [each.name for each in maker().thorough() if each.elsewhere is None]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "loss chunks" else []) for name in CASES],
+)
+def test_the_trainer_does_what_one_device_does(case: str, tmp_path: Path):
+    (problem,) = (each.problem for each in maker().thorough() if each.name == case)
+    _, found = run(problem, tmp_path)
+    assert found.passed, found.failure
+    assert found.worst_error < TOLERANCES[problem.dtype]
+    assert found.worst_error > 1e-17, "something was compared"
+
+
+def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
+    problem, other = maker().updates(), another_layout(LAYOUT)
+    assert other != LAYOUT and problem.resumed_at == 3
+    for layout, span in ((LAYOUT, Span(0, 3)), (other, Span(3))):
+        (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
+        found = compare(reference(problem), [result], layout)
+        assert found.passed and sorted(result.steps) == list(range(span.first, span.stop or 4)), found.failure
+
+
+# --- what is planted is found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
+    result, found = run(PROBLEMS[PLANS[name].case], tmp_path, LocalFault(name))
+    assert (result.struck == 0) == (name in NEEDS_RANKS)
+    assert found.passed == (name in NEEDS_RANKS), found.failure
+
+
+def mutant(owner: Any, name: str, wrong: Any) -> Any:
+    return pytest.param(owner, name, wrong, id=f"{getattr(owner, '__name__', owner)}.{name}")
+
+
+def _detached_choice(self: experts.Router, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights_TK, chosen_TK = RIGHT_CHOICE(self, scores_TE)
+    return weights_TK.detach(), chosen_TK
+
+
+def _detached_norm(self: layers.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+    return x * scale.detach() * self.weight
+
+
+RIGHT_CHOICE = experts.Router.choose
+RIGHT_SGD = optimizer.sgd
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        mutant(experts.Router, "choose", _detached_choice),
+        mutant(layers.RMSNorm, "forward", _detached_norm),
+        mutant(trainer.Trainer, "_take_back", lambda self: self.optimizer.restore_step_count(9)),
+        mutant(optimizer, "sgd", lambda *tensors, **options: RIGHT_SGD(*tensors, **options | {"weight_decay": 0.0})),
+    ],
+)
+def test_mathematics_that_no_layout_changes_is_proved_too(
+    owner: Any, name: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The reference shares no module with the engine: a gradient that is cut off is cut off in the engine alone."""
+    mixture = maker("mixtral-8x7b-v0.1")
+    problem = mixture.long() if owner is optimizer else mixture.updates(layers=2)
+    assert run(problem, tmp_path / "right")[1].passed
+    monkeypatch.setattr(owner, name, wrong)
+    assert not run(problem, tmp_path / "wrong")[1].passed
+
+
+# --- the problems are as hard as they claim
+
+
+def test_clipping_is_active_in_one_case_and_not_in_the_other():
+    updates, long = reference(maker().updates()), reference(PROBLEMS["long"])
+    assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
+    assert all(0 < norm < long.problem.training.clip for norm in long.norms)
+
+
+def test_a_step_crosses_the_end_of_an_epoch_and_the_loss_scale_changes():
+    problem = maker().updates()
+    assert 2 * problem.batch < problem.train_sequences < 3 * problem.batch
+    assert len(set(reference(problem).scales)) > 1 and len(set(reference(problem).losses)) == problem.steps
+
+
+@pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
+def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layout: str):
+    assert TILE == TILE_QUERIES
+    problem = maker(layout=Layout.parse(layout)).long()
+    parsed = Layout.parse(layout)
+    piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
+    assert piece > TILE
+    numbers = [shuffled(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    batch = make_sequences(problem, numbers)
+    counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
+    documents = [int(ids.max()) + 1 for ids in counted]
+    assert 1 in documents and max(documents) > 10
+
+
+def test_the_loss_of_the_large_vocabulary_takes_several_chunks():
+    for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
+        problem = maker(layout=layout).loss_chunks()
+        tokens = problem.sequence // layout.cp
+        assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
+
+
+def test_the_references_order_and_learning_rates_are_the_documented_ones():
+    order = SampleOrder(11, 19)
+    assert order.sample(range(60)).tolist() == [shuffled(number, 19, 11) for number in range(60)]
+    for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
+        training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
+        recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).recipe(LAYOUT)
+        for step in range(7):
+            assert learning_rate(step, 7, training) == pytest.approx(trainer.learning_rate(step, recipe.train))
+
+
+def test_every_case_has_a_name_of_its_own():
+    cases: list[Case] = maker().thorough()
+    assert len({case.name for case in cases}) == len(cases) == 7
