@@ -10,9 +10,9 @@ import torch
 
 from tests.train import training_cases as cases
 
-FIRST_STEP, LAST_THIRD = 5e-4, 0.01
-"""Bounds of |loss of bf16 - loss of float32| in nats per token: before any update, and the mean of the last third of
-the steps. bench/bf16_loss.py measures how far right and faulty trainers are from them."""
+FIRST_STEP, LAST_THIRD, VALIDATION = 5e-4, 0.01, 0.025
+"""Bounds of |loss of bf16 - loss of float32| in nats per token: before any update, the mean of the last third of the
+steps, and on validation text after them. bench/bf16_loss.py measures the distance of right and faulty trainers."""
 
 STEPS = 100
 MODEL = {
@@ -39,7 +39,7 @@ def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
     differences = [ours - theirs for ours, theirs in zip(losses, expected, strict=True)]
     assert differences[0] != 0 and abs(differences[0]) < FIRST_STEP
     assert abs(statistics.fmean(differences[-STEPS // 3 :])) < LAST_THIRD
-    assert validation == pytest.approx(expected_validation, abs=LAST_THIRD)
+    assert validation == pytest.approx(expected_validation, abs=VALIDATION)
 
 
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_float32(tmp_path: Path):
