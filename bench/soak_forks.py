@@ -19,6 +19,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1)
 
 def load() -> None:
     """Import what commands and ranks need; before it, the environment says how many threads there are."""
+    import torch._dynamo  # noqa: F401  (recomputation loads it)
+
     import meshwright.cli.main
     import meshwright.cli.train
     import meshwright.train.launcher
