@@ -22,7 +22,7 @@ from soak_forks import Forked, fork_command
 
 PATIENCE_SECONDS = 240.0  # for a command; on a busy machine ranks take their time
 LEFTOVER_SECONDS = 15.0  # after a command has ended, for its processes to be gone
-HANG_SECONDS = 8.0  # run.collective_timeout of commands of which a rank is stopped
+HANG_SECONDS = 20.0  # run.collective_timeout of commands of which a rank is stopped; on a busy machine nothing is quick
 _LOOK_SECONDS = 0.003
 
 
