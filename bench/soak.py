@@ -8,6 +8,9 @@ checkpoint is lost, that no process, temporary file or shared memory is left, an
 
     python bench/soak.py [--seed 0] [--count 200] [--seconds 3000] [--piece 0/1] [--work DIRECTORY] [--result FILE]
 
+In five trials of six, commands and ranks are forked from a process that has loaded PyTorch, which takes a third of the
+time; in the others they are started anew.
+
 Trials that the result (bench/results/soak.json) has already are left out, so that a soak can be run piece by piece,
 also several pieces at a time: `--piece I/N` takes the trials whose number leaves I when divided by N. Small disks and
 private shared memory need mount namespaces (root, or user namespaces); where they are not permitted, no disk is filled,
@@ -38,9 +41,11 @@ from typing import Any
 
 from common import RESULTS, machine
 from soak_cases import DISKS, STEPS, Fault, axes_of, draw_faults, draw_recipe
+from soak_forks import load
 from soak_runs import Command, Ended, Reference, Wrong, make_reference
 
 TRIALS_PER_CONFIGURATION = 6
+TRIALS_PER_START = 6  # of so many, one starts its processes anew; the others fork them
 INSIDE = "MESHWRIGHT_SOAK_NAMESPACE"
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -65,7 +70,10 @@ class Soak:
         )
         file = self.work / f"{name}.toml"
         file.write_text(recipe.to_toml())
-        record: dict[str, Any] = {"trial": number, "layout": recipe.layout, "faults": [], "failure": None}
+        forks = number % TRIALS_PER_START != 0
+        record: dict[str, Any] = {
+            "trial": number, "layout": recipe.layout, "forks": forks, "faults": [], "failure": None
+        }  # fmt: skip
         place = self.work / f"trial-{number}"
         shutil.rmtree(place, ignore_errors=True)
         faults = draw_faults(random, recipe.parsed_layout.world_size, self.mounts)
@@ -73,7 +81,7 @@ class Soak:
         try:
             reference = self._reference(name, file)
             with self._disk(place / "disk", 3 * reference.bytes + 2**20 if disk else 0) as directory:
-                command = Command(file, directory / "run", place / "process", reference)
+                command = Command(file, directory / "run", place / "process", forks, reference)
                 self._disturb(command, faults, record)
             shutil.rmtree(place, ignore_errors=True)
         except Wrong as wrong:
@@ -86,7 +94,7 @@ class Soak:
         if kept.exists():
             return Reference(**json.loads(kept.read_text()))
         place = self.work / f"{name}-undisturbed-{os.getpid()}"
-        reference = make_reference(Command(file, place / "run", place / "process"))
+        reference = make_reference(Command(file, place / "run", place / "process", forks=True))
         fresh = kept.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(asdict(reference)))
         fresh.rename(kept)
@@ -170,6 +178,7 @@ class Soak:
             "count": self.count,
             "small_disks": self.mounts,
             "trials": len(records),
+            "trials_of_processes_started_anew": sum(not record["forks"] for record in records),
             "failed": sum(record["failure"] is not None for record in records),
             "faults_struck": len(faults),
             "faults_struck_while_saving": sum(fault["saving"] for fault in faults),
@@ -210,6 +219,8 @@ def main() -> None:
     options = parser.parse_args()
     piece, pieces = map(int, options.piece.split("/"))
     mounts = enter_namespace()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    load()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 from meshwright.recipe import Recipe
 from meshwright.train.refusals import check_recipe
 
-STEPS = 24
+STEPS = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v", "dualpipe")
 
 KILLS = ("kill rank", "kill launcher", "kill everything")

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from soak_cases import DISKS, RESTARTED, SIGNALS, STEPS, Fault
+from soak_forks import Forked, fork_command
 
 PATIENCE_SECONDS = 240.0  # for a command; on a busy machine ranks take their time
 LEFTOVER_SECONDS = 15.0  # after a command has ended, for its processes to be gone
-HANG_SECONDS = 8.0  # run.collective_timeout of commands of which a rank is stopped
-MARK = "MESHWRIGHT_SOAK"  # in the environment of every process of a command
-_LOOK_SECONDS = 0.002
+HANG_SECONDS = 20.0  # run.collective_timeout of commands of which a rank is stopped; on a busy machine nothing is quick
+_LOOK_SECONDS = 0.003
 
 
 class Wrong(Exception):
@@ -56,13 +56,16 @@ class Reference:
 
 @dataclass
 class Command:
-    """`meshwright train` of one recipe in one run directory, any number of times. work: a directory of its own."""
+    """`meshwright train` of one recipe in one run directory, any number of times. work: a directory of its own. forks:
+    run it in forked processes, else in new ones."""
 
     recipe: Path
     directory: Path
     work: Path
+    forks: bool
     reference: Reference | None = None
-    _process: subprocess.Popen[str] | None = field(default=None, init=False)
+    _process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
+    _seen: tuple[int, int] = field(default=(0, 0), init=False)  # size of metrics.jsonl, and its last step
 
     def run(self, fault: Fault | None = None, look: Callable[[], None] = lambda: None) -> Ended:
         """Run the command once; `look` is called every few milliseconds while it runs and no fault is waited for.
@@ -74,22 +77,27 @@ class Command:
             overrides.append("--restarts=2")
         temporary = self.work / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        mark, caches = str(self.work), self.recipe.parent / "caches"
+        caches = self.recipe.parent / "caches"
         environment = os.environ | {
-            MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(caches),
+            "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(caches),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         }  # fmt: skip
         output = self.work / "errors.txt"
         with output.open("w") as file:
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright", "train", str(self.recipe), *overrides],
-                env=environment, stdout=subprocess.DEVNULL, stderr=file, text=True, start_new_session=True,
-            )  # fmt: skip
+            arguments = ["train", str(self.recipe), *overrides]
+            if self.forks:
+                process: subprocess.Popen[bytes] | Forked = fork_command(arguments, environment, file)
+            else:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "meshwright", *arguments],
+                    env=environment, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True,
+                )  # fmt: skip
+        self._process = process
         ended = Ended(0, "")
         try:
             self._watch(process, fault, ended, look)
             ended.code = process.wait()
-            left = _wait_for_none(mark)
+            left = _wait_for_none(process.pid)
         finally:
             self.end()
         ended.errors = output.read_text()
@@ -113,7 +121,7 @@ class Command:
     # --- the moment
 
     def _watch(
-        self, process: subprocess.Popen[str], fault: Fault | None, ended: Ended, look: Callable[[], None]
+        self, process: subprocess.Popen[bytes] | Forked, fault: Fault | None, ended: Ended, look: Callable[[], None]
     ) -> None:
         """Strike at the fault's moment and return when the command has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -152,7 +160,7 @@ class Command:
             time.sleep(min(0.001, delay / 4))
         return running()
 
-    def _strike(self, process: subprocess.Popen[str], fault: Fault, running: Callable[[], bool]) -> bool:
+    def _strike(self, process: subprocess.Popen[bytes] | Forked, fault: Fault, running: Callable[[], bool]) -> bool:
         """Do what the fault says; whether there was something to do it to."""
         if fault.kind in DISKS:
             self._fill_disk(fault, running)
@@ -192,8 +200,14 @@ class Command:
     # --- what is there
 
     def last_step(self) -> int:
-        """The last step in metrics.jsonl; 0 before the first."""
-        return max((line["step"] for line in self.metrics()), default=0)
+        """The last step in metrics.jsonl, which is read again when its size has changed; 0 before the first."""
+        try:
+            size = (self.directory / "metrics.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
+        if size != self._seen[0]:
+            self._seen = (size, max((line["step"] for line in self.metrics()), default=0))
+        return self._seen[1]
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of the steps; one that was cut by a kill is left out if it is the last."""
@@ -271,18 +285,21 @@ def _wait(condition: Callable[[], bool], running: Callable[[], bool]) -> bool:
     return False
 
 
-def _wait_for_none(mark: str) -> list[str]:
-    """Wait for all processes with this mark to be gone; the command lines of those that are not."""
+def _wait_for_none(session: int) -> list[str]:
+    """Wait for all processes of a session to be gone; the names of those that are not."""
     deadline = time.monotonic() + LEFTOVER_SECONDS
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := _processes(session)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
-def _marked(mark: str) -> list[str]:
+def _processes(session: int) -> list[str]:
+    """Process ids and names of the processes of a session."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120])
+            name, fields = (place / "stat").read_text().rsplit(")", 1)
+            state, _, _, belongs = fields.split()[:4]
+            if int(belongs) == session and state != "Z":
+                found.append(name + ")")
     return found
