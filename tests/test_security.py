@@ -6,12 +6,10 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
 from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.records import Message
 from meshwright.data.sources import find_files
@@ -75,10 +73,12 @@ def test_the_experts_of_a_config_json_are_bounded_one_by_one_and_together(change
 
 
 def test_a_long_list_of_layers_is_looked_through_once():
-    listed = {"num_experts": 8, "num_hidden_layers": 1000, "mlp_only_layers": list(range(10**6, 2 * 10**6))}
-    begun = time.process_time()
-    assert ModelConfig.from_huggingface(MIXTURE | listed).dense_layers == ()
-    assert time.process_time() - begun < 20  # 10^9 comparisons take minutes
+    class Listed(list):
+        def __contains__(self, layer: object) -> bool:
+            raise AssertionError("looked through once for each layer")
+
+    listed = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": Listed([1, 5])}
+    assert ModelConfig.from_huggingface(MIXTURE | listed).dense_layers == (1,)
 
 
 @pytest.mark.parametrize("value", ["1e400", "NaN", "-1", "1" + "0" * 400])
@@ -391,7 +391,8 @@ def test_errors_steer_no_terminal_and_stay_short(tmp_path: Path, command_line):
     outcome = command_line("plan", tmp_path, "--cluster", "8xh100-sxm", "--sequence", 8, "--batch", 8)
     assert outcome.code == 2 and "\x1b" not in outcome.errors and "\x07" not in outcome.errors
     assert outcome.errors.count("\n") == 1 and len(outcome.errors) < 2100
-    assert main(["train", f"{tmp_path}/\x1b[2J.toml"]) == 2
+    outcome = command_line("train", f"{tmp_path}/\x1b[2J.toml")
+    assert outcome.code == 2 and "\x1b" not in outcome.errors and "\\x1b[2J" in outcome.errors
 
 
 def test_a_report_page_holds_no_markup_of_its_run(tmp_path: Path):
