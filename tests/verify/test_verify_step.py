@@ -72,6 +72,13 @@ def test_the_trainer_does_what_one_device_does(case: str, tmp_path: Path):
     assert found.worst_error > 1e-17, "something was compared"
 
 
+def test_the_case_of_float32_passes(tmp_path: Path):
+    """SGD in the place of AdamW, and no loss scale to change."""
+    problem = Maker(LAYOUT, preset("gpt2"), "float32").updates(layers=2)
+    assert problem.training.optimizer == "sgd" and problem.training.loss_scale_every == 0
+    assert run(problem, tmp_path)[1].failure is None
+
+
 def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
     problem, other = maker().updates(), another_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == 3

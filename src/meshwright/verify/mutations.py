@@ -28,7 +28,8 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
-BATCH = 16  # faults for which the ranks are asked at once
+SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
+BATCH = 12  # faults for which the ranks are asked at once
 
 
 def plant_all(
@@ -77,7 +78,7 @@ class _Planting:
         (healthy,) = self._run(problem, [None])
         short = dataclasses.replace(problem, steps=1)
         every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
-        for batch in (every[start : start + BATCH] for start in range(0, len(every), BATCH)):
+        for batch in _batches(every):
             found = self._try(short, batch)
             # Those that no step showed, and stale results: one step may have no earlier one of the same size.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
@@ -94,8 +95,8 @@ class _Planting:
             ("long", self.maker.long),
         ):
             faults = [LocalFault(name) for name, plan in PLANS.items() if plan.case == case and (name,) not in before]
-            if faults:
-                found = self._try(make(), faults)
+            for batch in _batches(faults):
+                found = self._try(make(), batch)
                 yield from found.items()
                 self.planted |= {(fault.name,) for fault in found}
 
@@ -111,8 +112,16 @@ class _Planting:
         """By fault, then by rank."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
-            of_ranks = self.ranks.run(run_rank, problem, layout, self.collectives, faults, directory)
+            of_ranks = self.ranks.run(
+                run_rank, problem, layout, self.collectives, faults, directory, timeout=SECONDS_OF_A_BATCH
+            )
         return [list(results) for results in zip(*of_ranks, strict=True)]
+
+
+def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
+    """Some at a time, so that progress is seen."""
+    for start in range(0, len(faults), BATCH):
+        yield faults[start : start + BATCH]
 
 
 def _key(fault: Fault) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Reference:
             finite_in_a_row = 0 if step == problem.poisoned_step else finite_in_a_row + 1
             if training.loss_scale_every and finite_in_a_row == 0:
                 scale /= 2
-            elif finite_in_a_row == training.loss_scale_every:
+            elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
                 scale, finite_in_a_row = 2 * scale, 0
         first = problem.train_sequences
         batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
