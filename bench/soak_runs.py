@@ -20,7 +20,7 @@ from typing import Any
 from soak_cases import DISKS, RESTARTED, SIGNALS, STEPS, Fault
 from soak_forks import Forked, fork_command
 
-PATIENCE_SECONDS = 240.0  # for a command; on a busy machine ranks take their time
+PATIENCE_SECONDS = 900.0  # for a command; on a busy machine ranks take their time
 LEFTOVER_SECONDS = 15.0  # after a command has ended, for its processes to be gone
 HANG_SECONDS = 20.0  # run.collective_timeout of commands of which a rank is stopped; on a busy machine nothing is quick
 _LOOK_SECONDS = 0.003
