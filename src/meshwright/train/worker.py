@@ -99,7 +99,7 @@ def _end_with_launcher(launcher: int | None) -> None:
 def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
     from meshwright.recipe import load_recipe_text
 
-    recipe = load_recipe_text(description["recipe"], description["source"], trust=description["trust"])
+    recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
     return _train(recipe, start, RunDirectory(description["directory"]), description["threads"], description["options"])
 
 
