@@ -22,7 +22,7 @@ from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
+from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
 
@@ -150,7 +150,6 @@ def _train(
     if threads is not None:
         torch.set_num_threads(threads)
     keep_freed_memory()
-    bound_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
