@@ -142,13 +142,12 @@ def main() -> None:
             )  # fmt: skip
         constants = json.loads((place / "config/meshwright/process-memory.json").read_text())
     errors = [abs(one["error"]) for one in rows]
-    if len(rows) < len(CASES):
-        return
     write_result(
         "process_memory",
         {
             "steps": said.steps, "limit": LIMIT, "within_limit": sum(error <= LIMIT for error in errors),
-            "runs_measured": len(rows), "worst": max(errors), "median": statistics.median(errors),
+            "runs_measured": len(rows), "of_runs": len(CASES),
+            "worst": max(errors), "median": statistics.median(errors),
             "constants": constants, "runs": rows,
         },
     )  # fmt: skip

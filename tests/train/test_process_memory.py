@@ -159,7 +159,7 @@ def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept():
         predict_process_memory(trainer(layout, experts=experts), peak_of(MIB), MIB, CONSTANTS).items
         for layout, experts in (("dp1 bf16", 2), ("dp1 bf16", 64), ("dp1 fp32", 64))
     )
-    assert few["kernels of experts"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel
+    assert few["kernels of experts"] == 6 * 2 * 2 * 4 * CONSTANTS.kernel
     assert many["kernels of experts"] == process_memory.KERNELS_KEPT * CONSTANTS.kernel
     assert plain["kernels of experts"] == 0
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LARGEST_MMAP_THRESHOLD = 1 << 25
 """Bytes; what glibc accepts at most. Larger tensors have pages of their own, which go back when they are freed."""
-
-KERNELS_KEPT = 256
-"""More than the shapes of a dense model's products."""
 
 
 def keep_freed_memory() -> None:
@@ -32,13 +28,6 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def bound_kernel_cache() -> None:
-    """Let oneDNN keep `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many. Products
-    in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step: the cache
-    grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 
 def resident_bytes() -> int | None:

@@ -27,7 +27,7 @@ from meshwright.errors import UserError
 from meshwright.plan.ledger import Item, Ledger
 from meshwright.plan.machine_profile import may_measure, processor_name, profile_directory
 from meshwright.train.checkpoint.files import json_bytes, replace_file
-from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD, peak_resident_bytes, resident_bytes
+from meshwright.train.memory import LARGEST_MMAP_THRESHOLD, peak_resident_bytes, resident_bytes
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -40,8 +40,11 @@ PAGES_READ = 1 << 16
 """Bytes that the kernel maps around each place of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
-PRODUCTS = 9
-"""Of an expert in a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
+PRODUCTS = 6
+"""Of an expert in a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its
+own."""
+KERNELS_KEPT = 1024
+"""By oneDNN, of products in 16 bits: one for each shape (ONEDNN_PRIMITIVE_CACHE_CAPACITY's default)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.ledger import ledger
 from meshwright.train.memory import (
-    bound_kernel_cache,
     forget_peak,
     keep_freed_memory,
     peak_resident_bytes,
@@ -138,5 +137,4 @@ if __name__ == "__main__":
     precision, compiled, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     keep_freed_memory()
-    bound_kernel_cache()
     print(json.dumps(asdict(measure(precision, compiled == "1"))), flush=True)

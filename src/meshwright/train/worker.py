@@ -23,7 +23,7 @@ from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
+from meshwright.train.memory import keep_freed_memory
 from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
@@ -163,7 +163,6 @@ def _train(
 
         work = train
     keep_freed_memory()
-    bound_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
