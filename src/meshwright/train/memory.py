@@ -44,8 +44,8 @@ def peak_resident_bytes() -> int | None:
     return _status("VmHWM")
 
 
-def forget_peak() -> bool:
-    """Begin `peak_resident_bytes` anew; whether that worked."""
+def reset_peak_rss() -> bool:
+    """Reset the kernel's peak RSS counter (VmHWM); return whether it worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -32,10 +32,10 @@ from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.ledger import ledger
 from meshwright.train.memory import (
-    forget_peak,
     keep_freed_memory,
     peak_resident_bytes,
     release_freed_memory,
+    reset_peak_rss,
     resident_bytes,
 )
 from meshwright.train.optimizer import Optimizer
@@ -90,7 +90,7 @@ class _Run:
     def steps(self) -> tuple[int, int]:
         """Take some; bytes that the process keeps from then on, and by how much it was larger in them."""
         before = _settled()
-        forget_peak()
+        reset_peak_rss()
         for _ in range(STEPS):
             self.passes.train(self.batch, self.targets)
             self.optimizer.step(1e-3)
