@@ -11,6 +11,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
 from meshwright.verify import cases, mutations, run
 from meshwright.verify.local_faults import PLANS
+from tests.verify.local_fault_names import NEEDS_RANKS
 
 
 class KeptRanks:
@@ -50,8 +51,7 @@ def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> No
 @pytest.fixture
 def fewer_local_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local faults that need several ranks: test_verify_step.py plants the others on one."""
-    needing = ("norm of one rank", "gathered after", "samples of the first", "ring step")
-    monkeypatch.setattr(mutations, "PLANS", {n: p for n, p in PLANS.items() if any(part in n for part in needing)})
+    monkeypatch.setattr(mutations, "PLANS", {name: PLANS[name] for name in sorted(NEEDS_RANKS)})
 
 
 @pytest.fixture

@@ -34,8 +34,9 @@ from meshwright.verify.problem import Problem, scaled_down, scaled_layout, seque
 from meshwright.verify.ranks import RankResult, StepResult
 from meshwright.verify.reference import Reference
 from meshwright.verify.run import _default_models
-from meshwright.verify.samples import make_batch, share_of
+from tests.batches import make_batch, share_of
 from tests.model.transformers_names import row_in_transformers
+from tests.verify.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
 LLAMA = scaled_down(preset("llama-3-8b"))
 
@@ -69,7 +70,8 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
         }
         optimizer = [piece for kind, rows in reference.optimizer.items() for piece in cut(kind, rows)]
         parameters = cut("parameter", reference.parameters(reference.weights[-1]))
-        results.append(RankResult(steps, optimizer, parameters, reference.counters(), reference.final_loss))
+        counters = {step: reference.counters(step) for step in range(reference.problem.steps + 1)}
+        results.append(RankResult(steps, optimizer, parameters, counters, [], reference.final_loss))
     return results
 
 
@@ -188,6 +190,20 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     assert neutral - {"validation.loss (all_reduce): double"} == {
         f"loss.maximum (all_reduce): {kind}" for kind in said_neutral if "tp" in layout
     }
+
+
+@pytest.mark.parametrize("layout", BY_LAYOUT)
+def test_every_local_fault_that_needs_ranks_is_planted_and_caught(
+    layout: str, monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None
+):
+    monkeypatch.setattr(mutations, "KINDS", ())
+    found = verify(layout, model="llama-3-8b", mutate=True)["mutations"]
+    assert {fault["fault"] for fault in found["faults"] if fault["outcome"] == "caught"} == BY_LAYOUT[layout]
+    assert found["missed"] == []
+
+
+def test_each_local_fault_that_needs_ranks_has_a_layout():
+    assert set().union(*BY_LAYOUT.values()) == NEEDS_RANKS
 
 
 def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest.MonkeyPatch):

@@ -31,7 +31,7 @@ class Strikes:
 
     def __init__(self) -> None:
         self.count = 0
-        self._met: set[int] = set()
+        self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def when(self, changed: bool) -> bool:
         """Count a strike if something is changed; whether it is."""
@@ -40,8 +40,8 @@ class Strikes:
 
     def again(self, thing: object) -> bool:
         """Whether an object is met for a second time."""
-        met = id(thing) in self._met
-        self._met.add(id(thing))
+        met = any(each is thing for each in self._met)
+        self._met.append(thing)
         return met
 
 
@@ -198,6 +198,13 @@ def _restored_without(key: str) -> Wrong:
     return wrong
 
 
+def _finite_steps_forgotten(strikes: Strikes, right: Wrong, self: Trainer, state: dict[str, Any]) -> None:
+    scale = state.get("loss_scale")
+    if scale is not None and strikes.when(scale["finite_steps"] != 0):
+        state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
+    right(self, state)
+
+
 def _optimizer_forgotten(strikes: Strikes, right: Wrong, self: Optimizer, step_count: int) -> None:
     right(self, step_count)
     for tensors in self.state_tensors().values():
@@ -260,6 +267,10 @@ PLANS: dict[str, _Plan] = {
     "the count of skipped steps is not restored": _Plan(
         "updates", Trainer, "restore", _restored_without("skipped_steps")
     ),
+    "the counter of skipped steps in a row is not restored": _Plan(
+        "updates", Trainer, "restore", _restored_without("skipped_in_a_row")
+    ),
+    "the counter of finite steps is not restored": _Plan("updates", Trainer, "restore", _finite_steps_forgotten),
     "the loss scale is not restored": _Plan("updates", Trainer, "restore", _restored_without("loss_scale")),
     "the optimizer state is not restored": _Plan("updates", Optimizer, "restore_step_count", _optimizer_forgotten),
     "attention crosses documents": _Plan("updates", Documents, "from_ids", _no_documents),

@@ -51,9 +51,9 @@ class Problem:
 
     dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
     preference: the loss of pairs of responses, if it is not next-token prediction. poisoned_step: the step, from 0, in
-    which the last rank computes a value that is not a number. resumed_at: steps after which a checkpoint is saved, from
-    which a new trainer goes on. add_at_once: whether products add weight gradients to their sums themselves, as those
-    of large models do.
+    which the last rank computes a value that is not a number. resumed_at: numbers of steps after which a checkpoint is
+    saved, from which a new trainer goes on. add_at_once: whether products add weight gradients to their sums
+    themselves, as those of large models do.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class Problem:
     preference: Preference | None = None
     master_dtype: str | None = None
     poisoned_step: int | None = None
-    resumed_at: int | None = None
+    resumed_at: tuple[int, ...] = ()
     add_at_once: bool = True
 
     @property

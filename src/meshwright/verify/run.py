@@ -183,9 +183,9 @@ class _Bench:
 
             if case.elsewhere is None:
                 return run(layout, WHOLE)
-            assert problem.resumed_at is not None
-            before = run(layout, Span(0, problem.resumed_at))
-            return run(case.elsewhere, Span(problem.resumed_at)) if before.passed else before
+            last = problem.resumed_at[-1]
+            before = run(layout, Span(0, last))
+            return run(case.elsewhere, Span(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
