@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-NORM = "gradients are clipped by the norm of one rank"
-GATHER = "parameters are not gathered after the update"
-SAMPLES = "every rank reads the samples of the first"
-RING = "a ring step leaves keys out"
+NORM = "gradient clipping uses the local norm"
+GATHER = "parameters not all-gathered after the update"
+SAMPLES = "all ranks read rank 0's samples"
+RING = "ring attention drops a KV block"
 
 NEEDS_RANKS = {NORM, GATHER, SAMPLES, RING}
 BY_LAYOUT = {"dp2 zero1": {NORM, GATHER, SAMPLES}, "cp2": {NORM, RING}}

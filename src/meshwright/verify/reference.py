@@ -60,11 +60,11 @@ class Reference:
             self.losses.append(loss)
             self.norms.append(norm)
             self.gradients.append(gradients)
-            if step != problem.poisoned_step:
+            if step != problem.nan_step:
                 weights = self._update(weights, gradients, norm, step)
             self.weights.append(weights)
             # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved by an overflow, doubled after some steps.
-            finite_in_a_row = 0 if step == problem.poisoned_step else finite_in_a_row + 1
+            finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
             if training.loss_scale_every and finite_in_a_row == 0:
                 scale /= 2
             elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
@@ -96,7 +96,7 @@ class Reference:
 
     def counters(self, steps: int) -> dict[str, Any]:
         """Those of a checkpoint after `steps` steps. A poisoned last step counts as skipped in a row."""
-        poisoned = self.problem.poisoned_step
+        poisoned = self.problem.nan_step
         skipped = int(poisoned is not None and poisoned < steps)
         scale = {"value": self.scales[steps], "finite_steps": self.finite_steps[steps]}
         return {
@@ -165,7 +165,10 @@ class Reference:
 
     def _rounded(self, weights: Rows) -> Rows:
         """Values as the dtype of the master weights has them, in float64."""
-        return {name: values.to(getattr(torch, self.problem.masters)).double() for name, values in weights.items()}
+        return {
+            name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
+            for name, values in weights.items()
+        }
 
     # --- update
 
