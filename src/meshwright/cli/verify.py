@@ -20,7 +20,11 @@ from meshwright.errors import CheckFailed, UserError
 )
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
-@click.option("--model", metavar="M", help="A preset, a Hugging Face directory, a config.json or a recipe.")
+@click.option(
+    "--model",
+    metavar="M",
+    help="A preset, a Hugging Face directory, a config.json or a recipe; else qwen3-0.6b (experts: qwen1.5-moe-a2.7b).",
+)
 @click.option(
     "--dtype",
     default="float64",
@@ -32,7 +36,7 @@ from meshwright.errors import CheckFailed, UserError
 @click.option(
     "--thorough",
     is_flag=True,
-    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout.",
+    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; without --model three models.",
 )
 @json_option
 def command(
