@@ -81,5 +81,9 @@ def shown(value: object, width: int = 60) -> str:
     """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
-    text = repr(value)
+    return shorten(repr(value), width)
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """`text`, cut to `width` characters; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
