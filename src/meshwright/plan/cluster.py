@@ -109,7 +109,8 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
             if (started := largest_profile()) is not None:
                 return _from_mapping(started, where)
             raise UserError(
-                f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
+                f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
+                '"meshwright train" without --no-probe'
             )
         return _from_mapping(read_toml(path, "cluster file"), str(path))
     if text.endswith(".toml") or "/" in text or _is_file(text):
