@@ -62,6 +62,7 @@ def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_
     [
         ({"num_experts": 10**9}, '"num_experts" 1000000000 is too large'),
         ({"num_experts": 16_384, "num_hidden_layers": 1000}, "all_experts 16384000 is too large"),
+        ({"num_experts": 1024, "num_hidden_layers": 65}, "all_experts 66560 is too large: at most 65,536"),
         ({"num_experts": 8, "num_experts_per_tok": 10**9}, '"num_experts_per_tok" 1000000000 is too large'),
         ({"num_experts": 8, "moe_intermediate_size": 10**12}, '"moe_intermediate_size" 1000000000000 is too large'),
         ({"num_experts": 8, "decoder_sparse_step": 10**12}, '"decoder_sparse_step" 1000000000000 is too large'),

@@ -34,7 +34,7 @@ LIMITS: dict[str, Limit] = {
     "experts_per_token": Limit(2**14, "as experts"),
     "expert_intermediate": Limit(2**24, "as intermediate"),
     "shared_intermediate": Limit(2**24, "as intermediate"),
-    "all_experts": Limit(2**18, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
+    "all_experts": Limit(2**16, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
     "labels": Limit(2**17, "classes of an encoder's head"),
     "token_types": Limit(2**16, "kinds of segments of an encoder"),
     # --- training
@@ -59,6 +59,9 @@ LIMITS: dict[str, Limit] = {
     "config_bytes": Limit(2**24, "config.json and the like: published ones have up to 100,000 bytes"),
     "json_bytes": Limit(2**26, "tokenizer.json, indexes, manifests: published ones have up to 33 MB (Gemma 3)"),
     "checkpoint_bytes": Limit(2**30, "what a checkpoint or prepared data say of themselves: bytes a rank and tensor"),
+    "program_bytes": Limit(2**28, "pipeline and collective programs: some 40 bytes a step, 6 million steps"),
+    "word_list_bytes": Limit(2**26, "published lists of blocked words have up to 30,000 bytes"),
+    "metrics_bytes": Limit(2**32, "metrics.jsonl: some 400 bytes a step, 10 million steps"),
     "recipe_bytes": Limit(2**20, "recipes and cluster files, which people write"),
     "nesting": Limit(64, "levels of lists and objects in JSON and TOML"),
 }
@@ -83,5 +86,9 @@ def shorten_repr(value: object, width: int = 60) -> str:
     """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
-    text = repr(value)
+    return shorten(repr(value), width)
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """`text`, cut to `width` characters; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -23,7 +23,10 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
     """
     largest = limit_of(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
+    except ValueError as error:  # a null byte, or half a character
+        raise OSError(errno.EINVAL, f"no file has such a name ({error})", str(path)) from None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):

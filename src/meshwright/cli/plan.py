@@ -21,6 +21,7 @@ from meshwright.cli.plumbing import (
 )
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
+from meshwright.limits import limit_of
 
 
 @a_command(
@@ -102,14 +103,14 @@ def command(
     from meshwright.plan.answers import document as document_of
     from meshwright.plan.answers import ledgers, nothing_fits
     from meshwright.plan.estimate import problem_of
-    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
+    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
     from meshwright.plan.text import headline
 
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
     own = None
     if is_recipe(model):
         own = recipe_of(model, overrides)
-        said = said_by(own, said)
+        said = values_from_recipe(own, said)
     for name in ("sequence", "batch"):
         if said[name] is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
@@ -218,7 +219,12 @@ def _answer_jobs(path: str) -> None:
 def _lines(path: str) -> Iterator[str]:
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
-            yield from (line for line in file if line.strip())
+            longest = limit_of("config_bytes")
+            for number, line in enumerate(iter(lambda: file.readline(longest + 1), ""), 1):
+                if len(line) > longest:
+                    raise UserError(f"--jobs {path}: line {number} has more than {longest:,} characters")
+                if line.strip():
+                    yield line
     except FileNotFoundError:
         raise UserError(f"--jobs {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

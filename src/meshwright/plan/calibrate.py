@@ -18,7 +18,7 @@ from meshwright.plan import calibration
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.toml import parse_toml, toml_value, write_toml
-from meshwright.untrusted import read_json
+from meshwright.untrusted import read_file, read_json
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
 """Of a run's directory."""
@@ -137,7 +137,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
                 f"--calibrate {run.run}: the run was predicted for {run.device}, and {path} is of {machine.device.name}"
             )
     found = calibration_of(runs)
-    text = path.read_text(encoding="utf-8-sig")
+    text = read_file(path, "recipe_bytes").decode("utf-8-sig")
     tables = {**parse_toml(text, str(path)), "calibration": found.table()}
     rest = re.sub(r"^\[calibration\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
     lines = [f"{key} = {toml_value(value)}" for key, value in found.table().items()]
