@@ -43,6 +43,7 @@ _AS_WINDOWED = NeutralValue(
     lambda value, fields: value is (fields.get("sliding_window") is not None),
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
+_EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
 _SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
@@ -157,6 +158,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "dots1": {
         **{name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
         "scoring_func": _only("sigmoid", "noaux_tc"), "topk_method": _only("noaux_tc"),
+        "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,  # its other names in transformers
     },
 }  # fmt: skip
 
