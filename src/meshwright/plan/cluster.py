@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from meshwright.names import PRECISIONS, unknown
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.calibration import read as read_calibration
 from meshwright.plan.devices import DEVICES, Device, find_device
-from meshwright.plan.machine_profile import largest_profile
+from meshwright.plan.machine_profile import profiles_here
 from meshwright.plan.measured import Measured
 from meshwright.plan.measured import read as read_measured
 from meshwright.toml import read_toml
@@ -104,10 +105,12 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     if text.lower() == "this":
         path = this_machine()
         if not path.exists():
-            if (started := largest_profile()) is not None:
-                return _from_mapping(started, where)
+            for kept, tables in profiles_here():
+                with suppress(UserError):  # a damaged one is as good as none
+                    return _from_mapping(tables, str(kept))
             raise UserError(
-                f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
+                f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
+                '"meshwright train" without --no-probe'
             )
         return _from_mapping(read_toml(path, "cluster file"), str(path))
     if text.endswith(".toml") or "/" in text or _is_file(text):

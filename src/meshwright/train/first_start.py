@@ -1,94 +1,157 @@
-"""What the first start of a run on this machine measures, so that its step time is predicted: in processes of its own,
-as many as the run's ranks and with as many threads, before these start. Free of torch.
+"""Measures what predictions of a run lack of this machine, before its ranks start: a hardware profile, by as many
+processes and threads as the run has, and the memory of a process beyond its tensors. Free of torch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError, Terminated
+from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.machine_profile import (
-    Profile,
-    ProfileKey,
+    PROBE_VARIABLE,
+    HardwareProfile,
+    HardwareProfileKey,
     may_measure,
-    one_at_a_time,
+    measurement_lock,
     read_profile,
     write_profile,
 )
+from meshwright.recipe import Recipe
 from meshwright.threads import available_cores
+from meshwright.train.checkpoint import newest
+from meshwright.train.process_constants import ProcessKey, measure_process_memory
+from meshwright.train.run_directory import RunDirectory
 
-WAITING_AXES = ("tp", "cp")
-"""Axes whose ranks wait for each other in every layer: what that costs is measured for each. Experts wait as tp does
+SYNCHRONOUS_AXES = ("tp", "cp")
+"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
 (`plan/reference_step.py`)."""
 
+CANDIDATE_PRECISIONS = ("bf16", "fp32")
+"""Of a layout that names no precision the ranks take one of these, whichever is faster: both are measured."""
 
-def known_machine(ranks: int, threads: int) -> Cluster | None:
-    """This machine's processors as so many ranks of so many threads find them: what `meshwright probe` wrote where that
-    is of as many threads and of enough ranks, else what a start has measured; None without either. `UserError` where
-    the file of `meshwright probe` is damaged."""
+
+def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
+    """CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
+    first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
     if (probed := _probed(ranks, threads)) is not None:
         return probed
-    profile = read_profile(ProfileKey.here(available_cores(), ranks, threads))
-    return None if profile is None else _usable(profile)
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    profile = read_profile(key)
+    return None if profile is None else _usable(profile, key.path)
+
+
+def measurement_advice(device: str) -> str:
+    """What to do so that a start of a recipe with this `run.device` measures this machine."""
+    if not may_measure():
+        return f"start once without {PROBE_VARIABLE}=0"
+    if not on_processors(device):  # a GPU's device file, and a torch that does not use it
+        return "start once with run.device=cpu"
+    return "start once without --no-probe"
+
+
+def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
+    """Measure what the predictions of a run need, as `measure_first_start`; nothing where it has no steps left."""
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    if checkpoint is None or checkpoint.step < recipe.train.steps:
+        layout, device = recipe.parsed_layout, recipe.run.device
+        measure_first_start(layout, device, threads, log, compiled=recipe.train.compile)
 
 
 def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
-    axes: tuple[str, ...] | None = None,
+    axes: tuple[str, ...] | None = None, compiled: bool | None = None,
 ) -> None:  # fmt: skip
-    """Measure what the prediction of a step of this layout needs, unless it is known; keep it for later starts. device:
-    the recipe's; ranks, axes: unless given, the layout's.
+    """Measure what the predictions of a run of this layout need, unless it is known; keep it for later starts. device:
+    the recipe's; ranks, axes: unless given, the layout's; compiled: whether blocks are, None: process memory is not
+    measured.
 
     What goes wrong is a line, and the run goes on without a prediction; only an interrupt or SIGTERM ends it.
     """
-    if not may_measure() or not _on_processors(device):
+    if not may_measure() or not on_processors(device):
         return
     ranks = ranks or layout.world_size
-    axes = _waiting(layout) if axes is None else axes
-    key = ProfileKey.here(available_cores(), ranks, threads)
-    try:
-        if _probed(ranks, threads) is not None or _covered(key, layout.precision, axes):
+    axes = _synchronous(layout) if axes is None else axes
+    precisions = CANDIDATE_PRECISIONS if layout.precision is None else (layout.precision,)
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
+
+    def profile_known() -> bool:
+        return _probed(ranks, threads) is not None or _covered(key, precisions, axes)
+
+    def unknown() -> list[ProcessKey]:
+        return [each for each in processes if each.read() is None]
+
+    with _log_failure("hardware measurement failed, so step time is not predicted", log):
+        if profile_known() and not unknown():
             return
-        with one_at_a_time(key):
-            if not _covered(key, layout.precision, axes):  # by who measured before
-                _measure(key, layout.precision, axes, log)
-    except (Terminated, KeyboardInterrupt):
+        with measurement_lock(log):
+            profile, memory = not profile_known(), unknown()  # another may have measured before
+            if profile or memory:
+                _measure(key if profile else None, precisions, axes, memory, log)
+
+
+@contextmanager
+def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Make a line of what goes wrong inside, stop signals aside."""
+    try:
+        yield
+    except Terminated:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        log(f"this machine could not be measured, and the run goes on without a predicted step time: {reason}")
+        last = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+        log(f"{what}: {' '.join(last.split())[:200]}")
 
 
-def _waiting(layout: Layout) -> tuple[str, ...]:
-    """Which of `WAITING_AXES` price this layout."""
+def _synchronous(layout: Layout) -> tuple[str, ...]:
+    """Which of `SYNCHRONOUS_AXES` price this layout."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
-    return tuple(axis for axis in WAITING_AXES if used[axis])
+    return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
 
-def _measure(key: ProfileKey, precision: str | None, axes: tuple[str, ...], log: Callable[[str], None]) -> None:
+def _measure(
+    key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
+    log: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Measure a hardware profile unless `key` is None, and the memory of these processes."""
+    what, paths = [], [str(each.path) for each in processes]
+    if key is not None:
+        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_threads(key.threads)})")
+        paths.insert(0, str(key.path))
+    if processes:
+        what.append(f"process memory ({_threads(processes[0].threads)})")
+    log(f"measuring {' and '.join(what)}: a few seconds, once (stored in {' and '.join(paths)}; skip with --no-probe)")
+    begun = time.monotonic()
+    if key is not None:
+        with _log_failure("hardware measurement failed, so step time is not predicted", log):
+            _measure_profile(key, precisions, axes, log)
+    for each in processes:
+        with _log_failure("process memory overhead could not be measured", log):
+            each.write(measure_process_memory(each, log))
+    log(f"measured in {time.monotonic() - begun:.1f} s")
+
+
+def _measure_profile(
+    key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
+) -> None:
+    """Measure a profile and keep it; what an earlier one covers is measured again with it. `UserError` where a part of
+    the measurement failed."""
     from meshwright.train.probe_ranks import probe
 
     earlier = read_profile(key)
-    precisions, measured_axes = ((), ()) if earlier is None else (earlier.precisions, earlier.axes)
-    axes = tuple(sorted({*axes, *measured_axes}))
-    wanted = {"precision": precision, "also": [*precisions], "axes": [*axes]}
-    log(
-        f"measuring this machine for the predicted step time: {_ranks(key.ranks)} of {key.threads} "
-        f"thread{'s' * (key.threads > 1)}, a few seconds, once (kept in {key.path}; --no-probe leaves it out)"
-    )
-    begun = time.monotonic()
+    if earlier is not None:
+        precisions, axes = (*precisions, *earlier.precisions), (*axes, *earlier.axes)
+    wanted = {"precisions": sorted({*precisions}), "axes": sorted({*axes})}
     found = probe(key.ranks, key.device, Path(), threads=key.threads, short=wanted, log=log)
-    if found["kind"] != key.device:
-        return
-    default = found["precision"] if precision is None else None if earlier is None else earlier.default
-    profile = Profile(tuple(found["precisions"]), axes, default, found["cluster"])
-    _usable(profile)
+    if found["failed"] is not None:
+        raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
+    profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
+    _usable(profile, key.path)
     write_profile(key, profile)
-    log(f"measured in {time.monotonic() - begun:.1f} s")
 
 
 def _probed(ranks: int, threads: int) -> Cluster | None:
@@ -100,27 +163,27 @@ def _probed(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _covered(key: ProfileKey, precision: str | None, axes: tuple[str, ...]) -> bool:
+def _covered(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
     profile = read_profile(key)
-    if profile is None or not profile.covers(precision, axes):
+    if profile is None or not profile.covers(precisions, axes):
         return False
     try:
-        _usable(profile)
+        _usable(profile, key.path)
     except MeshwrightError:
         return False
     return True
 
 
-def _usable(profile: Profile) -> Cluster:
+def _usable(profile: HardwareProfile, path: Path) -> Cluster:
     """The cluster of its tables. `UserError` where they are damaged."""
-    return cluster(profile.cluster, "measurements of this machine")
+    return cluster(profile.cluster, str(path))
 
 
-def _on_processors(device: str) -> bool:
+def on_processors(device: str) -> bool:
     """Whether ranks will compute on processors: without a look into torch, which would take a second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

@@ -41,6 +41,12 @@ def bound_kernel_cache() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 
+def kernel_cache_capacity() -> int:
+    """How many compiled kernels oneDNN keeps in this process."""
+    said = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+    return int(said) if said.isdecimal() else KERNELS_KEPT
+
+
 def resident_bytes() -> int | None:
     """Resident set of this process now, in bytes (proc(5)); None where the kernel does not say."""
     return _status("VmRSS")

@@ -8,56 +8,28 @@ process of its own, once per machine, and kept in a file.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import math
-import platform
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright import __version__
 from meshwright.errors import UserError
 from meshwright.plan.ledger import Item, Ledger
-from meshwright.plan.machine_profile import may_measure, processor_name, profile_directory
-from meshwright.train.checkpoint.files import json_bytes, replace_file
-from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD, peak_resident_bytes, resident_bytes
+from meshwright.train.memory import LARGEST_MMAP_THRESHOLD, kernel_cache_capacity, peak_resident_bytes, resident_bytes
+from meshwright.train.process_constants import ProcessConstants
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-FORMAT = 1
-"""Of the file; one of another format is measured again."""
-LIMIT_SECONDS = 300.0
-"""For a measurement; compiling on a busy machine takes the most of it."""
 PAGES_READ = 1 << 16
 """Bytes that the kernel maps around each place of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
 PRODUCTS = 9
 """Of an expert in a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessConstants:
-    """What a process of this machine takes beyond tensors, in bytes.
-
-    first_use: what libraries keep from the first steps on (code, scratch memory, kernels). retention: of the step's
-    tensors below the allocator's mmap threshold, the share by which its heap grows beyond them. kernel: of a compiled
-    product of a new shape. compiled: what the compiler keeps. compiling: what it has beside that while it works.
-    """
-
-    first_use: int
-    retention: float
-    kernel: int
-    compiled: int
-    compiling: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +60,7 @@ def predict_process_memory(
     snapshot = sum((piece.stop - piece.start) * piece.tensor.element_size() for piece in trainer.pieces(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
-    retained = round(constants.retention * _on_heap(found.items))
+    retained = round(constants.heap_overhead_fraction * _on_heap(found.items))
     step = found.peak_bytes - states
     items = {
         "framework": resident_before,
@@ -96,10 +68,10 @@ def predict_process_memory(
         "model states": states,
         "step": step,
         "checkpoint snapshot": snapshot,
-        "first use of libraries": constants.first_use,
-        "compiled code": constants.compiled if compiled else 0,
-        "compiling": max(0, constants.compiling - step - retained) if compiled else 0,
-        "kernels of experts": _kernels(trainer) * constants.kernel,
+        "first use of libraries": constants.first_use_bytes,
+        "compiled code": constants.compiler_resident_bytes if compiled else 0,
+        "compiling": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
+        "kernels of experts": _kernels(trainer) * constants.kernel_bytes,
         "allocator retention": retained,
         "data": _data_read(trainer),
         "saving": min(snapshot, HASHED_AT_ONCE),
@@ -135,7 +107,8 @@ def _kernels(trainer: Trainer) -> int:
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
     experts = config.experts // layout.ep if layers else 0
-    return min(KERNELS_KEPT, PRODUCTS * layers * experts * trainer.recipe.train.steps)
+    steps = trainer.recipe.train.steps - trainer.steps_done
+    return min(kernel_cache_capacity(), PRODUCTS * layers * experts * steps)
 
 
 def _data_read(trainer: Trainer) -> int:
@@ -145,80 +118,3 @@ def _data_read(trainer: Trainer) -> int:
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)
     return int(min(size, rows * PAGES_READ))
-
-
-# --- the machine's constants
-
-
-def constants_file() -> Path:
-    """Where they are kept: beside the other measurements of this machine, in the user's cache."""
-    return profile_directory() / "process-memory.json"
-
-
-def process_constants(
-    precision: str, compiled: bool, probe: bool, limit_seconds: float = LIMIT_SECONDS,
-    say: Callable[[str], None] = lambda line: None,
-) -> ProcessConstants:  # fmt: skip
-    """Of this machine: those kept, else measured now (a few seconds; with a compiler some 20) and kept. probe: whether
-    they may be measured; `say` gets a line then. `UserError` where they may not be, or cannot be in `limit_seconds`."""
-    path, key = constants_file(), _key(precision, compiled)
-    kept = _read(path)
-    if key in kept:
-        return kept[key]
-    if not may_measure(probe):
-        raise UserError("what a process takes on this machine was not measured; a start without --no-probe measures it")
-    say(f"measuring what a process takes on this machine beside tensors: some seconds, once (kept in {path})")
-    constants = measure_process_memory(precision, compiled, limit_seconds)
-    with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {name: asdict(each) for name, each in {**_read(path), key: constants}.items()}
-        replace_file(path, json_bytes({"format": FORMAT, **_machine(), "constants": entries}))
-    return constants
-
-
-def measure_process_memory(precision: str, compiled: bool, limit_seconds: float = LIMIT_SECONDS) -> ProcessConstants:
-    """Measure in a process of its own, with as many threads as this one has. `UserError` where that fails."""
-    command = [
-        sys.executable, "-P", "-m", "meshwright.train.process_memory_probe", precision, str(int(compiled)),
-        str(torch.get_num_threads()),
-    ]  # fmt: skip
-    failed = "what a process takes on this machine could not be measured"
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{failed} in {limit_seconds:.0f} s") from None
-    except OSError as error:
-        raise UserError(f"{failed}: {error}") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"{failed}: {last}")
-    return ProcessConstants(**json.loads(lines[-1]))
-
-
-def _key(precision: str, compiled: bool) -> str:
-    return f"{precision} {torch.get_num_threads()} threads{' compiled' if compiled else ''}"
-
-
-def _machine() -> dict[str, str]:
-    """What the constants depend on."""
-    libc = " ".join(platform.libc_ver())
-    return {"meshwright": __version__, "torch": torch.__version__, "processor": processor_name(), "libc": libc}
-
-
-def _read(path: Path) -> dict[str, ProcessConstants]:
-    """The constants kept for this machine and these versions; none where the file is damaged or another's."""
-    try:
-        found = json.loads(path.read_bytes())
-        if any(found[name] != value for name, value in {"format": FORMAT, **_machine()}.items()):
-            return {}
-        return {key: _constants(value) for key, value in found["constants"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _constants(table: Mapping[str, Any]) -> ProcessConstants:
-    values = {field.name: table[field.name] for field in fields(ProcessConstants)}
-    if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
-        raise ValueError(table)
-    return ProcessConstants(**values)
