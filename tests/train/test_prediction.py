@@ -149,8 +149,8 @@ def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monk
     assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
     said = [line for line in outcome["said"] if "not predicted" in line]
     assert said == [
-        "the time of a step is not predicted: this machine was not measured with 1 rank of 1 thread; "
-        "`meshwright probe`, or a start without --no-probe, measures it",
+        'the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
+        "start once without MESHWRIGHT_PROBE=0",
         "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
     ]
 
