@@ -14,10 +14,10 @@ from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.records import Message
 from meshwright.data.sources import find_files
 from meshwright.data.template_rendering import TemplateError
-from meshwright.errors import UserError, out_of_memory
+from meshwright.errors import UserError, out_of_memory_message
 from meshwright.inspect.files import TensorFiles
 from meshwright.layout import Layout
-from meshwright.limits import LIMITS, most, over, shown
+from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.model.config import ModelConfig
 from meshwright.plan.cluster import cluster
 from meshwright.program.load import load_program
@@ -122,10 +122,10 @@ def test_whole_numbers_of_a_recipe_name_their_limit(tiny_recipe: Path):
 
 def test_limits_say_why_and_are_reached():
     for name, limit in LIMITS.items():
-        assert limit.reason and over(name, limit.most) is None, name
-        assert limit.reason in str(over(name, limit.most + 1)), name
-    assert shown(10**5000) == "a number of about 5,001 digits"
-    assert len(shown("x" * 1000)) == 60
+        assert limit.reason and limit_error(name, limit.most) is None, name
+        assert limit.reason in str(limit_error(name, limit.most + 1)), name
+    assert shorten_repr(10**5000) == "a number of about 5,001 digits"
+    assert len(shorten_repr("x" * 1000)) == 60
 
 
 @pytest.mark.parametrize("layout", ["dp99999999", "dp1024 tp1024 pp1024", "mb99999999"])
@@ -152,9 +152,9 @@ def test_a_model_that_no_memory_holds_is_refused_before_a_rank_is_started(tiny_r
 
 
 def test_an_allocation_that_fails_is_one_line():
-    assert "not enough memory" in str(out_of_memory(MemoryError()))
-    assert "not enough memory" in str(out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
-    assert out_of_memory(RuntimeError("shapes differ")) is None
+    assert "out of memory" in str(out_of_memory_message(MemoryError()))
+    assert "out of memory" in str(out_of_memory_message(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
+    assert out_of_memory_message(RuntimeError("shapes differ")) is None
 
 
 # --- JSON and TOML
@@ -192,7 +192,7 @@ def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, com
 def test_files_that_are_too_large_or_never_end_are_not_read(tmp_path: Path):
     large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
     with large.open("wb") as file:
-        file.truncate(most("config_bytes") + 1)
+        file.truncate(limit_of("config_bytes") + 1)
     os.mkfifo(pipe)
     for path, said in ((large, "16,777,216 bytes"), (pipe, "device or a pipe"), (Path("/dev/zero"), "device")):
         with pytest.raises(OSError, match=said):
@@ -239,12 +239,12 @@ def test_a_recipe_of_megabytes_is_not_parsed(tmp_path: Path):
         "{% for i in range(100000) %}{{ 'x' * 100 }}{% endfor %}",
     ],
 )
-def test_a_template_that_makes_much_of_little_is_stopped(source: str):
+def test_template_memory_and_output_are_bounded(source: str):
     with pytest.raises(UserError, match="the template (needs more than 2 GiB of memory|writes [0-9,]+ characters)"):
         ChatTemplate(source, {}, frozenset(), "the template").render(TURNS)
 
 
-def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+def test_endless_template_times_out(monkeypatch):
     from meshwright.data import template_process
 
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -269,7 +269,7 @@ def test_a_template_that_computes_for_ten_seconds_is_ended_by_the_kernel():
     "source",
     ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**12)|list }}", "{{ ''.__class__.mro() }}"],
 )
-def test_a_template_that_calls_itself_or_looks_around_is_an_error_of_its_record(source: str):
+def test_template_sandbox_escape_is_a_record_error(source: str):
     with pytest.raises(TemplateError, match="^does not take it"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
@@ -291,7 +291,7 @@ def test_a_template_has_none_of_the_environment(monkeypatch):
     environment = Path(f"/proc/{process._process.pid}/environ")
     if environment.exists():
         assert b"hunter2" not in environment.read_bytes()
-    assert process.marked([], False) == "1"
+    assert process.render_marked([], False) == "1"
 
 
 # --- code and keys
@@ -301,7 +301,7 @@ def untrusted(to: str, options: str = "") -> str:
     return f'[model]\nfamily = "llama"\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = "x"\nsequence = 8\n[train]\nsteps = 1\nbatch = 1\nlearning_rate = 1\n[track]\nto = ["{to}"]\n{options}'  # noqa: E501
 
 
-def test_a_recipe_names_no_code_without_trust(tmp_path: Path, monkeypatch):
+def test_untrusted_recipe_imports_no_code(tmp_path: Path, monkeypatch):
     """Not even the module is imported, which would run it."""
     (tmp_path / "planted.py").write_text("raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -322,7 +322,7 @@ def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line)
     assert outcome.code == 2 and "add --trust-recipe" in outcome.errors and outcome.errors.count("\n") == 1
 
 
-def test_keys_go_to_no_server_that_a_recipe_names(monkeypatch):
+def test_mlflow_credentials_need_trusted_recipe(monkeypatch):
     pytest.importorskip("mlflow")
     options = '[track.options.mlflow]\nuri = "http://evil.example"\n'
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
@@ -336,7 +336,7 @@ def test_keys_go_to_no_server_that_a_recipe_names(monkeypatch):
     "url",
     ["sftp://host/a.txt", "ssh://host/a", "reference://::file:///x.json", "simplecache::sftp://host/a", "dask::x://a"],
 )
-def test_stores_that_log_in_where_a_recipe_says_need_the_users_word(url: str, monkeypatch):
+def test_credentialed_stores_need_allowlist(url: str, monkeypatch):
     pytest.importorskip("fsspec")
     with pytest.raises(UserError, match="may log in with your keys .* MESHWRIGHT_STORES="):
         find_files([url])
@@ -386,7 +386,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_steer_no_terminal_and_stay_short(tmp_path: Path, command_line):
+def test_error_lines_are_escaped_and_truncated(tmp_path: Path, command_line):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;owned\x07\x1b[2J" + "x" * 10_000}))
     outcome = command_line("plan", tmp_path, "--cluster", "8xh100-sxm", "--sequence", 8, "--batch", 8)
     assert outcome.code == 2 and "\x1b" not in outcome.errors and "\x07" not in outcome.errors
@@ -395,7 +395,7 @@ def test_errors_steer_no_terminal_and_stay_short(tmp_path: Path, command_line):
     assert outcome.code == 2 and "\x1b" not in outcome.errors and "\\x1b[2J" in outcome.errors
 
 
-def test_a_report_page_holds_no_markup_of_its_run(tmp_path: Path):
+def test_report_page_escapes_html(tmp_path: Path):
     evil = "<script>alert(1)</script>"
     line = {
         "step": 1, "loss": 1.0, "tokens_per_second": 1.0, "memory_gib": 1.0, "seconds_by_part": {evil: 1.0},

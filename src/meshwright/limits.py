@@ -40,7 +40,7 @@ LIMITS: dict[str, Limit] = {
     # --- training
     "steps": Limit(10**12, "a step a millisecond for 30 years"),
     "batch": Limit(2**24, "sequences in a step; published runs take up to 2**24 tokens"),
-    "sequence": Limit(2**30, "as max_positions"),
+    "sequence": Limit(2**27, "13 times the published 10,485,760 positions (Llama 4 Scout)"),
     "seconds": Limit(10**9, "30 years"),
     "threads": Limit(1024, "of a rank: beyond its cores they only wait, and libgomp crashes at some thousands"),
     "documents": Limit(2**30, "sequences that are read for a loss of held-out text"),
@@ -64,20 +64,22 @@ LIMITS: dict[str, Limit] = {
 }
 
 
-def most(name: str) -> int:
+def limit_of(name: str) -> int:
     """The limit of a size by its name in `LIMITS`."""
     return LIMITS[name].most
 
 
-def over(name: str, value: Any, called: str | None = None) -> str | None:
-    """Why `value` is too large for the size `name` ("layers 1000000000: at most 10,000 ..."), or None."""
+def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
+    """Error text if `value` exceeds LIMITS[name], such as "layers 1000000000 is too large: at most 1,024 (...)"; None
+    otherwise. called: name used in the text."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
-    return f"{name if called is None else called} {shown(value)} is too large: at most {limit.most:,} ({limit.reason})"
+    subject = name if called is None else called
+    return f"{subject} {shorten_repr(value)} is too large: at most {limit.most:,} ({limit.reason})"
 
 
-def shown(value: object, width: int = 60) -> str:
+def shorten_repr(value: object, width: int = 60) -> str:
     """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"

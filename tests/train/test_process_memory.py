@@ -96,11 +96,11 @@ def test_the_prediction_is_the_sum_of_its_items():
     found = predict_process_memory(trainer(), peak_of(10 * MIB, 30 * MIB), 100 * MIB, CONSTANTS, share=0.1)
     items = dict(found.items)
     assert found.peak == sum(items.values())
-    assert (items["framework"], items["model states"], items["step"]) == (100 * MIB, 8 * MIB, 40 * MIB)
-    assert (items["checkpoint snapshot"], items["saving"]) == (6 * MIB, 6 * MIB)
-    assert items["first use of libraries"] == 16 * MIB and items["allocator retention"] == round(0.4 * 40 * MIB)
-    assert items["compiled code"] == items["compiling"] == items["kernels of experts"] == 0
-    assert items["data"] == 4 * 8 * process_memory.PAGES_READ
+    assert (items["framework"], items["model states"], items["step tensors"]) == (100 * MIB, 8 * MIB, 40 * MIB)
+    assert (items["checkpoint snapshot"], items["checkpoint hashing buffer"]) == (6 * MIB, 6 * MIB)
+    assert items["library workspaces"] == 16 * MIB and items["heap overhead"] == round(0.4 * 40 * MIB)
+    assert items["compiled code"] == items["compiler workspace"] == items["oneDNN kernel cache"] == 0
+    assert items["mapped data"] == 4 * 8 * process_memory.PAGES_READ
     assert items["unexplained"] == round(0.1 * (found.peak - items["unexplained"]))
 
 
@@ -113,7 +113,7 @@ def test_the_prediction_is_never_below_what_the_process_already_took(monkeypatch
 def test_tensors_with_pages_of_their_own_leave_nothing_on_the_heap():
     big = 2 * LARGEST_MMAP_THRESHOLD
     found = predict_process_memory(trainer(), peak_of(10 * MIB, big), 100 * MIB, CONSTANTS)
-    assert found.items["allocator retention"] == round(0.4 * 10 * MIB)
+    assert found.items["heap overhead"] == round(0.4 * 10 * MIB)
 
 
 def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():

@@ -15,8 +15,8 @@ from meshwright.cli.plumbing import (
     answering,
     json_document,
     json_option,
-    overrides_behind,
     refuse_overrides,
+    split_overrides,
     write_file,
 )
 from meshwright.cli.plumbing import command as a_command
@@ -92,7 +92,7 @@ def command(
                 raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
         _answer_jobs(jobs)
         return
-    given, overrides = overrides_behind(names)
+    given, overrides = split_overrides(names)
     model = given[0] if given else None
     refuse_overrides(overrides, model)
     if model is None:

@@ -29,9 +29,11 @@ LEAST_PEAK = 2**28
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Of a finished run: seconds of a step as predicted without calibration and as measured; bytes of the predicted
-    peak (of the process on a CPU, of the allocator on CUDA) without calibration, and the measured ones less these; None
-    where they say nothing (`LEAST_PEAK`; no prediction of the peak that was measured)."""
+    """Predicted and measured step seconds and peak bytes of one finished run.
+
+    Predictions are those without calibration. unexplained_bytes: measured - predicted peak (CPU: process RSS; CUDA:
+    allocator). Both byte figures are None below `LEAST_PEAK` and where that peak was not predicted.
+    """
 
     run: str
     device: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.model.config import ModelConfig, config_from_recipe
-from meshwright.model.config_fields import other_code
+from meshwright.model.config_fields import foreign_architecture_note
 from meshwright.model.config_json import read_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.presets import PRESETS, preset
@@ -56,8 +56,7 @@ def priced_as(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | Non
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
     family = FAMILIES[data["model_type"]]
-    foreign = other_code(data, family)
-    return foreign and f"priced as {family.architecture}: {foreign}"
+    return foreign_architecture_note(data, family)
 
 
 def is_recipe(wanted: object) -> bool:

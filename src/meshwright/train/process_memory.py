@@ -1,5 +1,5 @@
-"""What a rank's process takes on a CPU, predicted before the first step, item by item: the highest resident set that
-`top`, a container's limit and the kernel's out-of-memory killer will see.
+"""Predicts the peak resident set size (RSS) of a rank's process on a CPU, itemized, before the first step: what `top`,
+cgroup limits and the OOM killer see.
 
 What is resident already is read, not predicted. The step's tensors are the ledger's. What libraries add in the first
 steps, and what the C library's allocator holds beyond the tensors, is measured on small steps of the engine in a
@@ -28,13 +28,13 @@ PAGES_READ = 1 << 16
 """Bytes that the kernel maps around each place of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
-PRODUCTS = 9
-"""Of an expert in a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
+MATMULS_PER_EXPERT = 9
+"""In a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of a rank's process by item at its highest moment."""
+    """Bytes of a rank's process by item at its peak RSS."""
 
     items: Mapping[str, int]
 
@@ -47,7 +47,7 @@ class ProcessMemory:
 def predict_process_memory(
     trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Of the run that is about to begin; call it where freed memory was just released.
+    """Predict peak RSS by item, in bytes; call after `release_freed_memory`.
 
     found: the ledger of this rank. resident_before: the process before its trainer was made. share: of the whole, what
     calibration expects beyond. `UserError` where the kernel does not say what is resident.
@@ -66,7 +66,7 @@ def predict_process_memory(
         "framework": resident_before,
         "libraries": max(0, now - resident_before - states - reserved),
         "model states": states,
-        "step": step,
+        "step tensors": step,
         "checkpoint snapshot": snapshot,
         "first use of libraries": constants.first_use_bytes,
         "compiled code": constants.compiler_resident_bytes if compiled else 0,
@@ -76,7 +76,9 @@ def predict_process_memory(
         "data": _data_read(trainer),
         "saving": min(snapshot, HASHED_AT_ONCE),
     }
-    items["start"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # of a start that took more than steps
+    items["startup peak"] = max(
+        0, (peak_resident_bytes() or 0) - sum(items.values())
+    )  # of a start that took more than steps
     items["unexplained"] = round(share * sum(items.values()))
     return ProcessMemory(items)
 

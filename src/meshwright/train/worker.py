@@ -67,7 +67,7 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     try:
         text, code = json.dumps({"result": (work or _train_as_told)(description, start)}), 0
     except BaseException as error:
-        if (reason := out_of_memory(error)) is not None:
+        if (reason := out_of_memory_message(error)) is not None:
             error = UserError(f"rank {start.rank}: {reason}")
         if isinstance(error, MeshwrightError):
             said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
@@ -175,7 +175,7 @@ def _train(
 
         work = train
     keep_freed_memory()
-    bound_kernel_cache()
+    limit_onednn_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
@@ -223,7 +223,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
-        found = threads_of_run(recipe, torch.get_num_threads(), resumed_state(recipe))
+        found = resolve_threads(recipe, torch.get_num_threads(), resumed_state(recipe))
     elif given is None and store is not None:
         found = agree_on_threads(recipe, start, store)
     elif given is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.meeting_place import meeting_place
+from meshwright.train.rendezvous_directory import rendezvous_directory
 
 
 @pytest.fixture
@@ -21,20 +21,20 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_meeting_place_is_removed_at_the_end(temporary: Path) -> None:
-    with pytest.raises(KeyError), meeting_place() as place:
+def test_rendezvous_directory_is_removed_at_the_end(temporary: Path) -> None:
+    with pytest.raises(KeyError), rendezvous_directory() as place:
         (place / "ranks").touch()
         assert list(temporary.iterdir()) == [place]
         raise KeyError
     assert list(temporary.iterdir()) == []
 
 
-def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
+def test_rendezvous_directory_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
     temporary: Path,
 ) -> None:
     code = (
-        "import os; from meshwright.train.meeting_place import meeting_place\n"
-        "with meeting_place() as place:\n"
+        "import os; from meshwright.train.rendezvous_directory import rendezvous_directory\n"
+        "with rendezvous_directory() as place:\n"
         "    (place / 'ranks').touch(); print(place, flush=True); input()"
     )
     command = [sys.executable, "-c", code]
@@ -43,21 +43,21 @@ def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].communicate()
     assert sorted(temporary.iterdir()) == sorted(places)
-    with meeting_place() as place:
+    with rendezvous_directory() as place:
         assert sorted(temporary.iterdir()) == sorted([places[1], place])
     processes[1].communicate("\n")
     assert list(temporary.iterdir()) == []
 
 
-def test_nothing_but_own_meeting_places_is_removed(temporary: Path) -> None:
+def test_nothing_but_own_rendezvous_directories_is_removed(temporary: Path) -> None:
     kept = temporary / "kept"
     kept.mkdir()
     (kept / "file").touch()
-    (temporary / "meshwright-meeting-link").symlink_to(kept)
-    (temporary / "meshwright-meeting-file").touch()
-    with meeting_place():
+    (temporary / "meshwright-rendezvous-link").symlink_to(kept)
+    (temporary / "meshwright-rendezvous-file").touch()
+    with rendezvous_directory():
         pass
     assert sorted(path.name for path in temporary.iterdir()) == [
-        "kept", "meshwright-meeting-file", "meshwright-meeting-link",
+        "kept", "meshwright-rendezvous-file", "meshwright-rendezvous-link",
     ]  # fmt: skip
     assert (kept / "file").exists()
