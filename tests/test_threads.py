@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import threads
 from meshwright.errors import UserError
-from meshwright.limits import most
+from meshwright.limits import limit_of
 from meshwright.threads import (
     child_environment,
     choose_threads,
@@ -70,7 +70,7 @@ def test_command_sets_the_waiting_policy_before_torch_is_loaded(tmp_path):
     )
     command[1:3] = ["-c", code]
     ended = subprocess.run(command, env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{threads.WAITING['GOMP_SPINCOUNT']}'" in ended.stderr
+    assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
 
 
 def test_a_child_has_the_policy_and_its_threads(monkeypatch):
@@ -79,7 +79,9 @@ def test_a_child_has_the_policy_and_its_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     found = child_environment(2)
     assert (
-        found["OMP_NUM_THREADS"] == "2" and not threads_set_by_user(found) and threads.WAITING.items() <= found.items()
+        found["OMP_NUM_THREADS"] == "2"
+        and not threads_set_by_user(found)
+        and threads.OPENMP_SPIN_POLICY.items() <= found.items()
     )
     assert child_environment()["OMP_NUM_THREADS"] == "5" and threads_set_by_user()
     assert threads_set_by_user({**found, "OMP_NUM_THREADS": "3"})  # changed afterwards

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright.errors import UserError
 from meshwright.limits import limit_error, limit_of
 
-WAITING = {"GOMP_SPINCOUNT": "1000"}
+OPENMP_SPIN_POLICY = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP environment for training: threads spin about 10 microseconds (1,000 rounds) at a barrier, then sleep.
 libgomp's default of 300,000 rounds (about 3 ms) starves co-located processes; passive waiting costs small models a
 third of their speed (bench/threads.py)."""

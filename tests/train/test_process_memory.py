@@ -122,7 +122,7 @@ def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
         for size in (10 * MIB, 31 * MIB)
     )
     assert small["compiled code"] == large["compiled code"] == CONSTANTS.compiler_resident_bytes
-    assert (small["compiling"], large["compiling"]) == (30 * MIB - 14 * MIB, 0)
+    assert (small["compiler workspace"], large["compiler workspace"]) == (30 * MIB - 14 * MIB, 0)
 
 
 def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept(monkeypatch):
@@ -131,9 +131,9 @@ def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept(monkeypatch):
         predict_process_memory(trainer(layout, experts=experts), peak_of(MIB), MIB, CONSTANTS).items
         for layout, experts in (("dp1 bf16", 2), ("dp1 bf16", 64), ("dp1 fp32", 64))
     )
-    assert few["kernels of experts"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel_bytes
-    assert many["kernels of experts"] == KERNELS_KEPT * CONSTANTS.kernel_bytes
-    assert plain["kernels of experts"] == 0
+    assert few["oneDNN kernel cache"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel_bytes
+    assert many["oneDNN kernel cache"] == KERNELS_KEPT * CONSTANTS.kernel_bytes
+    assert plain["oneDNN kernel cache"] == 0
 
 
 def test_kernels_follow_the_cache_capacity_and_the_steps_left(monkeypatch):

@@ -12,10 +12,10 @@ from meshwright.recipe import Recipe, load_recipe
 from meshwright.train import rank_threads
 from meshwright.train.rank_threads import (
     agree_on_threads,
-    bits_differ,
     cores_of_rank,
     layer_flops,
     local_threads,
+    resolve_threads,
     share_this_host,
     smallest_share,
     thread_change_note,
@@ -49,16 +49,16 @@ def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew
     assert resolve_threads(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.ThreadChoice(1)  # of an older version
     assert resolve_threads(recipe(), 1, None) == rank_threads.ThreadChoice(1)
     for absurd in (10**9, 0, -1, "2", 1.5):
-        assert threads_of_run(recipe(), 1, state | {"threads": absurd}) == rank_threads.Threads(1)
+        assert resolve_threads(recipe(), 1, state | {"threads": absurd}) == rank_threads.ThreadChoice(1)
     for layout in ({}, {"layout": "nonsense"}, {"layout": 5}):
-        assert threads_of_run(recipe(), 1, {"threads": 2, **layout}) == rank_threads.Threads(1)
+        assert resolve_threads(recipe(), 1, {"threads": 2, **layout}) == rank_threads.ThreadChoice(1)
 
 
 def test_note_does_not_blame_what_meshwright_set_itself(recipe, monkeypatch):
     monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
     for name, value in (("OMP_NUM_THREADS", "1"), ("MESHWRIGHT_THREADS", "1")):
         monkeypatch.setenv(name, value)
-    assert "1 available cores would give 1" in threads_of_run(recipe(), 1, {"layout": "dp1 fp32", "threads": 2}).note
+    assert "1 available cores would give 1" in resolve_threads(recipe(), 1, {"layout": "dp1 fp32", "threads": 2}).note
 
 
 class Store(dict[str, bytes]):

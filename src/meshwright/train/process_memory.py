@@ -68,13 +68,13 @@ def predict_process_memory(
         "model states": states,
         "step tensors": step,
         "checkpoint snapshot": snapshot,
-        "first use of libraries": constants.first_use_bytes,
+        "library workspaces": constants.first_use_bytes,
         "compiled code": constants.compiler_resident_bytes if compiled else 0,
-        "compiling": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
-        "kernels of experts": _kernels(trainer) * constants.kernel_bytes,
-        "allocator retention": retained,
-        "data": _data_read(trainer),
-        "saving": min(snapshot, HASHED_AT_ONCE),
+        "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
+        "oneDNN kernel cache": _kernels(trainer) * constants.kernel_bytes,
+        "heap overhead": retained,
+        "mapped data": _data_read(trainer),
+        "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
     items["startup peak"] = max(
         0, (peak_resident_bytes() or 0) - sum(items.values())
@@ -110,7 +110,7 @@ def _kernels(trainer: Trainer) -> int:
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
     experts = config.experts // layout.ep if layers else 0
     steps = trainer.recipe.train.steps - trainer.steps_done
-    return min(kernel_cache_capacity(), PRODUCTS * layers * experts * steps)
+    return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
 def _data_read(trainer: Trainer) -> int:

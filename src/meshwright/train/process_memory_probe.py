@@ -135,7 +135,7 @@ def _work(description: dict[str, Any], start: Place) -> dict[str, Any]:
     signal.alarm(description["limit_seconds"])  # ends this process
     torch.set_num_threads(description["threads"])
     keep_freed_memory()
-    bound_kernel_cache()
+    limit_onednn_kernel_cache()
     return asdict(measure(description["precision"], description["compiled"]))
 
 

@@ -40,14 +40,14 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
     default: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
     """
     if recipe.run.threads is not None:
-        return Threads(recipe.run.threads)
+        return ThreadChoice(recipe.run.threads)
     if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
-        return Threads(fresh)
+        return ThreadChoice(default)
     before = state.get("threads")
-    if not isinstance(before, int) or not 1 <= before <= most("threads"):  # it may be a stranger's checkpoint
-        return Threads(fresh)
-    if before == fresh:
-        return Threads(before)
+    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # it may be a stranger's checkpoint
+        return ThreadChoice(default)
+    if before == default:
+        return ThreadChoice(before)
     why = "OMP_NUM_THREADS" if threads_set_by_user() else f"{available_cores()} available cores"
     note = (
         f"threads: keeping {before} per rank from the checkpoint for bitwise reproducibility ({why} would give "
@@ -123,12 +123,12 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     answer = store.get("meshwright/threads").decode()
     if answer.startswith("!"):
         raise UserError(answer[1:])
-    return Threads(int(answer))
+    return ThreadChoice(int(answer))
 
 
-def _choose(recipe: Recipe, ranks: int, cores: int | None) -> Threads:
+def _choose(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
     """Threads of each of `ranks` ranks that share so many cores; None: those of this process."""
-    return threads_of_run(recipe, choose_threads(ranks, cores, layer_flops(recipe)), resumed_state(recipe))
+    return resolve_threads(recipe, choose_threads(ranks, cores, layer_flops(recipe)), resumed_state(recipe))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:

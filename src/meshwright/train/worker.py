@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
-from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
 from meshwright.plan.machine_profile import LOCK_SECONDS
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_run
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
+from meshwright.train.memory import keep_freed_memory, limit_onednn_kernel_cache
 from meshwright.train.process_constants import LIMIT_SECONDS
 from meshwright.train.rank_threads import (
-    Threads,
+    ThreadChoice,
     agree_on_threads,
     local_threads,
+    resolve_threads,
     resumed_state,
     share_this_host,
-    threads_of_run,
 )
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
@@ -229,7 +229,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     elif given is None:
         found = local_threads(recipe, 1)
     else:
-        found = Threads(given)
+        found = ThreadChoice(given)
     if note and found.note and start.rank == 0:
         print(found.note, file=sys.stderr, flush=True)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
