@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ CASES = {
 }
 
 
+@cache
+def commit() -> str:
+    """What the repository holds: its commit, and whether it was changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, cwd=RECIPE.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def run(name: str, overrides: str, steps: int, place: Path) -> dict[str, Any]:
     """Train in a process of its own; the result document, the console's lines about predictions, the command's seconds.
     A run of this commit that `place` has already is read."""
@@ -96,7 +104,8 @@ def run(name: str, overrides: str, steps: int, place: Path) -> dict[str, Any]:
         shutil.rmtree(directory, ignore_errors=True)
     half = steps // 2
     command = [
-        sys.executable, "-m", "meshwright", "train", str(RECIPE), f"run.directory={directory}", f"run.name={name}", f"train.steps={steps}",
+        sys.executable, "-m", "meshwright", "train", str(RECIPE), f"run.directory={directory}",
+        f"run.name={name}", f"train.steps={steps}",
         "train.warmup=2", f"train.validate_every={half}", f"checkpoint.every={half}", *shlex.split(overrides),
     ]  # fmt: skip
     begun = time.perf_counter()
