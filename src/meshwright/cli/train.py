@@ -63,9 +63,11 @@ def train(
         ignore_model_warnings()
     if recipe.layout == "auto":
         from meshwright.train.automatic import chosen_layout
+        from meshwright.train.rank_threads import share_this_host
 
         say = _say if started is None or started.rank == 0 else _say_nothing
-        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=probe)
+        measure = probe and (started is None or share_this_host(started))
+        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=measure)
         recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
     if started is not None:
         from meshwright.train.worker import join

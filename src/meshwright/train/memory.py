@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LARGEST_MMAP_THRESHOLD = 1 << 25
 """Bytes; what glibc accepts at most. Larger tensors have pages of their own, which go back when they are freed."""
+KERNELS_KEPT = 1024
+"""Capacity of oneDNN's kernel cache unless ONEDNN_PRIMITIVE_CACHE_CAPACITY gives another."""
 
 
 def keep_freed_memory() -> None:
@@ -28,6 +31,12 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def kernel_cache_capacity() -> int:
+    """Number of compiled kernels that oneDNN keeps in this process: one for each shape of a product in 16 bits."""
+    value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+    return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
 def resident_bytes() -> int | None:

@@ -44,8 +44,8 @@ def probe(
     """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
     what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
     effort: fields of `Effort` in place of the usual ones. threads: of each process. short: measure on processors what
-    one run needs alone (`Effort.short`): {"precision": of its layout, "also": other precisions, "axes"}; the result has
-    "precision", "precisions" and "cluster", the tables of a cluster file, too.
+    one run needs alone (`Effort.short`): {"precisions", "axes"}; the result has "cluster", the tables of a cluster
+    file, too.
 
     `UserError` for a device or a number of ranks that this machine has not.
     """
@@ -87,7 +87,6 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     import torch
     import torch.distributed as dist
 
-    from meshwright.probe.communication import faster_precision
     from meshwright.probe.points import Effort
     from meshwright.probe.rank import measure, mesh_of
     from meshwright.probe.report import cluster_tables
@@ -119,20 +118,19 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, said, say = description.get("short"), {}, _say
+        short, tables, say = description.get("short"), {}, _say
         if short is None:
             effort = _effort(mesh.device.type, description["effort"])
         else:
             say = _say_nothing
-            said["precision"] = short["precision"] or faster_precision(mesh)
-            effort = Effort.short(tuple(dict.fromkeys((said["precision"], *short["also"]))), tuple(short["axes"]))
+            effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
         cores = max(1, available_cores())
         steps = _Steps(partial(reference_steps, mesh, effort), start, store)
         found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
         if short is not None:
-            said |= {"precisions": effort.precisions, "cluster": cluster_tables(found, mesh.device.type)}
+            tables = {"cluster": cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None
-        return {**found, **said, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
+        return {**found, **tables, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:
         if start.ranks > 1 and whole:
             dist.destroy_process_group()
