@@ -131,13 +131,6 @@ class RunDirectory:
         """Keep the recipe as it is run: file, overrides and defaults together."""
         self._replace(RECIPE, text)
 
-    def read_recipe(self) -> str:
-        """The recipe that `write_recipe` kept. `UserError` when there is none."""
-        try:
-            return (self.path / RECIPE).read_text()
-        except OSError as error:
-            raise UserError(f"{self.path} is no run directory: {RECIPE}: {_reason(error)}") from None
-
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Keep the result document of a finished run."""
         self._replace(RESULT, json.dumps(result, indent=1) + "\n")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory
+from meshwright.terminal import print_message
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
@@ -121,16 +122,12 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     if start.rank == 0 and start.host_ranks is not None:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
-            print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
+            print_message(f"meshwright: warning: {warning}")
     if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
         threads = local_threads(recipe, start.ranks).count
-        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, print_message)
     options |= {"probe": probe}
     return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def join_script(
@@ -218,7 +215,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) ->
     else:
         found = Threads(given)
     if found.note and start.rank == 0:
-        print(found.note, file=sys.stderr, flush=True)
+        print_message(found.note)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
