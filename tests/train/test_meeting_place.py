@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.train.meeting_place import meeting_place
+from meshwright.train.meeting_place import UNLOCKED_PREFIX, UNLOCKED_SECONDS, meeting_place
 
 
 @pytest.fixture
@@ -61,3 +62,11 @@ def test_nothing_but_own_meeting_places_is_removed(temporary: Path) -> None:
         "kept", "meshwright-meeting-file", "meshwright-meeting-link",
     ]  # fmt: skip
     assert (kept / "file").exists()
+
+
+def test_a_directory_whose_maker_died_before_locking_it_is_removed_after_a_minute(temporary: Path) -> None:
+    old, young = temporary / f"{UNLOCKED_PREFIX}old", temporary / f"{UNLOCKED_PREFIX}young"
+    old.mkdir(), young.mkdir()
+    os.utime(old, (0, time.time() - 2 * UNLOCKED_SECONDS))
+    with meeting_place():
+        assert young.exists() and not old.exists()

@@ -28,6 +28,7 @@ from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
 from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.started_rank import machine_memory
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -114,16 +115,19 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    one_host = start.ranks == (start.host_ranks or 1)
+    if one_host:
+        check_memory(recipe, machine_memory())
     if start.rank == 0 and start.host_ranks is not None:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
             print_message(f"meshwright: warning: {warning}")
-    if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
+    if probe and start.rank == 0 and one_host:
         threads = local_threads(recipe, start.ranks).count
         measure_first_start(recipe.parsed_layout, recipe.run.device, threads, print_message)
     options |= {"probe": probe}
