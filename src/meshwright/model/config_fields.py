@@ -52,7 +52,8 @@ _METADATA = """_attn_implementation _attn_implementation_autoset _attn_implement
     _experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions
     _post_init_done attn_implementation architectures auto_map dtype finetuning_task ignore_keys_at_rope_validation
     is_llama_config model_type revision task_specific_params tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 id2label label2id num_labels _num_labels problem_type
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 id2label label2id num_labels
+    _num_labels problem_type
     initializer_range gradient_checkpointing chunk_size_feed_forward pretraining_tp tie_encoder_decoder """
 _DROPOUT = """attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
     hidden_dropout_prob resid_pdrop summary_first_dropout """
