@@ -1,4 +1,5 @@
-"""A soak of training runs under faults: what is killed, stopped or runs out of disk must end bit for bit all the same.
+"""Fault-injection soak test: runs killed (SIGKILL), stopped or out of disk at random moments, then resumed, must match
+the uninterrupted run bitwise.
 
 Each trial takes a random configuration (layout, precision, optimizer, manner of saving), starts `meshwright train`, has
 one or two faults strike at random moments, most of them while a checkpoint is written, and runs the same command again
@@ -44,7 +45,7 @@ from typing import Any
 from common import RESULTS, machine
 from soak_cases import DISKS, STEPS, Fault, axes_of, draw_faults, draw_recipe
 from soak_forks import load
-from soak_runs import Command, Ended, Reference, Wrong, make_reference
+from soak_runs import Command, Ended, Reference, SoakFailure, make_reference
 
 TRIALS_PER_CONFIGURATION = 6
 TRIALS_PER_START = 6  # of so many, one starts its processes anew; the others fork them
@@ -88,8 +89,8 @@ class Soak:
                 command = Command(file, directory / "run", place / "process", forks, reference)
                 self._disturb(command, faults, record)
             shutil.rmtree(place, ignore_errors=True)
-        except Wrong as wrong:
-            record["failure"] = str(wrong)
+        except SoakFailure as failure:
+            record["failure"] = str(failure)
         return record
 
     def _reference(self, name: str, file: Path) -> Reference:
@@ -106,7 +107,9 @@ class Soak:
         return reference
 
     def _disturb(self, command: Command, faults: list[Fault], record: dict[str, Any]) -> None:
-        """Run the command with one fault after the other, then undisturbed to its end, and compare; raises `Wrong`."""
+        """Run the command with one fault after the other, then undisturbed to its end, and compare.
+
+        Raises `SoakFailure`."""
         newest = ""
         for fault in [*faults, None]:
             if fault is not None:
@@ -119,26 +122,26 @@ class Soak:
             complete = command.last_step() == STEPS and len(command.files()) > 0
             codes = fault.codes if fault is not None and ended.struck else (0,)
             if ended.code not in codes and not (complete and ended.code == 0):
-                raise Wrong(f"exit code {ended.code} after {fault}: {ended.errors.splitlines()[-3:]}")
+                raise SoakFailure(f"exit code {ended.code} after {fault}: {ended.errors.splitlines()[-3:]}")
             if self.mounts and (names := os.listdir(SHARED_MEMORY)):
-                raise Wrong(f"shared memory is left after {fault}: {', '.join(names)}")
+                raise SoakFailure(f"shared memory is left after {fault}: {', '.join(names)}")
             if ended.code == 0:
                 break
         assert command.reference is not None
         if command.trace() != command.reference.trace:
             steps = [line[0] for line in command.trace()]
-            raise Wrong(f"metrics.jsonl is not that of the undisturbed run; its steps are {steps}")
+            raise SoakFailure(f"metrics.jsonl is not that of the undisturbed run; its steps are {steps}")
         files, expected = command.files(), command.reference.files
         if different := sorted(name for name in files | expected if files.get(name) != expected.get(name)):
-            raise Wrong(f"the last checkpoint is not that of the undisturbed run: {', '.join(different)}")
+            raise SoakFailure(f"the last checkpoint is not that of the undisturbed run: {', '.join(different)}")
         if left := [name for name in command.names() if name.startswith(".") and name != ".last-saves.json"]:
-            raise Wrong(f"left in the directory of the checkpoints: {', '.join(left)}")
+            raise SoakFailure(f"left in the directory of the checkpoints: {', '.join(left)}")
 
     def _check_resumed(self, ended: Ended, newest: str) -> None:
         """A run goes on from the newest checkpoint that was complete when the fault struck, or from a later one."""
         resumed = re.findall(r"^(?:resumed from|nothing to do:) (step-\d+)", ended.errors, re.MULTILINE)
         if newest and ended.code == 0 and (not resumed or resumed[0] < newest):
-            raise Wrong(f"{newest} was complete, and the run went on from {resumed[:1] or 'nothing'}")
+            raise SoakFailure(f"{newest} was complete, and the run went on from {resumed[:1] or 'nothing'}")
 
     @contextmanager
     def _disk(self, place: Path, size: int) -> Iterator[Path]:

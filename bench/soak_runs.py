@@ -26,7 +26,7 @@ HANG_SECONDS = 20.0  # run.collective_timeout of commands of which a rank is sto
 _LOOK_SECONDS = 0.003
 
 
-class Wrong(Exception):
+class SoakFailure(Exception):
     """A promise that does not hold, in one line."""
 
 
@@ -69,7 +69,7 @@ class Command:
 
     def run(self, fault: Fault | None = None, look: Callable[[], None] = lambda: None) -> Ended:
         """Run the command once; `look` is called every few milliseconds while it runs and no fault is waited for.
-        Raises `Wrong` where it hangs, shows a traceback or leaves something behind."""
+        Raises `SoakFailure` where it hangs, shows a traceback or leaves something behind."""
         overrides = [f"run.directory={self.directory}"]
         if fault is not None and fault.kind.startswith("stop rank"):
             overrides.append(f"run.collective_timeout={HANG_SECONDS if fault.kind == 'stop rank' else 60.0}")
@@ -102,12 +102,12 @@ class Command:
             self.end()
         ended.errors = output.read_text()
         if left:
-            raise Wrong(f"{len(left)} processes are left after exit code {ended.code}: {left[0]}")
+            raise SoakFailure(f"{len(left)} processes are left after exit code {ended.code}: {left[0]}")
         if "Traceback" in ended.errors:
-            raise Wrong(f"a traceback, exit code {ended.code}: {ended.errors.splitlines()[-1]}")
+            raise SoakFailure(f"a traceback, exit code {ended.code}: {ended.errors.splitlines()[-1]}")
         # What a launcher that was killed could not remove is removed by the next one.
         if (names := sorted(os.listdir(temporary))) and ended.code != -signal.SIGKILL:
-            raise Wrong(f"temporary files are left after exit code {ended.code}: {', '.join(names)}")
+            raise SoakFailure(f"temporary files are left after exit code {ended.code}: {', '.join(names)}")
         return ended
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ class Command:
 
         def running() -> bool:
             if time.monotonic() > deadline:
-                raise Wrong(f"still running after {PATIENCE_SECONDS:.0f} s")
+                raise SoakFailure(f"still running after {PATIENCE_SECONDS:.0f} s")
             return process.poll() is None
 
         if fault is not None and self._wait_for_moment(fault, running):
@@ -254,7 +254,7 @@ class Command:
 
 
 def make_reference(command: Command) -> Reference:
-    """Run a configuration undisturbed; raises `Wrong` where it does not reach its end."""
+    """Run a configuration undisturbed; raises `SoakFailure` where it does not reach its end."""
     first_step, save_begun, saves, begun = 0.0, 0.0, list[float](), time.monotonic()
 
     def look() -> None:
@@ -269,7 +269,7 @@ def make_reference(command: Command) -> Reference:
 
     ended = command.run(look=look)
     if ended.code != 0:
-        raise Wrong(f"the undisturbed run ends with {ended.code}: {ended.errors.splitlines()[-1:]}")
+        raise SoakFailure(f"the undisturbed run ends with {ended.code}: {ended.errors.splitlines()[-1:]}")
     steps = [line["seconds"] for line in command.metrics()]
     size = sum(path.stat().st_size for path in command.directory.rglob("*") if path.is_file())
     save = statistics.median(saves or [0.02])

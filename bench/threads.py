@@ -49,8 +49,8 @@ WARM = 3
 BURNER = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"
 
 
-class Racer:
-    """A process that trains with so many threads and this waiting policy when it is its turn."""
+class BenchmarkWorker:
+    """Subprocess that runs training steps with a given thread count and waiting policy on request."""
 
     def __init__(self, threads: int, policy: dict[str, str], ranks: int) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
@@ -72,8 +72,8 @@ class Racer:
 
 
 @contextmanager
-def competitors(count: int) -> Iterator[None]:
-    """`count` processes that count as long as it is entered."""
+def background_load(count: int) -> Iterator[None]:
+    """Run `count` busy-loop processes inside the context."""
     burning = [subprocess.Popen([sys.executable, "-c", BURNER, str(os.getpid())]) for _ in range(count)]
     try:
         time.sleep(0.2)
@@ -96,18 +96,18 @@ def busy_cores(seconds: float = 1.0) -> float:
     return round((used() - before) / seconds, 2)
 
 
-def measure(racers: dict[str, Racer], case: str, seconds: float, rounds: int) -> dict[str, Any]:
+def measure(workers: dict[str, BenchmarkWorker], case: str, seconds: float, rounds: int) -> dict[str, Any]:
     """Milliseconds a step of every contender, quiet and busy."""
     found: dict[str, Any] = {}
-    for racer in racers.values():
-        racer.run(case, 0.0)  # builds and warms up
+    for worker in workers.values():
+        worker.run(case, 0.0)  # builds and warms up
     for load, burners in (("quiet", 0), ("busy", os.cpu_count() or 1)):
-        times: dict[str, list[float]] = {name: [] for name in racers}
+        times: dict[str, list[float]] = {name: [] for name in workers}
         beside = [busy_cores()]
-        with competitors(burners):
+        with background_load(burners):
             for turn in range(rounds):
-                for name in sorted(racers, reverse=turn % 2 == 1):
-                    times[name].append(racers[name].run(case, seconds))
+                for name in sorted(workers, reverse=turn % 2 == 1):
+                    times[name].append(workers[name].run(case, seconds))
         beside.append(busy_cores())
         found[load] = {
             "cores_busy_before_and_after": beside,
@@ -222,11 +222,11 @@ def main() -> None:
     path = RESULTS / "threads.json"
     kept = json.loads(path.read_text()).get("cases", {}) if path.exists() else {}
     with ExitStack() as stack:
-        racers = {name: Racer(*each, options.ranks) for name, each in CONTENDERS.items()}
-        for racer in racers.values():
-            stack.callback(racer.close)
+        workers = {name: BenchmarkWorker(*each, options.ranks) for name, each in CONTENDERS.items()}
+        for worker in workers.values():
+            stack.callback(worker.close)
         for case in cases:
-            found = work(case) | measure(racers, case, options.seconds, options.rounds)
+            found = work(case) | measure(workers, case, options.seconds, options.rounds)
             kept[case if options.ranks == 1 else f"{case}, {options.ranks} ranks"] = {"ranks": options.ranks, **found}
             write_result("threads", {"cases": kept})
 

@@ -16,10 +16,10 @@ from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.records import Message
 from meshwright.data.sources import find_files
 from meshwright.data.template_rendering import TemplateError
-from meshwright.errors import UserError, out_of_memory
+from meshwright.errors import UserError, out_of_memory_message
 from meshwright.inspect.files import TensorFiles
 from meshwright.layout import Layout
-from meshwright.limits import LIMITS, most, over, shown
+from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.model.config import ModelConfig
 from meshwright.plan.cluster import cluster
 from meshwright.plan.models import tokens_of
@@ -68,6 +68,7 @@ def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_
     [
         ({"num_experts": 10**9}, '"num_experts" 1000000000 is too large'),
         ({"num_experts": 16_384, "num_hidden_layers": 1000}, "all_experts 16384000 is too large"),
+        ({"num_experts": 1024, "num_hidden_layers": 65}, "all_experts 66560 is too large: at most 65,536"),
         ({"num_experts": 8, "num_experts_per_tok": 10**9}, '"num_experts_per_tok" 1000000000 is too large'),
         ({"num_experts": 8, "moe_intermediate_size": 10**12}, '"moe_intermediate_size" 1000000000000 is too large'),
         ({"num_experts": 8, "decoder_sparse_step": 10**12}, '"decoder_sparse_step" 1000000000000 is too large'),
@@ -128,10 +129,10 @@ def test_whole_numbers_of_a_recipe_name_their_limit(tiny_recipe: Path):
 
 def test_limits_say_why_and_are_reached():
     for name, limit in LIMITS.items():
-        assert limit.reason and over(name, limit.most) is None, name
-        assert limit.reason in str(over(name, limit.most + 1)), name
-    assert shown(10**5000) == "a number of about 5,001 digits"
-    assert len(shown("x" * 1000)) == 60
+        assert limit.reason and limit_error(name, limit.most) is None, name
+        assert limit.reason in str(limit_error(name, limit.most + 1)), name
+    assert shorten_repr(10**5000) == "a number of about 5,001 digits"
+    assert len(shorten_repr("x" * 1000)) == 60
 
 
 @pytest.mark.parametrize("layout", ["dp99999999", "dp1024 tp1024 pp1024", "mb99999999"])
@@ -158,9 +159,9 @@ def test_a_model_that_no_memory_holds_is_refused_before_a_rank_is_started(tiny_r
 
 
 def test_an_allocation_that_fails_is_one_line():
-    assert "not enough memory" in str(out_of_memory(MemoryError()))
-    assert "not enough memory" in str(out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
-    assert out_of_memory(RuntimeError("shapes differ")) is None
+    assert "out of memory" in str(out_of_memory_message(MemoryError()))
+    assert "out of memory" in str(out_of_memory_message(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
+    assert out_of_memory_message(RuntimeError("shapes differ")) is None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, com
 def test_files_that_are_too_large_or_never_end_are_not_read(tmp_path: Path):
     large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
     with large.open("wb") as file:
-        file.truncate(most("config_bytes") + 1)
+        file.truncate(limit_of("config_bytes") + 1)
     os.mkfifo(pipe)
     for path, said in ((large, "16,777,216 bytes"), (pipe, "device or a pipe"), (Path("/dev/zero"), "device")):
         with pytest.raises(OSError, match=said):
@@ -312,11 +313,11 @@ def test_an_interrupted_template_answers_no_later_request():
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         with pytest.raises(KeyboardInterrupt):
-            process.marked([{"content": "a"}, {"content": "b"}], False)
+            process.render_marked([{"content": "a"}, {"content": "b"}], False)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert process.marked([{"content": "a"}], False) == "1"
+    assert process.render_marked([{"content": "a"}], False) == "1"
 
 
 @pytest.mark.exhaustive
@@ -352,7 +353,7 @@ def test_a_template_has_none_of_the_environment(monkeypatch):
     environment = Path(f"/proc/{process._process.pid}/environ")
     if environment.exists():
         assert b"hunter2" not in environment.read_bytes()
-    assert process.marked([], False) == "1"
+    assert process.render_marked([], False) == "1"
 
 
 # --- code and keys

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import threads
 from meshwright.errors import UserError
-from meshwright.limits import most
+from meshwright.limits import limit_of
 from meshwright.threads import child_environment, choose_threads, prepare_process, threads_from_environment
 
 
@@ -37,7 +37,7 @@ def test_an_absurd_omp_num_threads_is_one_line(monkeypatch, command_line):
 def test_the_waiting_policy_is_set_unless_a_person_has_set_one():
     environment: dict[str, str] = {}
     prepare_process(environment)
-    assert environment == threads.WAITING
+    assert environment == threads.OPENMP_SPIN_POLICY
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         own = {name: "7"}
         prepare_process(own)
@@ -51,7 +51,7 @@ def test_the_waiting_policy_reaches_libgomp():
     ended = subprocess.run(
         [sys.executable, "-c", code], env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
     )
-    assert f"GOMP_SPINCOUNT = '{threads.WAITING['GOMP_SPINCOUNT']}'" in ended.stderr
+    assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
 
 
 def test_a_child_has_the_policy_and_its_threads(monkeypatch):
@@ -59,7 +59,7 @@ def test_a_child_has_the_policy_and_its_threads(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     found = child_environment(2)
-    assert found["OMP_NUM_THREADS"] == "2" and threads.WAITING.items() <= found.items()
+    assert found["OMP_NUM_THREADS"] == "2" and threads.OPENMP_SPIN_POLICY.items() <= found.items()
     assert child_environment()["OMP_NUM_THREADS"] == "5"
     assert "GOMP_SPINCOUNT" not in os.environ
 
@@ -70,6 +70,6 @@ def test_threads_are_the_cores_shared_out_as_far_as_the_work_keeps_them_busy(mon
     assert [choose_threads(ranks, 16) for ranks in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
     assert [choose_threads(1, 16, work * enough) for work in (0.1, 1.9, 2, 7.5, 1000)] == [1, 1, 2, 7, 16]
     assert choose_threads(8, 16, 1000 * enough) == 2
-    assert choose_threads(1, 10_000) == most("threads")
+    assert choose_threads(1, 10_000) == limit_of("threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a person's own number
     assert choose_threads(8, 16, 0.1 * enough) == 3

@@ -21,7 +21,7 @@ class UserError(MeshwrightError):
 
 
 class ModelWarning(UserWarning):
-    """A model's files ask for something that is not computed; commands print its text as one line."""
+    """Warning about config or repository content that is ignored; printed as one line."""
 
 
 def ignore_model_warnings() -> None:
@@ -51,11 +51,11 @@ class Terminated(MeshwrightError):
     exit_code = 143
 
 
-def out_of_memory(error: BaseException) -> str | None:
-    """What a failed allocation says, for a person; None for any other exception. Of Python, NumPy and torch."""
+def out_of_memory_message(error: BaseException) -> str | None:
+    """One-line text for a failed allocation in Python, NumPy or torch; None for other exceptions."""
     text = " ".join(str(error).split())
     # torch on a CPU raises no type of its own.
     failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if not failed and not (isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return None
-    return f"there is not enough memory ({text[:200] or type(error).__name__}); `meshwright plan` says what a run needs"
+    return f'out of memory ({text[:200] or type(error).__name__}); "meshwright plan" predicts the memory of a run'

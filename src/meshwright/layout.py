@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.limits import most
+from meshwright.limits import limit_of
 from meshwright.names import (
     ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
@@ -51,7 +51,7 @@ _EXAMPLES = {
 
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
 
-LARGEST_COUNT = most("ranks")
+LARGEST_COUNT = limit_of("ranks")
 """The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have 200,000 devices."""
 
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}

@@ -34,13 +34,13 @@ LIMITS: dict[str, Limit] = {
     "experts_per_token": Limit(2**14, "as experts"),
     "expert_intermediate": Limit(2**24, "as intermediate"),
     "shared_intermediate": Limit(2**24, "as intermediate"),
-    "all_experts": Limit(2**18, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
+    "all_experts": Limit(2**16, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
     "labels": Limit(2**17, "classes of an encoder's head"),
     "token_types": Limit(2**16, "kinds of segments of an encoder"),
     # --- training
     "steps": Limit(10**12, "a step a millisecond for 30 years"),
     "batch": Limit(2**24, "sequences in a step; published runs take up to 2**24 tokens"),
-    "sequence": Limit(2**30, "as max_positions"),
+    "sequence": Limit(2**27, "13 times the published 10,485,760 positions (Llama 4 Scout)"),
     "seconds": Limit(10**9, "30 years"),
     "threads": Limit(1024, "of a rank: beyond its cores they only wait, and libgomp crashes at some thousands"),
     "documents": Limit(2**30, "sequences that are read for a loss of held-out text"),
@@ -59,27 +59,36 @@ LIMITS: dict[str, Limit] = {
     "config_bytes": Limit(2**24, "config.json and the like: published ones have up to 100,000 bytes"),
     "json_bytes": Limit(2**26, "tokenizer.json, indexes, manifests: published ones have up to 33 MB (Gemma 3)"),
     "checkpoint_bytes": Limit(2**30, "what a checkpoint or prepared data say of themselves: bytes a rank and tensor"),
+    "program_bytes": Limit(2**28, "pipeline and collective programs: some 40 bytes a step, 6 million steps"),
+    "word_list_bytes": Limit(2**26, "published lists of blocked words have up to 30,000 bytes"),
+    "metrics_bytes": Limit(2**32, "metrics.jsonl: some 400 bytes a step, 10 million steps"),
     "recipe_bytes": Limit(2**20, "recipes and cluster files, which people write"),
     "nesting": Limit(64, "levels of lists and objects in JSON and TOML"),
 }
 
 
-def most(name: str) -> int:
+def limit_of(name: str) -> int:
     """The limit of a size by its name in `LIMITS`."""
     return LIMITS[name].most
 
 
-def over(name: str, value: Any, called: str | None = None) -> str | None:
-    """Why `value` is too large for the size `name` ("layers 1000000000: at most 10,000 ..."), or None."""
+def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
+    """Error text if `value` exceeds LIMITS[name], such as "layers 1000000000 is too large: at most 1,024 (...)"; None
+    otherwise. called: name used in the text."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
-    return f"{name if called is None else called} {shown(value)} is too large: at most {limit.most:,} ({limit.reason})"
+    subject = name if called is None else called
+    return f"{subject} {shorten_repr(value)} is too large: at most {limit.most:,} ({limit.reason})"
 
 
-def shown(value: object, width: int = 60) -> str:
+def shorten_repr(value: object, width: int = 60) -> str:
     """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
-    text = repr(value)
+    return shorten(repr(value), width)
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """`text`, cut to `width` characters; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
-from meshwright.limits import over, shown
+from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import nearest, unknown
 from meshwright.toml import parse_toml, toml_value
 
@@ -31,7 +31,7 @@ def at_most(name: str) -> AfterValidator:
     """Marks a number that must not be beyond the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
-        if problem := over(name, value, ""):
+        if problem := limit_error(name, value, ""):
             raise ValueError(problem.strip())
         return value
 
@@ -240,4 +240,4 @@ def _said(value: Any) -> str:
     if isinstance(value, (str, float, list, bool)):
         text = toml_value(value)
         return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
-    return shown(value)
+    return shorten_repr(value)

@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.limits import most, over
+from meshwright.limits import limit_error, limit_of
 
-WAITING = {"GOMP_SPINCOUNT": "1000"}
-"""How threads wait at the end of a parallel region: spin for some 0.1 ms, then sleep. libgomp's default spins for
-milliseconds, which a thread that shares its core with another process takes from the very thread it waits for; sleeping
-at once costs a quiet machine a third of a small model's speed (bench/threads.py)."""
+OPENMP_SPIN_POLICY = {"GOMP_SPINCOUNT": "1000"}
+"""OpenMP environment for training: threads spin about 10 microseconds (1,000 rounds) at a barrier, then sleep.
+libgomp's default of 300,000 rounds (about 3 ms) starves co-located processes; passive waiting costs small models a
+third of their speed (bench/threads.py)."""
 
-_WAITING_OF_OTHERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them is a person's own choice
+_SPIN_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them is a person's own choice
 
 FLOPS_PER_THREAD = 2e8
 """Model FLOPs of one layer, forward and backward of a micro-batch, that keep a thread busy: with fewer for each, one
@@ -31,8 +31,8 @@ def prepare_process(environment: MutableMapping[str, str] | None = None) -> None
     an OMP_NUM_THREADS beyond the limit of `meshwright.limits`."""
     environment = os.environ if environment is None else environment
     threads_from_environment(environment)
-    if not any(name in environment for name in _WAITING_OF_OTHERS):
-        environment.update(WAITING)
+    if not any(name in environment for name in _SPIN_POLICY_VARIABLES):
+        environment.update(OPENMP_SPIN_POLICY)
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:
@@ -54,7 +54,7 @@ def threads_from_environment(environment: Mapping[str, str] | None = None) -> in
     )  # a list is one number for each nesting level
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
-    if problem := over("threads", int(first), "OMP_NUM_THREADS"):
+    if problem := limit_error("threads", int(first), "OMP_NUM_THREADS"):
         raise UserError(problem)
     return int(first)
 
@@ -81,4 +81,4 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
         return said
     share = max(1, (available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
-    return min(share, busy, most("threads"))
+    return min(share, busy, limit_of("threads"))

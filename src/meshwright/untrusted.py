@@ -10,20 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.limits import most
+from meshwright.limits import limit_of
 
 PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
-    """All bytes of a file of at most `limits.most(limit)` bytes.
+    """All bytes of a file of at most `limits.limit_of(limit)` bytes.
 
     pipe: a FIFO such as the shell's `<(...)` is read too. OSError: it cannot be read, is larger, or is a device, whose
     end may never come.
     """
-    largest = most(limit)
+    largest = limit_of(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
+    except ValueError as error:  # a null byte, or half a character
+        raise OSError(errno.EINVAL, f"no file has such a name ({error})", str(path)) from None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):
@@ -60,7 +63,7 @@ def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: Pa
 def check_nesting(value: Any) -> None:
     """ValueError for a value of lists and dictionaries that is nested deeper than is read."""
     level = [value]
-    for _ in range(most("nesting")):
+    for _ in range(limit_of("nesting")):
         level = [
             inner
             for outer in level
@@ -74,4 +77,4 @@ def check_nesting(value: Any) -> None:
 
 
 def _too_deep() -> str:
-    return f"nested deeper than {most('nesting')} levels"
+    return f"nested deeper than {limit_of('nesting')} levels"

@@ -71,7 +71,10 @@ def test_a_question_is_put_through_the_chat_template(command_line: Callable[...,
 def test_a_template_that_writes_nothing_is_refused(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
-    for template, word in (("", "makes nothing of a user's turn"), ("{{ 'x' * 10**10 }}", "needs more than 2 GiB")):
+    for template, word in (
+        ("", "renders a user turn as an empty prompt"),
+        ("{{ 'x' * 10**10 }}", "needs more than 2 GiB"),
+    ):
         (model / "chat_template.jinja").write_text(template)
         config = json.loads((model / "tokenizer_config.json").read_text())
         (model / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))

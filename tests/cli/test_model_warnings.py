@@ -58,4 +58,4 @@ def test_code_and_fields_that_are_not_computed_are_one_line_each(
     assert outcome.code == 0, outcome.errors
     lines = [line for line in outcome.errors.splitlines() if "warning" in line.lower() and "own" in line]
     where = f"meshwright: warning: {foreign}/config.json: "
-    assert [line.removeprefix(where)[:12] for line in sorted(lines)] == ['"auto_map": ', '"own_scale":'], outcome.errors
+    assert [line.removeprefix(where)[:12] for line in sorted(lines)] == ['"auto_map": ', "unknown llam"], outcome.errors

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.plumbing import overrides_behind
+from meshwright.cli.plumbing import split_overrides
 from meshwright.errors import UserError
 from tests.conftest import Outcome
 
@@ -67,13 +67,13 @@ def test_verify_proves_the_layout_of_the_override(tiny_recipe: Path, command_lin
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan", "llama-tiny", "train.batch=8", "--cluster", "1xa100-80"], "llama-tiny is no recipe (a .toml file)"),
-        (["verify", "layout=dp2"], "overrides change a recipe, and there is no recipe"),
-        (["evaluate", "runs/none", "train.batch=8", "--data", "book.txt"], "book.txt is no recipe (a .toml file)"),
-        (["plan", "a.toml", "b.toml", "--cluster", "this"], "b.toml: one name, and behind it overrides"),
+        (["plan", "llama-tiny", "train.batch=8", "--cluster", "1xa100-80"], "needs a recipe (.toml); got llama-tiny"),
+        (["verify", "layout=dp2"], "needs a recipe (.toml); got none"),
+        (["evaluate", "runs/none", "train.batch=8", "--data", "book.txt"], "needs a recipe (.toml); got book.txt"),
+        (["plan", "a.toml", "b.toml", "--cluster", "this"], 'unexpected argument "b.toml": give one name'),
         (
             ["plan", "a.toml", "train.batch=8", "b.toml", "--cluster", "this"],
-            "b.toml: one name, and behind it overrides",
+            'unexpected argument "b.toml": give one name',
         ),
     ],
 )
@@ -87,6 +87,6 @@ def test_overrides_of_what_is_no_recipe_are_refused(
 def test_a_file_whose_name_looks_like_an_override_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("lr=3.toml").write_text("")
-    assert overrides_behind(["lr=3.toml", "train.steps=3"]) == (("lr=3.toml",), ("train.steps=3",))
-    with pytest.raises(UserError, match="one name, and behind it"):
-        overrides_behind(["a.toml", "b.toml"])
+    assert split_overrides(["lr=3.toml", "train.steps=3"]) == (("lr=3.toml",), ("train.steps=3",))
+    with pytest.raises(UserError, match="give one name, then KEY=VALUE"):
+        split_overrides(["a.toml", "b.toml"])

@@ -54,4 +54,4 @@ def test_a_mistake_is_one_line_and_the_file_stays(machine, tmp_path, command_lin
         assert line in outcome.errors
         assert machine.read_text() == text and [path.name for path in machine.parent.iterdir()] == ["cluster.toml"]
     outcome = command_line("plan", "qwen3-0.6b", "llama-3-8b", "--cluster", "this")
-    assert outcome.code == 2 and "llama-3-8b: one name, and behind it overrides" in outcome.errors
+    assert outcome.code == 2 and 'unexpected argument "llama-3-8b": give one name' in outcome.errors

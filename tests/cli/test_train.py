@@ -216,7 +216,7 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
     outputs, errors = zip(*(process.communicate(timeout=200) for process in by_hand), strict=True)
     assert [process.returncode for process in by_hand] == [0, 0]
     assert json.loads(outputs[0])["step"] == 4 and outputs[1] == ""
-    assert errors[0].count("threads: 1 a rank until the checkpoint and 2 now: ") == 1 and "threads" not in errors[1]
+    assert errors[0].count("threads per rank changed from 1 to 2: ") == 1 and "threads" not in errors[1]
     assert json.loads((tmp_path / "run/checkpoints/step-000004/training/state.json").read_text())["threads"] == 2
     assert "threads = 2\n" in (tmp_path / "run/recipe.resolved.toml").read_text()
 
@@ -224,7 +224,10 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["step"] == 5 and "resumed from step-000004" in ended.stderr
     # OMP_NUM_THREADS is 1 here: the run keeps its number, and so its bits.
-    assert ended.stderr.count("threads: 2 a rank, as when this run began") == 1 and "until the ch" not in ended.stderr
+    assert (
+        ended.stderr.count("threads: keeping 2 per rank from the checkpoint") == 1
+        and "threads per rank changed" not in ended.stderr
+    )
     assert "on 2 cpu processes x 2 threads\n" in ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]

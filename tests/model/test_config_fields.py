@@ -152,13 +152,16 @@ def test_unknown_fields_are_named_in_one_warning():
     with pytest.warns(ModelWarning) as found:
         ModelConfig.from_huggingface(data, "some/config.json")
     (line,) = (str(each.message) for each in found)
-    assert line.startswith('some/config.json: "temperature_of_scores", "extra_norm": not known for llama and ignored')
+    assert line.startswith('some/config.json: unknown llama fields ignored: "temperature_of_scores", "extra_norm"')
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "the repository's own code is not run; what is"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "custom modeling code (trust_remote_code) is never run",
+        ),
         ({"architectures": ["OwnForCausalLM"]}, "names OwnForCausalLM; what is computed is LlamaForCausalLM"),
         ({"architectures": 5}, "names 5; what is computed is LlamaForCausalLM"),
     ],

@@ -418,8 +418,8 @@ def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"is_decoder": True}, '"is_decoder" = True is not computed here'),
-        ({"position_embedding_type": "relative_key"}, "'relative_key' is not computed here; only 'absolute' is"),
+        ({"is_decoder": True}, 'unsupported "is_decoder" = True'),
+        ({"position_embedding_type": "relative_key"}, "'relative_key'; bert supports only 'absolute'"),
         ({"tie_word_embeddings": False}, "tied is always True in family bert"),
         ({"architectures": ["BertForQuestionAnswering"]}, "head of BertForQuestionAnswering is not computed here"),
         ({"architectures": "BertModel"}, "must be a list of names"),

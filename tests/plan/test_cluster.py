@@ -99,6 +99,8 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ("0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("2.5xh100-sxm", '"2.5" devices; it takes a whole number, at least 1'),
         ("-8xh100-sxm", '"-8" devices; it takes a whole number, at least 1'),
+        (f"{'9' * 5000}xh100-sxm", '..." devices; it takes a whole number, at least 1 and at most 1,048,576'),
+        ("9999x9999xh100-sxm", "devices 99980001 is too large: at most 1,048,576 (published clusters"),
         ("2x0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("h100-sxm", "how many of it? right would be 8xh100-sxm"),
         ("h100", 'unknown device "h100"; did you mean h100-nvl or h100-pcie or h100-96 or h100-sxm?'),
@@ -113,6 +115,19 @@ def test_a_device_of_ones_own(tmp_path: Path):
             'unknown field "inside_gbs"; did you mean "inside_gb_per_second"?',
         ),
         ({"device": "h100-sxm", "devices": 8.5}, "devices takes a whole number, at least 1, not 8.5"),
+        ({"device": "h100-sxm", "devices": "9" * 5000}, "devices takes a whole number, at least 1, not '999"),
+        (
+            {"device": "h100-sxm", "devices": 1_000_000_000_039, "devices_per_node": 999_999_999_999},
+            "devices 1000000000039 is too large: at most 1,048,576",
+        ),
+        (
+            {"device": "h100-sxm", "devices": 8, "devices_per_node": 10**400},
+            "devices_per_node a number of about 401 digits is too large",
+        ),
+        (
+            {"device": "h100-sxm", "devices": 8, "inside_gb_per_second": 10**400},
+            "inside_gb_per_second takes a number above 0, not a number of about 401 digits",
+        ),
         ({"device": "h100-sxm", "devices": True}, "devices takes a whole number, at least 1, not True"),
         (
             {"device": "h100-sxm", "devices": 64, "devices_per_node": 6},
@@ -145,7 +160,7 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(wanted: Any, line: 
     with pytest.raises(UserError) as caught:
         cluster(wanted)
     assert line in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
@@ -161,7 +176,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
 
 def test_this_is_what_probe_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"has not been measured .*run `meshwright probe` first"):
+    with pytest.raises(UserError, match=r'no hardware profile of this machine .*run "meshwright probe"'):
         cluster("this")
     this_machine().parent.mkdir()
     this_machine().write_text('device = "h100-sxm"\ndevices = 4\n')

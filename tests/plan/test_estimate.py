@@ -150,7 +150,10 @@ def test_a_configuration_that_nobody_can_price_is_refused(tmp_path: Path):
     ("changes", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "the repository's own code is not run"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "custom modeling code (trust_remote_code) is never run",
+        ),
         ({"architectures": ["LLaMAForCausalLM"]}, None),  # as the first of them spelled it
         ({}, None),
     ],

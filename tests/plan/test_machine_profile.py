@@ -12,7 +12,13 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.plan.cluster import cluster
-from meshwright.plan.machine_profile import Profile, ProfileKey, profile_directory, read_profile, write_profile
+from meshwright.plan.machine_profile import (
+    HardwareProfile,
+    HardwareProfileKey,
+    profile_directory,
+    read_profile,
+    write_profile,
+)
 from meshwright.toml import read_toml
 from tests.plan.calibration_cases import cluster_file
 
@@ -25,15 +31,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Profile:
+def profile(tmp_path: Path) -> HardwareProfile:
     tables = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file")
-    return Profile(("bf16",), ("tp",), None, tables)
+    return HardwareProfile(("bf16",), ("tp",), None, tables)
 
 
-KEY = ProfileKey.here(2, 2, 1)
+KEY = HardwareProfileKey.here(2, 2, 1)
 
 
-def test_profile_read_back_equals_what_was_written(profile: Profile):
+def test_profile_read_back_equals_what_was_written(profile: HardwareProfile):
     assert read_profile(KEY) is None
     write_profile(KEY, profile)
     assert read_profile(KEY) == profile
@@ -43,7 +49,7 @@ def test_profile_read_back_equals_what_was_written(profile: Profile):
 @pytest.mark.parametrize(
     "other", [{"processor": "another"}, {"cores": 3}, {"torch": "1.0"}, {"ranks": 1}, {"threads": 2}], ids=str
 )
-def test_profile_of_another_machine_is_not_read(profile: Profile, other: dict[str, object]):
+def test_profile_of_another_machine_is_not_read(profile: HardwareProfile, other: dict[str, object]):
     write_profile(KEY, profile)
     elsewhere = replace(KEY, **other)
     assert read_profile(elsewhere) is None
@@ -52,27 +58,27 @@ def test_profile_of_another_machine_is_not_read(profile: Profile, other: dict[st
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"version": 0}', b"\xff\xfe"])
-def test_profile_that_is_damaged_is_none(profile: Profile, damage: bytes):
+def test_profile_that_is_damaged_is_none(profile: HardwareProfile, damage: bytes):
     write_profile(KEY, profile)
     KEY.path.write_bytes(damage)
     assert read_profile(KEY) is None
-    with pytest.raises(UserError, match="has not been measured"):
+    with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")
 
 
-def test_profile_of_another_version_is_none(profile: Profile):
+def test_profile_of_another_version_is_none(profile: HardwareProfile):
     write_profile(KEY, profile)
     KEY.path.write_text(json.dumps(json.loads(KEY.path.read_text()) | {"version": 0}))
     assert read_profile(KEY) is None
 
 
-def test_profile_covers_its_precisions_and_axes_alone(profile: Profile):
+def test_profile_covers_its_precisions_and_axes_alone(profile: HardwareProfile):
     assert profile.covers("bf16", ()) and profile.covers("bf16", ("tp",))
     assert not profile.covers("fp32", ()) and not profile.covers("bf16", ("tp", "cp"))
     assert not profile.covers(None, ()) and replace(profile, default="bf16").covers(None, ())
 
 
-def test_profile_is_whole_while_many_write_it(profile: Profile):
+def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
     """Readers see one of the files that were written, and nothing else is left."""
     write_profile(KEY, profile)
     others = [replace(profile, axes=axes) for axes in ((), ("cp",), ("cp", "tp"))]
@@ -86,8 +92,8 @@ def test_profile_is_whole_while_many_write_it(profile: Profile):
     assert len(list(profile_directory().iterdir())) == 1
 
 
-def test_this_is_the_measured_machine_where_there_is_no_cluster_file(profile: Profile):
-    with pytest.raises(UserError, match="has not been measured"):
+def test_this_is_the_measured_machine_where_there_is_no_cluster_file(profile: HardwareProfile):
+    with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")
     write_profile(replace(KEY, ranks=1), replace(profile, cluster={**profile.cluster, "name": "alone"}))
     write_profile(KEY, profile)

@@ -15,14 +15,14 @@ from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.cluster import cluster
-from meshwright.plan.machine_profile import SWITCH, ProfileKey
+from meshwright.plan.machine_profile import PROBE_VARIABLE, HardwareProfileKey
 from meshwright.plan.step_time import step_time
 from meshwright.probe.points import Effort
 from meshwright.threads import available_cores
 from meshwright.toml import read_toml
 from meshwright.train import first_start, probe_ranks
 from meshwright.train.automatic import chosen_layout
-from meshwright.train.first_start import known_machine, measure_first_start
+from meshwright.train.first_start import find_hardware_profile, measure_first_start
 from meshwright.train.launcher import launch_recipe
 from meshwright.train.prediction import machine_of
 from meshwright.train.rendezvous import Place
@@ -38,7 +38,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is known, and starts may measure."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.delenv(PROBE_VARIABLE)
     monkeypatch.setattr(first_start, "_on_processors", lambda device: device != "cuda")
 
 
@@ -66,15 +66,15 @@ def started(layout: Layout, **more: Any) -> list[str]:
 
 
 def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]]):
-    assert known_machine(2, 1) is None
+    assert find_hardware_profile(2, 1) is None
     lines = started(DP2)
     assert asked == [{"ranks": 2, "threads": 1, "precision": "bf16", "also": [], "axes": []}]
-    assert str(ProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
+    assert str(HardwareProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
     assert len(lines) == 2 and lines[1].startswith("measured in ")
     assert started(DP2) == [] and len(asked) == 1
-    found = known_machine(2, 1)
+    found = find_hardware_profile(2, 1)
     assert found is not None and found.name == "2 x 1"
-    assert known_machine(2, 2) is None and known_machine(1, 1) is None
+    assert find_hardware_profile(2, 2) is None and find_hardware_profile(1, 1) is None
 
 
 def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):
@@ -113,32 +113,32 @@ def test_probe_that_fits_wins_and_one_of_other_threads_does_not(asked: list[dict
     many = []
     measure_first_start(DP2, "auto", 3, many.append)
     assert [each["threads"] for each in asked] == [3]
-    probed, kept = known_machine(2, 1), known_machine(2, 3)
+    probed, kept = find_hardware_profile(2, 1), find_hardware_profile(2, 3)
     assert probed is not None and kept is not None
     assert (probed.name, kept.name) == ("host: 2 x Example CPU", "2 x 3")
 
 
 def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     measure_first_start(DP2, "cuda", 1, pytest.fail)
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert started(DP2) == [] and asked == []
 
 
 @pytest.mark.parametrize("damage", ["{", '{"version": 1}', "tables"])
 def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str):
     started(DP2)
-    path = ProfileKey.here(available_cores(), 2, 1).path
+    path = HardwareProfileKey.here(available_cores(), 2, 1).path
     path.write_text(path.read_text().replace('"shapes"', '"sapes"') if damage == "tables" else damage)
     started(DP2)
-    assert len(asked) == 2 and known_machine(2, 1) is not None
+    assert len(asked) == 2 and find_hardware_profile(2, 1) is not None
 
 
 @pytest.mark.parametrize("error", [RankLost("rank 1 was killed"), UserError("no room"), OSError("full"), KeyError("x")])
 def test_failure_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
     monkeypatch.setattr(probe_ranks, "probe", raising(error))
     lines = started(DP2)
-    assert "could not be measured" in lines[-1] and str(error).strip("'") in lines[-1]
-    assert known_machine(2, 1) is None
+    assert "hardware measurement failed" in lines[-1] and str(error).strip("'") in lines[-1]
+    assert find_hardware_profile(2, 1) is None
 
 
 @pytest.mark.parametrize("error", [Terminated("stopped"), KeyboardInterrupt()])
@@ -158,26 +158,28 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_directory_that_takes_no_file_is_a_line(asked: list[dict[str, Any]], tmp_path: Path):
     (tmp_path / "cache").write_text("a file")
     lines = started(DP2)
-    assert len(lines) == 1 and "could not be measured" in lines[0] and asked == []
+    assert len(lines) == 1 and "hardware measurement failed" in lines[0] and asked == []
 
 
 def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     """Whoever comes second finds what the first has kept."""
-    inner = first_start.one_at_a_time
+    inner = first_start.measurement_lock
 
-    def after_another(key: ProfileKey) -> Any:
-        monkeypatch.setattr(first_start, "one_at_a_time", inner)
+    def after_another(key: HardwareProfileKey) -> Any:
+        monkeypatch.setattr(first_start, "measurement_lock", inner)
         started(DP2)
         return inner(key)
 
-    monkeypatch.setattr(first_start, "one_at_a_time", after_another)
+    monkeypatch.setattr(first_start, "measurement_lock", after_another)
     assert started(DP2) == [] and len(asked) == 1
 
 
 def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]]):
     trainer: Any = SimpleNamespace(device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2))
     threads = torch.get_num_threads()
-    with pytest.raises(UserError, match=r"not measured with 2 ranks of \d+ threads?; `meshwright probe`.*--no-probe"):
+    with pytest.raises(
+        UserError, match=r'no hardware profile for 2 ranks x \d+ threads?; run "meshwright probe".*--no-probe'
+    ):
         machine_of(trainer)
     measure_first_start(DP2, "cpu", threads, lambda line: None)
     assert machine_of(trainer).name == f"2 x {threads}"
@@ -187,7 +189,7 @@ def test_automatic_layout_measures_an_unknown_machine_if_it_may(asked: list[dict
     from tests.train.test_automatic import TABLES, Recipe
 
     recipe = Recipe.from_tables(TABLES)
-    with pytest.raises(UserError, match="has not been measured"):
+    with pytest.raises(UserError, match="no hardware profile of this machine"):
         chosen_layout(recipe, None, print)
     assert Layout.parse(chosen_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
     assert [(each["ranks"], each["precision"], each["axes"]) for each in asked] == [(2, None, ["cp", "tp"])]

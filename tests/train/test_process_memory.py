@@ -13,7 +13,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.plan.ledger import Item, Ledger
-from meshwright.plan.machine_profile import SWITCH
+from meshwright.plan.machine_profile import PROBE_VARIABLE
 from meshwright.train import process_memory
 from meshwright.train.memory import LARGEST_MMAP_THRESHOLD
 from meshwright.train.process_memory import (
@@ -42,7 +42,7 @@ def keep_constants() -> None:
 def measured(tmp_path, monkeypatch) -> list[tuple[str, bool]]:
     """What was measured, on a machine of which nothing is known; it may be measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv(PROBE_VARIABLE, raising=False)
     asked: list[tuple[str, bool]] = []
 
     def measure(precision: str, compiled: bool, limit_seconds: float = 0.0) -> ProcessConstants:
@@ -67,8 +67,8 @@ def test_constants_are_measured_once_for_each_precision_and_compiler(measured):
         lambda text: "[]",
         lambda text: text.replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'),
         lambda text: text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
-        lambda text: text.replace('"first_use": ', '"first_use": -'),
-        lambda text: text.replace('"retention": 0.4', '"retention": NaN'),
+        lambda text: text.replace('"first_use_bytes": ', '"first_use_bytes": -'),
+        lambda text: text.replace('"heap_overhead_fraction": 0.4', '"heap_overhead_fraction": NaN'),
         lambda text: text.replace('"kernel"', '"colonel"'),
     ],
     ids=["cut", "no-table", "format", "torch", "negative", "not-a-number", "unknown-field"],
@@ -85,10 +85,10 @@ def test_constants_of_a_damaged_or_foreign_file_are_measured_again(measured, dam
 
 
 def test_nothing_is_measured_where_that_is_not_wanted(measured, monkeypatch):
-    with pytest.raises(UserError, match="was not measured"):
+    with pytest.raises(UserError, match="no process-memory profile"):
         process_constants("fp32", False, probe=False)
-    monkeypatch.setenv(SWITCH, "0")
-    with pytest.raises(UserError, match="was not measured"):
+    monkeypatch.setenv(PROBE_VARIABLE, "0")
+    with pytest.raises(UserError, match="no process-memory profile"):
         process_constants("fp32", False, probe=True)
     assert measured == [] and not constants_file().exists()
 
@@ -125,11 +125,11 @@ def test_the_prediction_is_the_sum_of_its_items():
     found = predict_process_memory(trainer(), peak_of(10 * MIB, 30 * MIB), 100 * MIB, CONSTANTS, share=0.1)
     items = dict(found.items)
     assert found.peak == sum(items.values())
-    assert (items["framework"], items["model states"], items["step"]) == (100 * MIB, 8 * MIB, 40 * MIB)
-    assert (items["checkpoint snapshot"], items["saving"]) == (6 * MIB, 6 * MIB)
-    assert items["first use of libraries"] == 16 * MIB and items["allocator retention"] == round(0.4 * 40 * MIB)
-    assert items["compiled code"] == items["compiling"] == items["kernels of experts"] == 0
-    assert items["data"] == 4 * 8 * process_memory.PAGES_READ
+    assert (items["framework"], items["model states"], items["step tensors"]) == (100 * MIB, 8 * MIB, 40 * MIB)
+    assert (items["checkpoint snapshot"], items["checkpoint hashing buffer"]) == (6 * MIB, 6 * MIB)
+    assert items["library workspaces"] == 16 * MIB and items["heap overhead"] == round(0.4 * 40 * MIB)
+    assert items["compiled code"] == items["compiler workspace"] == items["oneDNN kernel cache"] == 0
+    assert items["mapped data"] == 4 * 8 * process_memory.PAGES_READ
     assert items["unexplained"] == round(0.1 * (found.peak - items["unexplained"]))
 
 
@@ -142,7 +142,7 @@ def test_the_prediction_is_never_below_what_the_process_already_took(monkeypatch
 def test_tensors_with_pages_of_their_own_leave_nothing_on_the_heap():
     big = 2 * LARGEST_MMAP_THRESHOLD
     found = predict_process_memory(trainer(), peak_of(10 * MIB, big), 100 * MIB, CONSTANTS)
-    assert found.items["allocator retention"] == round(0.4 * 10 * MIB)
+    assert found.items["heap overhead"] == round(0.4 * 10 * MIB)
 
 
 def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
@@ -150,8 +150,8 @@ def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
         predict_process_memory(trainer(compiled=True), peak_of(size), 100 * MIB, CONSTANTS).items
         for size in (10 * MIB, 31 * MIB)
     )
-    assert small["compiled code"] == large["compiled code"] == CONSTANTS.compiled
-    assert (small["compiling"], large["compiling"]) == (30 * MIB - 14 * MIB, 0)
+    assert small["compiled code"] == large["compiled code"] == CONSTANTS.compiler_resident_bytes
+    assert (small["compiler workspace"], large["compiler workspace"]) == (30 * MIB - 14 * MIB, 0)
 
 
 def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept():
@@ -159,13 +159,13 @@ def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept():
         predict_process_memory(trainer(layout, experts=experts), peak_of(MIB), MIB, CONSTANTS).items
         for layout, experts in (("dp1 bf16", 2), ("dp1 bf16", 64), ("dp1 fp32", 64))
     )
-    assert few["kernels of experts"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel
-    assert many["kernels of experts"] == process_memory.KERNELS_KEPT * CONSTANTS.kernel
-    assert plain["kernels of experts"] == 0
+    assert few["oneDNN kernel cache"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel_bytes
+    assert many["oneDNN kernel cache"] == process_memory.KERNELS_KEPT * CONSTANTS.kernel_bytes
+    assert plain["oneDNN kernel cache"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_process_of_this_machine_is_measured():
     found = process_memory.measure_process_memory("bf16", False)
-    assert MIB < found.first_use < 200 * MIB and 0 <= found.retention < 2 and found.kernel > 0
+    assert MIB < found.first_use_bytes < 200 * MIB and 0 <= found.heap_overhead_fraction < 2 and found.kernel_bytes > 0

@@ -7,12 +7,12 @@ import pytest
 from meshwright.recipe import load_recipe
 from meshwright.train import rank_threads
 from meshwright.train.rank_threads import (
-    bits_differ,
     cores_of_rank,
     layer_flops,
     local_threads,
+    resolve_threads,
     smallest_share,
-    threads_of_run,
+    thread_change_note,
 )
 
 
@@ -24,32 +24,32 @@ def recipe(tiny_recipe, monkeypatch):
 
 def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_be_taken(recipe, monkeypatch):
     state = {"layout": "dp1 fp32", "threads": 2}
-    assert threads_of_run(recipe(), 2, state) == rank_threads.Threads(2)
+    assert resolve_threads(recipe(), 2, state) == rank_threads.ThreadChoice(2)
     monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
-    kept = threads_of_run(recipe(), 1, state)
+    kept = resolve_threads(recipe(), 1, state)
     assert kept.count == 2
-    assert kept.note.startswith("threads: 2 a rank, as when this run began, so that its result keeps every bit; ")
+    assert kept.note.startswith("threads: keeping 2 per rank from the checkpoint for bitwise reproducibility (")
     assert kept.note.endswith("1 available cores would give 1, which run.threads=1 takes")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "OMP_NUM_THREADS would give 1" in threads_of_run(recipe(), 1, state).note
+    assert "OMP_NUM_THREADS would give 1" in resolve_threads(recipe(), 1, state).note
 
 
 def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew(recipe):
     state = {"layout": "dp1 fp32", "threads": 2}
-    assert threads_of_run(recipe("run.threads=3"), 1, state) == rank_threads.Threads(3)
-    assert threads_of_run(recipe("layout=dp2"), 1, state) == rank_threads.Threads(1)
-    assert threads_of_run(recipe(), 1, state | {"threads": None}) == rank_threads.Threads(1)  # it ran on a GPU
-    assert threads_of_run(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.Threads(1)  # of an older version
-    assert threads_of_run(recipe(), 1, None) == rank_threads.Threads(1)
+    assert resolve_threads(recipe("run.threads=3"), 1, state) == rank_threads.ThreadChoice(3)
+    assert resolve_threads(recipe("layout=dp2"), 1, state) == rank_threads.ThreadChoice(1)
+    assert resolve_threads(recipe(), 1, state | {"threads": None}) == rank_threads.ThreadChoice(1)  # it ran on a GPU
+    assert resolve_threads(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.ThreadChoice(1)  # of an older version
+    assert resolve_threads(recipe(), 1, None) == rank_threads.ThreadChoice(1)
     for absurd in (10**9, 0, -1, "2", 1.5):
-        assert threads_of_run(recipe(), 1, state | {"threads": absurd}) == rank_threads.Threads(1)
+        assert resolve_threads(recipe(), 1, state | {"threads": absurd}) == rank_threads.ThreadChoice(1)
 
 
 def test_another_number_of_threads_is_one_line_about_the_last_bits():
-    line = bits_differ(2, 1)
-    assert line is not None and line.startswith("threads: 2 a rank until the checkpoint and 1 now: ")
+    line = thread_change_note(2, 1)
+    assert line is not None and line.startswith("threads per rank changed from 2 to 1: ")
     assert "last bits" in line
-    assert [bits_differ(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
+    assert [thread_change_note(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
 
 
 def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_path, monkeypatch):

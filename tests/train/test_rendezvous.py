@@ -285,4 +285,4 @@ def test_a_busy_port_ends_every_rank_with_a_line():
     busy = f"port {port}, where the ranks are to meet"
     assert [line.partition(" (")[0] for line in outputs[0]] == [f"MASTER_PORT: {busy}", f"run.rendezvous: {busy}"]
     assert len(outputs[1]) == 2
-    assert all(f"what listens at 127.0.0.1:{port} does not answer as rank 0 would" in line for line in outputs[1])
+    assert all(f"127.0.0.1:{port} accepts connections but is not rank 0's store" in line for line in outputs[1])

@@ -10,7 +10,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
 from meshwright.verify import cases, mutations, run
-from meshwright.verify.local_faults import PLANS
+from meshwright.verify.local_faults import LOCAL_FAULTS
 
 
 class KeptRanks:
@@ -50,12 +50,14 @@ def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> No
 @pytest.fixture
 def fewer_local_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local faults that need several ranks: test_verify_step.py plants the others on one."""
-    needing = ("norm of one rank", "gathered after", "samples of the first", "ring step")
-    monkeypatch.setattr(mutations, "PLANS", {n: p for n, p in PLANS.items() if any(part in n for part in needing)})
+    needing = ("local norm", "all-gathered after", "rank 0's samples", "ring attention")
+    monkeypatch.setattr(
+        mutations, "LOCAL_FAULTS", {n: p for n, p in LOCAL_FAULTS.items() if any(part in n for part in needing)}
+    )
 
 
 @pytest.fixture
 def first_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the cases of a layout the first: the step with AdamW, a skipped step and a resume."""
-    every = cases.Maker.default
-    monkeypatch.setattr(cases.Maker, "default", lambda maker: every(maker)[:1])
+    every = cases.CaseBuilder.default
+    monkeypatch.setattr(cases.CaseBuilder, "default", lambda maker: every(maker)[:1])

@@ -27,7 +27,7 @@ from meshwright.plan.traffic import predicted_traffic
 from meshwright.verify import mutations, verify
 from meshwright.verify.compare import compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid
-from meshwright.verify.local_faults import PLANS
+from meshwright.verify.local_faults import LOCAL_FAULTS
 from meshwright.verify.mutations import NEUTRAL
 from meshwright.verify.patterns import backward_order
 from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
@@ -157,7 +157,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
     assert mutations["planted"] == mutations["caught"] + mutations["neutral"] >= 16
-    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]} - {*PLANS}
+    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]} - {*LOCAL_FAULTS}
     expected = {"step.verdict", "validation.loss"}
     if "tp" in layout:
         backward = {f"{site}.backward" for site in ("attention.input", "mlp.input", "head.input")}
@@ -181,7 +181,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     assert sites == expected
     said = {fault["fault"]: fault["said"] for fault in mutations["faults"]}
     sums = ("data.gradients", "tensor.gradients")
-    assert "twice too large" in next(said[fault] for fault in said if fault.startswith(sums) and ": double" in fault)
+    assert "2 x the reference" in next(said[fault] for fault in said if fault.startswith(sums) and ": double" in fault)
     assert all("gradient of" in text for fault, text in said.items() if fault.startswith(sums))
     neutral = {fault["fault"] for fault in mutations["faults"] if fault["outcome"] == "neutral"}
     said_neutral = ("double", "drop", "stale") if kinds == "all" else ("double",)
@@ -193,7 +193,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
 def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest.MonkeyPatch):
     """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
     monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
-    monkeypatch.setattr(mutations, "PLANS", {})
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
     document = verify("dp2 tp2", model="llama-3-8b", mutate=True)
     assert document["mutations"]["missed"] == []
     assert "tensor.gradients (all_reduce): wrong group" in {each["fault"] for each in document["mutations"]["faults"]}
@@ -289,7 +289,7 @@ def test_a_doubled_gradient_is_named(reference):
     for result in results:
         gradient(result, 0, name).mul_(2)
     found = compare(reference, results, Layout(dp=2))
-    assert found.failure == f"step 1: the gradient of {name} is off by 1.0e+00 (twice too large)"
+    assert found.failure == f"step 1: the gradient of {name} is off by 1.0e+00 (2 x the reference)"
     assert found.worst_name == name and found.worst_error == pytest.approx(1.0)
 
 
@@ -327,10 +327,10 @@ def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
         gradient(result, 1, "lm_head.weight").mul_(2)
     found = compare(reference, results, Layout(dp=2))
     assert found.failure is not None and found.step == 1
-    assert found.failure.endswith("(twice too large); the loss is 2 times as large as it should be")
+    assert found.failure.endswith("(2 x the reference); the loss is off by 1.0e+00 (ratio to reference 2)")
     results = ideal_results(reference, 2)
     results[1].steps[0].loss *= 0.5
-    assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(0.5 times as large as it should be)")
+    assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(ratio to reference 0.5)")
 
 
 def test_the_gradient_of_another_layer_is_recognised_and_a_shard_that_differs(reference):
@@ -351,7 +351,7 @@ def test_a_missing_part_names_its_rank(reference):
         for piece in result.steps[0].gradients:
             piece.tensor.sub_(part[piece.name])
     failure = compare(reference, results, Layout(dp=4)).failure
-    assert failure is not None and "(the part of rank 3 is missing)" in failure
+    assert failure is not None and "(contribution of rank 3 missing)" in failure
 
 
 def test_an_unsummed_gradient_says_whose_it_is(reference):
@@ -362,7 +362,7 @@ def test_an_unsummed_gradient_says_whose_it_is(reference):
             piece.tensor.copy_(parts[rank][piece.name])
     failure = compare(reference, results, Layout(dp=2)).failure
     assert failure is not None
-    assert "on rank 0 the part of rank 0 alone, not summed; on rank 1 the part of rank 1 alone" in failure
+    assert "on rank 0 only the contribution of rank 0: not summed; on rank 1 only the contribution of rank 1" in failure
 
 
 def test_a_difference_on_one_shard_names_its_rank(reference):
@@ -372,7 +372,7 @@ def test_a_difference_on_one_shard_names_its_rank(reference):
     name = "model.layers.0.mlp.up_proj.weight"
     gradient(results[2], 2, name).mul_(3)
     failure = compare(reference, results, layout).failure
-    assert failure is not None and name in failure and "3 times as large as it should be, on rank 2 alone" in failure
+    assert failure is not None and name in failure and "3 x the reference, on rank 2 alone" in failure
 
 
 def test_a_stale_gradient_is_recognised(reference):
@@ -386,9 +386,9 @@ def test_parts_that_ranks_of_tp_did_not_sum_are_recognised_and_each_copy_counts(
     layout = Layout(tp=2)
     name = "model.norm.weight"
     for factors, said in (
-        ((0.25, 0.75), "(each rank of tp has its own part alone, not summed)"),
-        ((1, 3), "(3 times as large as it should be, on rank 1 alone)"),
-        ((3, 1), "(3 times as large as it should be, on rank 0 alone)"),
+        ((0.25, 0.75), "(partial gradients were not summed over tp)"),
+        ((1, 3), "(3 x the reference, on rank 1 alone)"),
+        ((3, 1), "(3 x the reference, on rank 0 alone)"),
     ):
         results = ideal_results(reference, 2)
         for result, factor in zip(results, factors, strict=True):

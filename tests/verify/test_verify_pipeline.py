@@ -10,7 +10,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
-from meshwright.verify.cases import Maker
+from meshwright.verify.cases import CaseBuilder
 from meshwright.verify.compare import compare, holders
 from meshwright.verify.mutations import plant_all
 from meshwright.verify.problem import Problem, scaled_down, scaled_layout, sequence_of
@@ -86,13 +86,13 @@ def test_a_schedule_from_a_file_trains_as_it_stands(two, tmp_path):
 def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_local_faults):
     """A tied embedding on both ends, split backwards, each fault at all calls and at one."""
     layout = Layout.parse("pp2:zb-h1 mb2")
-    maker = Maker(layout, preset("qwen3-0.6b"), batch=4)
+    maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
     report = plant_all(maker, reference, two, lambda line: None)
     assert report["missed"] == [] and report["neutral"] <= 1  # validation.loss (all_reduce): double
     struck = {fault["fault"].split(" ")[0] for fault in report["faults"]}
     assert {"pipeline.activations", "pipeline.gradients", "pipeline.gradients.shared", "step.verdict"} <= struck
     apart = [fault["said"] for fault in report["faults"] if fault["fault"].startswith("pipeline.gradients.shared")]
-    assert any("each stage that has it has its own part alone, not summed" in said for said in apart)
+    assert any("partial gradients of shared parameters were not summed over pp" in said for said in apart)
 
 
 @pytest.mark.parametrize(

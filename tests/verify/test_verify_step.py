@@ -19,26 +19,26 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.presets import preset
 from meshwright.model.tiled_attention import TILE_QUERIES
 from meshwright.train import optimizer, trainer
-from meshwright.verify.cases import TILE, Case, Maker, another_layout
+from meshwright.verify.cases import TILE, Case, CaseBuilder, another_layout
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
-from meshwright.verify.local_faults import PLANS, LocalFault
+from meshwright.verify.local_faults import LOCAL_FAULTS, LocalFault
 from meshwright.verify.problem import Problem
-from meshwright.verify.ranks import RankResult, Span, run_rank
+from meshwright.verify.ranks import RankResult, StepRange, run_rank
 from meshwright.verify.reference import Reference, learning_rate, shuffled
 from meshwright.verify.samples import make_sequences
 
 LAYOUT = Layout.parse("dp1 mb2")
 NEEDS_RANKS = {
-    "gradients are clipped by the norm of one rank",
-    "parameters are not gathered after the update",
-    "every rank reads the samples of the first",
-    "a ring step leaves keys out",
+    "gradient clipping uses the local norm",
+    "parameters not all-gathered after the update",
+    "all ranks read rank 0's samples",
+    "ring attention drops a KV block",
 }
 
 
-def maker(model: str = "llama-3-8b", layout: Layout = LAYOUT, **changes: Any) -> Maker:
+def maker(model: str = "llama-3-8b", layout: Layout = LAYOUT, **changes: Any) -> CaseBuilder:
     config: ModelConfig = dataclasses.replace(preset(model), **changes)
-    return Maker(layout, config)
+    return CaseBuilder(layout, config)
 
 
 @cache
@@ -51,13 +51,13 @@ def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> t
     return result, compare(reference(problem), [result], LAYOUT)
 
 
-PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "long": maker().long()}
+PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "long sequences": maker().long()}
 
 
 # --- what is right passes
 
 
-CASES = [each.name for each in maker().thorough() if each.elsewhere is None]
+CASES = [each.name for each in maker().thorough() if each.resume_layout is None]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_trainer_does_what_one_device_does(case: str, tmp_path: Path):
 
 def test_the_case_of_float32_passes(tmp_path: Path):
     """SGD in the place of AdamW, and no loss scale to change."""
-    problem = Maker(LAYOUT, preset("gpt2"), "float32").updates(layers=2)
+    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").updates(layers=2)
     assert problem.training.optimizer == "sgd" and problem.training.loss_scale_every == 0
     assert run(problem, tmp_path)[1].failure is None
 
@@ -82,7 +82,7 @@ def test_the_case_of_float32_passes(tmp_path: Path):
 def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
     problem, other = maker().updates(), another_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == 3
-    for layout, span in ((LAYOUT, Span(0, 3)), (other, Span(3))):
+    for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
         (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
         found = compare(reference(problem), [result], layout)
         assert found.passed and sorted(result.steps) == list(range(span.first, span.stop or 4)), found.failure
@@ -91,9 +91,9 @@ def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
 # --- what is planted is found
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", LOCAL_FAULTS)
 def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
-    result, found = run(PROBLEMS[PLANS[name].case], tmp_path, LocalFault(name))
+    result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
     assert (result.struck == 0) == (name in NEEDS_RANKS)
     assert found.passed == (name in NEEDS_RANKS), found.failure
 
@@ -140,7 +140,7 @@ def test_mathematics_that_no_layout_changes_is_proved_too(
 
 
 def test_clipping_is_active_in_one_case_and_not_in_the_other():
-    updates, long = reference(maker().updates()), reference(PROBLEMS["long"])
+    updates, long = reference(maker().updates()), reference(PROBLEMS["long sequences"])
     assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
     assert all(0 < norm < long.problem.training.clip for norm in long.norms)
 

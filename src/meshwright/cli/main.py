@@ -14,7 +14,7 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
-from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory
+from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory_message
 from meshwright.terminal import print_message, printable
 from meshwright.threads import prepare_process
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             click.echo(err=True)  # ends the line of the ^C
         return _fail(str(error) or "interrupted", 130, kind="")
     except (MemoryError, RuntimeError) as error:
-        if (reason := out_of_memory(error)) is None:
+        if (reason := out_of_memory_message(error)) is None:
             raise
         return _fail(reason, 2)
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there

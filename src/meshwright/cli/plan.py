@@ -15,12 +15,13 @@ from meshwright.cli.plumbing import (
     answering,
     json_document,
     json_option,
-    overrides_behind,
     refuse_overrides,
+    split_overrides,
     write_file,
 )
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
+from meshwright.limits import most
 
 
 @a_command(
@@ -92,7 +93,7 @@ def command(
                 raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
         _answer_jobs(jobs)
         return
-    given, overrides = overrides_behind(names)
+    given, overrides = split_overrides(names)
     model = given[0] if given else None
     refuse_overrides(overrides, model)
     if model is None:
@@ -218,7 +219,12 @@ def _answer_jobs(path: str) -> None:
 def _lines(path: str) -> Iterator[str]:
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
-            yield from (line for line in file if line.strip())
+            longest = most("config_bytes")
+            for number, line in enumerate(iter(lambda: file.readline(longest + 1), ""), 1):
+                if len(line) > longest:
+                    raise UserError(f"--jobs {path}: line {number} has more than {longest:,} characters")
+                if line.strip():
+                    yield line
     except FileNotFoundError:
         raise UserError(f"--jobs {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

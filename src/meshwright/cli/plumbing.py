@@ -117,8 +117,8 @@ def _wanted(parameter: click.Parameter) -> str:
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
-def overrides_behind(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Arguments of a command whose recipe may be left out: what comes before the first override, and the overrides.
+def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split arguments into leading names (at most `names`) and KEY=VALUE overrides.
 
     Raises UserError for more than so many names, and for a name behind an override.
     """
@@ -126,7 +126,9 @@ def overrides_behind(arguments: Sequence[str], names: int = 1) -> tuple[tuple[st
     named, overrides = tuple(arguments[:first]), tuple(arguments[first:])
     over = next((each for each in overrides if not is_override(each)), named[names] if len(named) > names else None)
     if over is not None:
-        raise UserError(f"{over}: one name, and behind it overrides such as train.steps=100 or layout=dp2")
+        raise UserError(
+            f'unexpected argument "{over}": give one name, then KEY=VALUE overrides such as train.steps=100'
+        )
     return named, overrides
 
 
@@ -138,8 +140,7 @@ def is_override(argument: str) -> bool:
 def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
     """Raise UserError where overrides follow what is no recipe."""
     if overrides and not (name or "").endswith(".toml"):
-        what = f"{name} is no recipe (a .toml file)" if name else "there is no recipe"
-        raise UserError(f'override "{overrides[0]}": overrides change a recipe, and {what}')
+        raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
 def device_or_layout(device: str, layout: str | None) -> None:

@@ -25,7 +25,8 @@ from meshwright.terminal import print_message
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
 @click.option(
     "--no-probe", is_flag=True,
-    help="Do not measure this machine for the predicted step time, which the first start on it does in seconds.",
+    help="Skip the one-time hardware measurement; step time and process memory are then predicted only from stored "
+    "profiles.",
 )  # fmt: skip
 @trust_option
 @json_option

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
-from meshwright.data.files import sha256_of_file
 from meshwright.errors import UserError
+from meshwright.untrusted import read_file
 
 # Scripts that put no spaces between words: Thai, Lao, Myanmar, Khmer, kana, Han.
 _JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff"
@@ -24,7 +25,7 @@ class BlockedWords:
     def __init__(self, path: str) -> None:
         """`UserError`: a file that cannot be read, or that lists nothing."""
         try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
+            lines = _content(path).decode("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise _unreadable(path, error) from None
         listed = {line.strip().casefold() for line in lines} - {""}
@@ -44,9 +45,13 @@ class BlockedWords:
 def digest(path: str) -> str:
     """The SHA-256 of the list. `UserError`: it cannot be read."""
     try:
-        return sha256_of_file(Path(path).expanduser())
+        return hashlib.sha256(_content(path)).hexdigest()
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def _content(path: str) -> bytes:
+    return read_file(Path(path).expanduser(), "word_list_bytes")
 
 
 def _stands_alone(phrase: str, text: str) -> bool:

@@ -97,7 +97,7 @@ class ChatTemplate:
     def _marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the places that {% generation %} marks in it."""
         try:
-            marked = self._renderer.marked(messages, prompt)
+            marked = self._renderer.render_marked(messages, prompt)
         except LimitReached as error:
             raise UserError(f"{self.where} {error}: no template needs that for a conversation") from None
         parts = re.split(f"([{BEGIN}{END}])", marked)

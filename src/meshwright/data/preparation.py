@@ -148,7 +148,7 @@ class _Job:
             return None
         if manifest.pop("manifest_sha256", None) != _sha256(manifest):
             if log:
-                log(f"{self.directory / 'manifest.json'} was altered, or is of an older version: it is made again")
+                log(f"{self.directory / 'manifest.json'}: hash mismatch or older format; preparing the data again")
             return None
         problems: list[str] = []
         for name, said in manifest["tokenizer"].items():

@@ -1,4 +1,4 @@
-"""A process in which a stranger's chat template renders: the kernel bounds its processor time and its memory.
+"""Subprocess that renders untrusted chat templates under CPU-time and memory limits.
 
 Bounds inside Jinja would have to know every operator, method and filter that can make much of little; these need not.
 """
@@ -37,8 +37,8 @@ class RenderProcess:
         with self._lock:
             self._start()
 
-    def marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """As `Renderer.marked`."""
+    def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+        """As `Renderer.render_marked`."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
@@ -70,7 +70,7 @@ class RenderProcess:
             self._stop()
             raise
         if not line.endswith(b"\n"):
-            raise LimitReached(self._how_it_ended())
+            raise LimitReached(self._exit_reason())
         answer = json.loads(line)
         if "limit" in answer:
             self._stop()
@@ -97,7 +97,7 @@ class RenderProcess:
             parts.append(part)
         return b"".join(parts)
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         """Why there was no answer; the process is gone afterwards."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Renders chat templates as `transformers` does; run as a program, it is the process in which strangers' ones render.
+"""Renders chat templates in a Jinja sandbox, compatible with transformers; runs as the subprocess for untrusted ones.
 
 This file imports nothing of Meshwright: the process starts in a tenth of a second and holds nothing but the template.
 """
@@ -52,7 +52,7 @@ class Renderer:
         except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # of the code that Jinja makes
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
-    def marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+    def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
         """The text, with `BEGIN` and `END` around what {% generation %} marks. `TemplateError`, `LimitReached`."""
         from jinja2 import TemplateError as JinjaError
 
@@ -133,7 +133,7 @@ def serve() -> None:
             if renderer is None:
                 renderer, answer = Renderer(request["source"], request["named"]), {"text": ""}
             else:
-                answer = {"text": renderer.marked(request["messages"], request["prompt"])}
+                answer = {"text": renderer.render_marked(request["messages"], request["prompt"])}
             data = json.dumps(answer).encode()
         except NotATemplate as error:
             data = json.dumps({"not_a_template": str(error)[:1000], "line": error.line}).encode()

@@ -19,6 +19,7 @@ from meshwright.names import nearest
 from meshwright.untrusted import parse_json, read_json
 
 LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+MOST_DIMENSIONS = 64  # of a tensor, as in NumPy
 INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
@@ -65,7 +66,7 @@ class TensorFiles:
             self.unindexed = [name for name in seen if name not in indexed]
 
     def raw(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The bytes of a tensor, 1-D, mapped: the file is read where they are looked at."""
+        """The bytes of a tensor, 1-D, mapped: a page of the file is read when it is accessed."""
         if not entry.bytes:
             return np.zeros(0, dtype=np.uint8)
         if entry.file in self._pickled:
@@ -137,9 +138,11 @@ def read_header(file: Path) -> list[TensorEntry]:
 def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
-        isinstance(number, int) and number >= 0 for number in (*shape, first, end)
+        isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
     ):
         raise ValueError("not a type, a shape and two places")
+    if len(shape) > MOST_DIMENSIONS:  # the product of a longer one takes time that grows with the square of its length
+        raise UserError(f"{file}: tensor {name} has {len(shape):,} dimensions: at most {MOST_DIMENSIONS} are read")
     if dtype not in ELEMENT_TYPES:
         close = nearest(dtype, ELEMENT_TYPES)
         hint = f'; did you mean "{close}"?' if close else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import UserError
-from meshwright.limits import LIMITS, over
+from meshwright.limits import LIMITS, limit_error
 from meshwright.model.config_json import config_file, read_config, read_fields, write_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.rope_scaling import RopeScaling, read_rope_scaling
@@ -151,7 +151,7 @@ class ModelConfig:
         """Which size is beyond its limit."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
-        return next(filter(None, (over(name, value) for name, value in values.items())), None)
+        return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
 
     def _experts_problem(self) -> str | None:
         """What is wrong with the sizes of the mixture of experts."""

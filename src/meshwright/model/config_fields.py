@@ -13,36 +13,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
+from meshwright.limits import shorten_repr
 from meshwright.model.families import Family
 
 
 @dataclass(frozen=True, slots=True)
-class Neutral:
-    """The values at which a field that can change the computation does not; `text` names them for a person."""
+class NeutralValue:
+    """Accepted values of a field that would otherwise change the computation. text: shown in errors."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
 
 
-def _only(*values: object) -> Neutral:
-    return Neutral(" or ".join(map(repr, values)), lambda value, fields: value in values)
+def _only(*values: object) -> NeutralValue:
+    return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 
-_ABSENT = Neutral("None", lambda value, fields: False)
-_NOTHING = Neutral("empty", lambda value, fields: not value)
-_EVERY_LAYER_ROTATES = Neutral(
+_ABSENT = NeutralValue("None", lambda value, fields: False)
+_NOTHING = NeutralValue("empty", lambda value, fields: not value)
+_EVERY_LAYER_ROTATES = NeutralValue(
     "1 for every layer", lambda value, fields: isinstance(value, list) and all(entry == 1 for entry in value)
 )
-_FULL_ATTENTION = Neutral(
+_FULL_ATTENTION = NeutralValue(
     '"full_attention" for every layer',
     lambda value, fields: isinstance(value, list) and all(entry == "full_attention" for entry in value),
 )
-_AS_WINDOWED = Neutral(
+_AS_WINDOWED = NeutralValue(
     "the value that fits its sliding_window",
     lambda value, fields: value is (fields.get("sliding_window") is not None),
 )
-_HEAD_DIM = Neutral("the size of a head", lambda value, fields: value == fields["head_dim"])
-_SCALE_OF_HEAD = Neutral(
+_HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
+_SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
 )
@@ -68,7 +69,7 @@ _GENERATION = """bad_words_ids begin_suppress_tokens cache_implementation decode
 _IGNORED = frozenset((_METADATA + _DROPOUT + _GENERATION).split())
 
 # Of every family, unless its own table below says otherwise.
-_NEUTRAL: dict[str, Neutral] = {
+_NEUTRAL: dict[str, NeutralValue] = {
     **dict.fromkeys(
         ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "attention_chunk_size", "text_config",
          "rope_local_base_freq", "rotary_dim", "altup_num_inputs", "sliding_window_pattern", "kv_lora_rank",
@@ -149,7 +150,7 @@ _OWN_IGNORED: dict[str, str] = {
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }
 
-_OWN_NEUTRAL: dict[str, dict[str, Neutral]] = {
+_OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "bert": {"problem_type": _only("single_label_classification")},  # the loss of an encoder's head
     "qwen2": {"attention_bias": _only(True), "qkv_bias": _only(True)},
     "qwen2_moe": {"attention_bias": _only(True)},
@@ -169,7 +170,7 @@ class FieldTable:
 
     read: frozenset[str]
     ignored: frozenset[str]
-    neutral: Mapping[str, Neutral]
+    neutral: Mapping[str, NeutralValue]
 
 
 def field_table(family: str) -> FieldTable:
@@ -198,40 +199,33 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
             unknown.append(name)
         elif not neutral.accepts(value, fields):
             raise UserError(
-                f'{where}: "{name}" = {_shortened(value)} is not computed here; only {neutral.text} is, '
-                f"for {family.name}"
+                f'{where}: unsupported "{name}" = {shorten_repr(value)}; {family.name} supports only {neutral.text}'
             )
     if unknown:
-        names = ", ".join(f'"{_shortened(name, quoted=False)}"' for name in unknown[:8])
+        names = ", ".join(f'"{_shortened(name)}"' for name in unknown[:8])
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         warnings.warn(
-            f"{where}: {names}{more}: not known for {family.name} and ignored; what is computed is the published "
-            f"{family.name}, which is another model where these fields change the computation",
+            f"{where}: unknown {family.name} fields ignored: {names}{more}; results differ from the original model if "
+            "they change the computation",
             ModelWarning,
             stacklevel=2,
         )
-    if foreign := other_code(data, family):
+    if foreign := foreign_architecture_note(data, family):
         warnings.warn(f"{where}: {foreign}", ModelWarning, stacklevel=2)
 
 
-def other_code(data: Mapping[str, Any], family: Family) -> str | None:
+def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
     """One line where a configuration asks for code or an architecture that is not the family's own; else None."""
     if data.get("auto_map"):
-        return (
-            f'"auto_map": the repository\'s own code is not run; what is computed is the published {family.name} '
-            f"({family.architecture})"
-        )
+        return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]
     first = named[0] if isinstance(named, list) else named
     if not family.encoder and str(first).lower() != family.architecture.lower():
-        return (
-            f'"architectures" names {_shortened(first, quoted=False)}; what is computed is {family.architecture}, '
-            "without what the other has beside or in place of its layers"
-        )
+        return f'"architectures" names {_shortened(first)}; treated as {family.architecture}, whose layers may differ'
     return None
 
 
-def _shortened(value: object, quoted: bool = True) -> str:
-    """A value from a file in a line of text."""
-    text = " ".join((repr(value) if quoted else str(value)).split())
+def _shortened(name: object) -> str:
+    """A name from a file, without quotes, in a line of text."""
+    text = " ".join(str(name).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import shown
+from meshwright.limits import shorten_repr
 from meshwright.model.config_fields import check_fields
 from meshwright.model.config_reader import Reader
 from meshwright.model.encoder_json import read_encoder, write_encoder
@@ -91,8 +91,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f'{where}: "model_type" {shown(name)} is not a known family; what its layers compute and which parameters '
-            f"they have is not known here, so nothing of it can be priced or run (known: {known})"
+            f'{where}: "model_type" {shorten_repr(name)} is not a known family; what its layers compute and which '
+            f"parameters they have is not known here, so nothing of it can be priced or run (known: {known})"
         )
     for key in ("quantization_config", "compression_config"):
         if data.get(key) is not None:
@@ -193,7 +193,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
             continue
         at = f"{where}: {key}"
         if not isinstance(entry, Mapping):
-            raise UserError(f"{at} must be an object, not {shown(entry)}")
+            raise UserError(f"{at} must be an object, not {shorten_repr(entry)}")
         per_type = [value for value in entry.values() if isinstance(value, Mapping)]
         if per_type:
             if any(value != per_type[0] for value in per_type):
@@ -224,7 +224,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
         for name in types:
             if name not in ("full_attention", "sliding_attention"):
                 raise UserError(
-                    f"{where}: layer type {shown(name)} is not supported (full_attention, sliding_attention)"
+                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
                 )
         windowed = [name == "sliding_attention" for name in types]
     elif family in ("mistral", "mixtral", "qwen3_moe"):
@@ -248,7 +248,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
 def _window_layers(read: Reader) -> int:
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shown(value)}')
+        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
     return value
 
 

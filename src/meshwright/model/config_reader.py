@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import over, shown
+from meshwright.limits import limit_error, shorten_repr
 
 # Hugging Face's names of activations -> ours. Both tanh names are the same function.
 ACTIVATIONS = {
@@ -33,23 +33,23 @@ class Reader:
         for other in present[1:]:
             if self.data[other] != self.data[present[0]] and self.data[other] is not None:
                 raise UserError(
-                    f'{self.where}: "{present[0]}" is {shown(self.data[present[0]])} and "{other}", another name of '
-                    f"it, {shown(self.data[other])}; leave one out"
+                    f'{self.where}: "{present[0]}" is {shorten_repr(self.data[present[0]])} and "{other}", another '
+                    f"name of it, {shorten_repr(self.data[other])}; leave one out"
                 )
         if present:
             return present[0], self.data[present[0]]
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
-        """A whole number from 1 to `limits.most(limit)`."""
+        """A whole number from 1 to `limits.limit_of(limit)`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default
         if value is None:
             raise UserError(f'{self.where}: "{key}" is missing; it must be a whole number above 0')
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {shown(value)}')
-        if problem := over(limit, value, f'"{key}"'):
+            raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {shorten_repr(value)}')
+        if problem := limit_error(limit, value, f'"{key}"'):
             raise UserError(f"{self.where}: {problem}")
         return value
 
@@ -57,23 +57,23 @@ class Reader:
         key, value = self.get(keys, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise UserError(f'{self.where}: "{key}" must be a number above 0, not {shown(value)}')
+            raise UserError(f'{self.where}: "{key}" must be a number above 0, not {shorten_repr(value)}')
         if value > sys.float_info.max:
-            raise UserError(f'{self.where}: "{key}" {shown(value)} is too large for a floating-point number')
+            raise UserError(f'{self.where}: "{key}" {shorten_repr(value)} is too large for a floating-point number')
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
         _, value = self.get((key,), default)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise UserError(f'{self.where}: "{key}" must be true or false, not {shown(value)}')
+            raise UserError(f'{self.where}: "{key}" must be true or false, not {shorten_repr(value)}')
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(
-                f'{self.where}: "{key}" {shown(value)} is not supported (supported: {", ".join(ACTIVATIONS)})'
+                f'{self.where}: "{key}" {shorten_repr(value)} is not supported (supported: {", ".join(ACTIVATIONS)})'
             )
         return ACTIVATIONS[value]
 
@@ -85,5 +85,7 @@ class Reader:
         ids = value if isinstance(value, list) else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise UserError(f'{self.where}: "{key}" must be a token id or a list of them, not {shown(value)}')
+                raise UserError(
+                    f'{self.where}: "{key}" must be a token id or a list of them, not {shorten_repr(value)}'
+                )
         return tuple(token for token in ids if 0 <= token < vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import shown
+from meshwright.limits import shorten_repr
 from meshwright.model.families import Family
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise UserError(f'{read.where}: "architectures" must be a list of names, not {shown(architectures)}')
+        raise UserError(f'{read.where}: "architectures" must be a list of names, not {shorten_repr(architectures)}')
     if architectures[0] not in family.heads:
         raise UserError(f"{read.where}: the head of {architectures[0]} is not computed here (computed: {known})")
     head = family.heads[architectures[0]]
@@ -39,7 +39,7 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
     try:
         return tuple(str(names[str(number)]) for number in range(len(names)))
     except (KeyError, TypeError):
-        message = f'"id2label" must name the classes from "0" on, not {shown(names)}'
+        message = f'"id2label" must name the classes from "0" on, not {shorten_repr(names)}'
         raise UserError(f"{read.where}: {message}") from None
 
 

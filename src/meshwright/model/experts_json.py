@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import shown
+from meshwright.limits import shorten_repr
 
 if TYPE_CHECKING:
     from meshwright.model.config import ModelConfig
@@ -79,7 +79,7 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     _, listed = read.get(("mlp_only_layers",))
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
-        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {shown(listed)}')
+        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {shorten_repr(listed)}')
     listed = frozenset(listed)
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
@@ -88,5 +88,5 @@ def _whole(read: Reader, key: str, default: int) -> int:
     _, value = read.get((key,), default)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f'{read.where}: "{key}" must be a whole number, not {shown(value)}')
+        raise UserError(f'{read.where}: "{key}" must be a whole number, not {shorten_repr(value)}')
     return value

@@ -273,9 +273,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 
-def chunk_of_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor, axes: Axes) -> _Chunk:
-    """The losses of given logits without the products of the head; `differentiate` turns the logits into gradients.
-    What the probe times."""
+def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor, axes: Axes) -> _Chunk:
+    """Loss chunk for given logits [C, V] and targets [C], without the head matmul; used by the probe."""
     vocabulary = logits_CV.shape[1]
     head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, axes, compiled=False, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)

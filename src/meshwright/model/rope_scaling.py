@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import UserError
-from meshwright.limits import most, shown
+from meshwright.limits import limit_of, shorten_repr
 from meshwright.names import ROPE_SCALINGS
 
 RopeKind = Literal["linear", "llama3", "yarn"]
@@ -119,15 +119,15 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
             continue
         if key == "truncate":
             if not isinstance(value, bool):
-                raise UserError(f'{where}: "{key}" must be true or false, not {shown(value)}')
+                raise UserError(f'{where}: "{key}" must be true or false, not {shorten_repr(value)}')
             values[field] = value
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most("count"):
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit_of("count"):
             raise UserError(
-                f'{where}: "{key}" must be a number above 0 and at most {most("count")}, not {shown(value)}'
+                f'{where}: "{key}" must be a number above 0 and at most {limit_of("count")}, not {shorten_repr(value)}'
             )
         elif key == "original_max_position_embeddings":
             if value != int(value):
-                raise UserError(f'{where}: "{key}" must be a whole number, not {shown(value)}')
+                raise UserError(f'{where}: "{key}" must be a whole number, not {shorten_repr(value)}')
             values[field] = int(value)
         else:
             values[field] = float(value)

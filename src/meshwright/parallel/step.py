@@ -24,8 +24,8 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 class ForwardBackward:
     """Runs `program` on this rank of pp. `mark`: told of each part of the work that has ended ("pipeline": waiting for
-    another stage; "forward", "backward", "reduce"). `add_at_once_from`: elements of a weight from which its products
-    add their gradients to the sum themselves. `preference`: the loss of documents that come in pairs."""
+    another stage; "forward", "backward", "reduce"). `fused_accumulation_min_numel`: minimum weight
+    elements for which the wgrad kernel accumulates directly. `preference`: the loss of documents that come in pairs."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ForwardBackward:
         parallel: DataParallel,
         program: PipelineProgram,
         mark: Callable[[str], None] = lambda part: None,
-        add_at_once_from: int = WORTH_ADDING_AT_ONCE,
+        fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
         preference: Preference | None = None,
     ) -> None:
         self.model, self.parallel, self.program = model, parallel, program
@@ -48,7 +48,7 @@ class ForwardBackward:
         if split:
             take_weight_gradients(model, self._queue)
         elif not model.compiled:  # its products would give what gradients are made of, all at once
-            take_weight_gradients(model, self._queue, add_at_once_from)
+            take_weight_gradients(model, self._queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.

@@ -18,7 +18,7 @@ from meshwright.plan import calibration
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.cluster import Cluster, cluster
 from meshwright.toml import parse_toml, toml_value, write_toml
-from meshwright.untrusted import read_json
+from meshwright.untrusted import read_file, read_json
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
 """Of a run's directory."""
@@ -29,9 +29,11 @@ LEAST_PEAK = 2**28
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Of a finished run: seconds of a step as predicted without calibration and as measured; bytes of the predicted
-    peak (of the process on a CPU, of the allocator on CUDA) without calibration, and the measured ones less these; None
-    where they say nothing (`LEAST_PEAK`; no prediction of the peak that was measured)."""
+    """Predicted and measured step seconds and peak bytes of one finished run.
+
+    Predictions are those without calibration. unexplained_bytes: measured - predicted peak (CPU: process RSS; CUDA:
+    allocator). Both byte figures are None below `LEAST_PEAK` and where that peak was not predicted.
+    """
 
     run: str
     device: str
@@ -135,7 +137,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
                 f"--calibrate {run.run}: the run was predicted for {run.device}, and {path} is of {machine.device.name}"
             )
     found = calibration_of(runs)
-    text = path.read_text(encoding="utf-8-sig")
+    text = read_file(path, "recipe_bytes").decode("utf-8-sig")
     tables = {**parse_toml(text, str(path)), "calibration": found.table()}
     rest = re.sub(r"^\[calibration\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
     lines = [f"{key} = {toml_value(value)}" for key, value in found.table().items()]

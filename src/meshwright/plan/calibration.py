@@ -17,8 +17,8 @@ FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """time_factor: the median of measured over predicted seconds of a step, of `runs` runs; time_low, time_high: the
-    least and the most of them. unexplained_share: measured less predicted bytes of the peak (the process's on a CPU,
-    the allocator's on CUDA) over predicted ones, of `unexplained_runs` runs together; None where no run could tell."""
+    least and the most of them. unexplained_share: (measured - predicted) / predicted peak bytes, pooled over
+    `unexplained_runs` runs (CPU: process RSS; CUDA: allocator); None if unknown."""
 
     time_factor: float
     time_low: float

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.limits import most, over, shorten, shown
 from meshwright.names import PRECISIONS, unknown
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.calibration import read as read_calibration
@@ -40,7 +42,7 @@ DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between devices. ``bandwidth``: bytes a second, one direction, per device; ``latency``: seconds."""
+    """Link between devices. ``bandwidth``: bytes per second, one direction, per device; ``latency``: seconds."""
 
     bandwidth: float
     latency: float  # seconds of one message
@@ -99,7 +101,7 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
     if not isinstance(wanted, str):
-        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {wanted!r}")
+        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {shown(wanted)}")
     text = wanted.strip()
     if text.lower() == "this":
         path = this_machine()
@@ -107,7 +109,8 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
             if (started := largest_profile()) is not None:
                 return _from_mapping(started, where)
             raise UserError(
-                f'{where} "this": this machine has not been measured ({path}); run `meshwright probe` first'
+                f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
+                '"meshwright train" without --no-probe'
             )
         return _from_mapping(read_toml(path, "cluster file"), str(path))
     if text.endswith(".toml") or "/" in text or _is_file(text):
@@ -129,31 +132,33 @@ def _is_file(text: str) -> bool:
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:
+    where = f'{where} "{shorten(text)}"'
     match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     if match is None:
         known = find_device(text.lower())
         hint = f"; how many of it? right would be 8x{known.name}" if known else f"; right would be {_EXAMPLES}"
         if known is None and re.fullmatch(r"[a-z][a-z0-9-]*", text.lower()):
             hint = f"; {_unknown_device(text)}"
-        raise UserError(f'{where} "{text}" does not say how many devices of which kind{hint}')
-    counts = [_whole(part, text, where) for part in match.groups()[:2] if part is not None]
-    device = _catalogued(match[3], f'{where} "{text}"')
+        raise UserError(f"{where} does not say how many devices of which kind{hint}")
+    counts = [_whole(part, where) for part in match.groups()[:2] if part is not None]
+    device = _catalogued(match[3], where)
     table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
     if len(counts) == 2:
         table["devices_per_node"] = counts[1]
-    return replace(_from_mapping(table, f'{where} "{text}"'), name=text.lower())
+    return replace(_from_mapping(table, where), name=text.lower())
 
 
-def _whole(part: str, text: str, where: str) -> int:
-    if not part.isdecimal() or int(part) < 1:
-        raise UserError(f'{where} "{text}": "{part}" devices; it takes a whole number, at least 1')
+def _whole(part: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
+        right = f"a whole number, at least 1 and at most {most('ranks'):,}"
+        raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
     return int(part)
 
 
 def _catalogued(name: Any, where: str) -> Device:
     """The device of a catalogue's name, or of a driver's."""
     if not isinstance(name, str):
-        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {name!r}")
+        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shown(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
         raise UserError(
             f"{where}: no data sheet says how fast processors train; measure with `meshwright probe`, then say this"
@@ -202,12 +207,12 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
     name = table.get("name", f"{devices}x{device.name}")
     if not isinstance(name, str):
-        raise UserError(f"{where}: name should be text, not {name!r}")
+        raise UserError(f"{where}: name should be text, not {shown(name)}")
     return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
 
 
 def _factors(devices: int, size: int) -> str:
-    """The nearest smaller nodes that it is: nodes x devices; nothing where those would be single devices."""
+    """The largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is 1."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 
@@ -275,7 +280,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
         if key not in table:
             raise UserError(f"{where}: {key} is missing; it takes that, or like = a catalogue's name")
     if not isinstance(table["name"], str):
-        raise UserError(f"{where}: name should be text, not {table['name']!r}")
+        raise UserError(f"{where}: name should be text, not {shown(table['name'])}")
     empty = dict.fromkeys(PRECISIONS)
     return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
 
@@ -290,11 +295,13 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {value!r}")
+        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shown(value)}")
+    if problem := limit_error("ranks", value, key):
+        raise UserError(f"{where}: {problem}")
     return value
 
 
 def _number(value: Any, key: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
-        raise UserError(f"{where}: {key} takes a number above 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{where}: {key} takes a number above 0, not {shown(value)}")
     return float(value)

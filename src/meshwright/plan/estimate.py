@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.limits import limit_error
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import parameter_table
 from meshwright.model.refuse import refuse
@@ -30,9 +31,6 @@ from meshwright.plan.step_time import Step, StepTime, default_precision
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
-
-MOST = {"sequence": 2**27, "batch": 2**24}
-"""Tokens of a sequence and sequences of a step: what is beyond is a slip of the keyboard, and would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,8 @@ def problem_of(
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {value!r}")
-        if value > MOST[name]:
-            raise UserError(f"{name} {value}: at most {MOST[name]:,} can be planned")
+        if problem := limit_error(name, value):
+            raise UserError(problem)
     if isinstance(documents, bool) or not (math.isfinite(documents) and documents >= 1):
         raise UserError(f"documents: takes a number, at least 1, not {documents!r}")
     if documents > sequence:

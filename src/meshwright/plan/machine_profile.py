@@ -1,6 +1,6 @@
-"""Short measurements of this machine, kept in the user's cache: one file for each processor, number of cores, version
-of torch, number of ranks and of threads. A run's first start writes it (`train/first_start.py`), predictions read it
-where no `meshwright probe` fits. Free of torch.
+"""Hardware profiles measured at a run's first start, cached per CPU, core count, torch version, rank and thread count.
+
+`train/first_start.py` writes them; predictions read them where no file of `meshwright probe` fits. Free of torch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ VERSION = 1
 """Of the file's form, and of what is measured: files of other versions are measured again."""
 
 
-SWITCH = "MESHWRIGHT_PROBE"
+PROBE_VARIABLE = "MESHWRIGHT_PROBE"
 """An environment variable: "0" has no start measure anything, as --no-probe does for one."""
 
 
 def may_measure(probe: bool = True) -> bool:
     """Whether a start may measure this machine: `probe` says so, and the environment does not forbid it."""
-    return probe and os.environ.get(SWITCH) != "0"
+    return probe and os.environ.get(PROBE_VARIABLE) != "0"
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileKey:
+class HardwareProfileKey:
     """What a measurement holds for. `torch`: its version; `threads`: of each rank."""
 
     processor: str
@@ -42,7 +42,7 @@ class ProfileKey:
     threads: int
 
     @classmethod
-    def here(cls, cores: int, ranks: int, threads: int) -> ProfileKey:
+    def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
         """That of this machine's processors."""
         return cls(processor_name(), cores, _torch_version(), "cpu", ranks, threads)
 
@@ -55,7 +55,7 @@ class ProfileKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class HardwareProfile:
     """precisions, axes (of tp and cp): what was measured; default: the precision of layouts that name none, where that
     was asked; cluster: the tables of a cluster file."""
 
@@ -75,13 +75,13 @@ def profile_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "meshwright" / "machines"
 
 
-def read_profile(key: ProfileKey) -> Profile | None:
+def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
     """What was kept; None where there is none, or where the file is damaged, of another version or another machine."""
     found = _read(key.path)
     return found[1] if found is not None and found[0] == asdict(key) else None
 
 
-def write_profile(key: ProfileKey, profile: Profile) -> None:
+def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
     """Keep it: under another name first, so that readers see the old file or the new one. `OSError` where the directory
     takes no file."""
     path = key.path
@@ -111,9 +111,9 @@ def largest_profile() -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Inside, no other process measures for this key: it would slow this one down. `OSError` where the directory takes
-    no file."""
+def measurement_lock(key: HardwareProfileKey) -> Iterator[None]:
+    """Hold an exclusive file lock for this key, so that only one process measures. `OSError` where the directory
+    takes no file."""
     import fcntl
 
     path = key.path.with_suffix(".lock")
@@ -139,12 +139,12 @@ def _torch_version() -> str:
         return "none"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Profile] | None:
+def _read(path: Path) -> tuple[dict[str, Any], HardwareProfile] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
             return None
         precisions, axes = (tuple(map(str, found[name])) for name in ("precisions", "axes"))
-        return dict(found["key"]), Profile(precisions, axes, found["default"], dict(found["cluster"]))
+        return dict(found["key"]), HardwareProfile(precisions, axes, found["default"], dict(found["cluster"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

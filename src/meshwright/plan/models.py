@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import over
+from meshwright.limits import limit_error
 from meshwright.model.config import ModelConfig, config_from_recipe
-from meshwright.model.config_fields import other_code
+from meshwright.model.config_fields import foreign_architecture_note
 from meshwright.model.config_json import read_config
 from meshwright.model.families import FAMILIES
 from meshwright.model.presets import PRESETS, preset
@@ -57,8 +57,7 @@ def priced_as(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | Non
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
     family = FAMILIES[data["model_type"]]
-    foreign = other_code(data, family)
-    return foreign and f"priced as {family.architecture}: {foreign}"
+    return foreign_architecture_note(data, family)
 
 
 def is_recipe(wanted: object) -> bool:
@@ -130,7 +129,7 @@ def tokens_of(tokenizer: str) -> int:
         ids = [*ids, *(token["id"] for token in found.get("added_tokens") or ())]
         if any(type(each) is not int or each < 0 for each in ids):
             raise ValueError("a token id is a whole number from 0")
-        if too_large := over("vocabulary", max(ids) + 1):
+        if too_large := limit_error("vocabulary", max(ids) + 1):
             raise UserError(f"data.tokenizer: {file}: {too_large}")
         return max(ids) + 1
     except OSError as error:

@@ -44,10 +44,19 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``shapes`` of products; elements of the tensors of ``passes`` and ``pieces``; bytes of the
-    whole ``vectors`` of collectives; bytes written to the ``disk`` (0: not measured); ``seconds`` for each point;
-    training ``steps`` of a reference model under each layout, in so many ``rounds``; ``axes``: those of tp and cp whose
-    reference steps and attention are measured; ``alone``: one rank alone is measured too."""
+    """Measurement plan of a probe.
+
+    shapes: (m, n, k) of matrix products
+    passes, pieces: elements of the tensors of elementwise kernels and of parts of a step
+    vectors: bytes of the whole vector of a collective
+    precisions: dtypes of products and pieces
+    disk: bytes written (0: not measured)
+    seconds: time for each point
+    steps: training steps of a reference model under each layout
+    rounds: repetitions in which reference layouts alternate
+    axes: tp/cp axes measured
+    single_rank: also measure a single rank
+    """
 
     shapes: tuple[tuple[int, int, int], ...]
     passes: tuple[int, ...]
@@ -59,7 +68,7 @@ class Effort:
     steps: int = 12
     rounds: int = 3
     axes: tuple[str, ...] = ("tp", "cp")
-    alone: bool = True
+    single_rank: bool = True
 
     @classmethod
     def of(cls, device: str) -> Effort:
@@ -105,7 +114,7 @@ class Effort:
             steps=4,
             rounds=1,
             axes=axes,
-            alone=False,
+            single_rank=False,
         )
 
     def points(self) -> list[Point]:

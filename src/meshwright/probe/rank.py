@@ -64,7 +64,7 @@ def measure(
     hosts = _hosts(mesh)
     points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
-    if mesh.device.type == "cpu" and effort.alone:
+    if mesh.device.type == "cpu" and effort.single_rank:
         phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []

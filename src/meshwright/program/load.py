@@ -12,7 +12,7 @@ from meshwright.program.collective_text import parse_collective, print_collectiv
 from meshwright.program.json_form import from_json, print_json
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
-from meshwright.untrusted import parse_json
+from meshwright.untrusted import parse_json, read_file
 
 
 @overload
@@ -53,15 +53,15 @@ def print_program(program: CollectiveProgram | PipelineProgram, path: str | Path
 def read_text(path: str | Path) -> str:
     """The text of a program file; `UserError` for what is no file, cannot be read, or is no text."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path}: a directory; a program file is wanted") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if "\0" in text:
         raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program")
     if not text.strip():

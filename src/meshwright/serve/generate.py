@@ -15,7 +15,7 @@ from meshwright.data.examples import ExampleEncoder
 from meshwright.data.records import Message
 from meshwright.data.special_tokens import named_in, special_tokens, text_encoder
 from meshwright.errors import UserError
-from meshwright.limits import over
+from meshwright.limits import limit_error
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface
@@ -121,7 +121,8 @@ class Generator:
             self.ends |= {end}
         if not (tokens := template.prompt([Message("user", question)])):
             raise UserError(
-                f"{template.template.where} makes nothing of a user's turn: it should write the text before the answer"
+                f"{template.template.where}: renders a user turn as an empty prompt; it must emit the text before the "
+                "assistant's answer"
             )
         return self._known(tokens)
 
@@ -149,7 +150,7 @@ class Generator:
         """
         if max_tokens < 1:
             raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
-        if problem := over("new_tokens", max_tokens, "max-tokens"):
+        if problem := limit_error("new_tokens", max_tokens, "max-tokens"):
             raise UserError(problem)
         tokens = self.encode_question(prompt) if chat else self.encode(prompt)
         positions = self.model.config.max_positions

@@ -14,7 +14,7 @@ from meshwright.plan.models import config_of
 from meshwright.plan.search import search
 from meshwright.recipe import Recipe
 from meshwright.threads import choose_threads
-from meshwright.train.first_start import WAITING_AXES, measure_first_start
+from meshwright.train.first_start import SYNCHRONOUS_AXES, measure_first_start
 
 
 def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
@@ -57,8 +57,11 @@ def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | Non
     if not this_machine().exists() and say is not None:
         many = ranks or 2
         threads = recipe.run.threads or choose_threads(many)
-        measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=WAITING_AXES)
+        measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
     if not this_machine().exists() and largest_profile() is None:
-        raise UserError('layout = "auto": this machine has not been measured; run `meshwright probe`, or name a layout')
+        raise UserError(
+            f'layout = "auto": no hardware profile of this machine ({this_machine()}); run "meshwright probe", or '
+            '"meshwright train" without --no-probe, or name a layout'
+        )
     where = cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

@@ -25,6 +25,7 @@ from meshwright.recipe import DataRecipe, load_recipe
 from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import find_checkpoint
 from meshwright.train.device import one_device
+from meshwright.untrusted import read_file
 
 LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
 TOKENS_AT_ONCE = 4096
@@ -157,7 +158,7 @@ def held_out(
     if part.records != "text":  # whose rows depend on it
         part = part.model_copy(update={"sequence": length})
     prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
-    if (prepared.tokenizer_directory / "tokenizer.json").read_bytes() != (checkpoint / "tokenizer.json").read_bytes():
+    if read_file(prepared.tokenizer_directory / "tokenizer.json") != read_file(checkpoint / "tokenizer.json"):
         part = part.model_copy(update={"tokenizer": str(checkpoint)})
         prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if prepared.vocabulary > config.vocabulary:

@@ -1,6 +1,4 @@
-"""What the first start of a run on this machine measures, so that its step time is predicted: in processes of its own,
-as many as the run's ranks and with as many threads, before these start. Free of torch.
-"""
+"""Measures a hardware profile before the ranks of a run start, if none fits. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,27 +10,26 @@ from meshwright.errors import MeshwrightError, Terminated
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.machine_profile import (
-    Profile,
-    ProfileKey,
+    HardwareProfile,
+    HardwareProfileKey,
     may_measure,
-    one_at_a_time,
+    measurement_lock,
     read_profile,
     write_profile,
 )
 from meshwright.threads import available_cores
 
-WAITING_AXES = ("tp", "cp")
-"""Axes whose ranks wait for each other in every layer: what that costs is measured for each. Experts wait as tp does
+SYNCHRONOUS_AXES = ("tp", "cp")
+"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts count as tp
 (`plan/reference_step.py`)."""
 
 
-def known_machine(ranks: int, threads: int) -> Cluster | None:
-    """This machine's processors as so many ranks of so many threads find them: what `meshwright probe` wrote where that
-    is of as many threads and of enough ranks, else what a start has measured; None without either. `UserError` where
-    the file of `meshwright probe` is damaged."""
+def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
+    """CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
+    first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
     if (probed := _probed(ranks, threads)) is not None:
         return probed
-    profile = read_profile(ProfileKey.here(available_cores(), ranks, threads))
+    profile = read_profile(HardwareProfileKey.here(available_cores(), ranks, threads))
     return None if profile is None else _usable(profile)
 
 
@@ -49,27 +46,27 @@ def measure_first_start(
         return
     ranks = ranks or layout.world_size
     axes = _waiting(layout) if axes is None else axes
-    key = ProfileKey.here(available_cores(), ranks, threads)
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
     try:
         if _probed(ranks, threads) is not None or _covered(key, layout.precision, axes):
             return
-        with one_at_a_time(key):
+        with measurement_lock(key):
             if not _covered(key, layout.precision, axes):  # by who measured before
                 _measure(key, layout.precision, axes, log)
     except (Terminated, KeyboardInterrupt):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        log(f"this machine could not be measured, and the run goes on without a predicted step time: {reason}")
+        log(f"hardware measurement failed, so step time is not predicted: {reason}")
 
 
 def _waiting(layout: Layout) -> tuple[str, ...]:
-    """Which of `WAITING_AXES` price this layout."""
+    """Which of `SYNCHRONOUS_AXES` price this layout."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
-    return tuple(axis for axis in WAITING_AXES if used[axis])
+    return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
 
-def _measure(key: ProfileKey, precision: str | None, axes: tuple[str, ...], log: Callable[[str], None]) -> None:
+def _measure(key: HardwareProfileKey, precision: str | None, axes: tuple[str, ...], log: Callable[[str], None]) -> None:
     from meshwright.train.probe_ranks import probe
 
     earlier = read_profile(key)
@@ -77,15 +74,15 @@ def _measure(key: ProfileKey, precision: str | None, axes: tuple[str, ...], log:
     axes = tuple(sorted({*axes, *measured_axes}))
     wanted = {"precision": precision, "also": [*precisions], "axes": [*axes]}
     log(
-        f"measuring this machine for the predicted step time: {_ranks(key.ranks)} of {key.threads} "
-        f"thread{'s' * (key.threads > 1)}, a few seconds, once (kept in {key.path}; --no-probe leaves it out)"
+        f"measuring hardware profile: {_ranks(key.ranks)} x {key.threads} thread{'s' * (key.threads > 1)}, "
+        f"a few seconds, once (stored in {key.path}; skip with --no-probe)"
     )
     begun = time.monotonic()
     found = probe(key.ranks, key.device, Path(), threads=key.threads, short=wanted, log=log)
     if found["kind"] != key.device:
         return
     default = found["precision"] if precision is None else None if earlier is None else earlier.default
-    profile = Profile(tuple(found["precisions"]), axes, default, found["cluster"])
+    profile = HardwareProfile(tuple(found["precisions"]), axes, default, found["cluster"])
     _usable(profile)
     write_profile(key, profile)
     log(f"measured in {time.monotonic() - begun:.1f} s")
@@ -100,7 +97,7 @@ def _probed(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _covered(key: ProfileKey, precision: str | None, axes: tuple[str, ...]) -> bool:
+def _covered(key: HardwareProfileKey, precision: str | None, axes: tuple[str, ...]) -> bool:
     profile = read_profile(key)
     if profile is None or not profile.covers(precision, axes):
         return False
@@ -111,7 +108,7 @@ def _covered(key: ProfileKey, precision: str | None, axes: tuple[str, ...]) -> b
     return True
 
 
-def _usable(profile: Profile) -> Cluster:
+def _usable(profile: HardwareProfile) -> Cluster:
     """The cluster of its tables. `UserError` where they are damaged."""
     return cluster(profile.cluster, "measurements of this machine")
 

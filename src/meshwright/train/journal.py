@@ -164,7 +164,7 @@ class Journal:
             "learning_rate": learning_rate(done - 1, self.recipe.train),
             self.rate_name: rate,
             **self._share_of_peak(rate),
-            "memory_gib": self.memory.highest() / GIB,
+            "memory_gib": self.memory.peak_bytes() / GIB,
             "seconds": seconds,
             "seconds_by_part": parts,
         }
@@ -275,7 +275,7 @@ class Journal:
                 "measured": {
                     "state_bytes": trainer.memory(),
                     "sent_bytes_per_step": self.sent_bytes,
-                    "peak_memory_bytes": self.memory.highest(),
+                    "peak_memory_bytes": self.memory.peak_bytes(),
                     **measured,
                 },
             }

@@ -27,8 +27,8 @@ from meshwright.threads import available_cores, choose_threads
 from meshwright.train.checkpoint import newest
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
-from meshwright.train.meeting_place import meeting_place
 from meshwright.train.rendezvous import check_port_free
+from meshwright.train.rendezvous_directory import rendezvous_directory
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.started_rank import StartedRank, machine_memory, start_rank
 
@@ -113,7 +113,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks, wait for them, return rank 0's result; see `launch_recipe`."""
-    most = max(limits.most("local_ranks"), 4 * available_cores())
+    most = max(limits.limit_of("local_ranks"), 4 * available_cores())
     if spec.ranks > most:
         raise UserError(
             f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
@@ -141,7 +141,7 @@ class _Attempt:
         self.snapshot: Snapshot | None = None  # when the first one had bad news
 
     def run(self) -> dict[str, Any]:
-        with meeting_place() as meeting:
+        with rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
                     self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))

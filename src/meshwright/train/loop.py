@@ -29,7 +29,7 @@ from meshwright.train.checkpoint import Checkpointer
 from meshwright.train.checkpoint.agreement import Agreement
 from meshwright.train.journal import Journal
 from meshwright.train.profile import Profile
-from meshwright.train.rank_threads import bits_differ
+from meshwright.train.rank_threads import thread_change_note
 from meshwright.train.reference import FILE as REFERENCE
 from meshwright.train.reference import Reference, found_or_made, read_reference, weights_checksum
 from meshwright.train.resuming import check_resume
@@ -234,7 +234,7 @@ class Run:
 
     def _note_resumed(self, state: dict[str, Any]) -> None:
         """Keep the lines about what differs from when the checkpoint was made, to be printed by `_begin`."""
-        lines = (self._longer_curve(state), bits_differ(state.get("threads"), self.trainer.threads))
+        lines = (self._longer_curve(state), thread_change_note(state.get("threads"), self.trainer.threads))
         self._resumed_otherwise = [line for line in lines if line is not None]
 
     def _longer_curve(self, state: dict[str, Any]) -> str | None:

@@ -34,9 +34,9 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def bound_kernel_cache() -> None:
-    """Let oneDNN keep `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many. Products
-    in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step: the cache
+def limit_onednn_kernel_cache() -> None:
+    """Limit oneDNN's cache to `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many.
+    Products in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step: the cache
     grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
@@ -55,8 +55,8 @@ def peak_resident_bytes() -> int | None:
     return _status("VmHWM")
 
 
-def forget_peak() -> bool:
-    """Begin `peak_resident_bytes` anew; whether that worked."""
+def reset_peak_rss() -> bool:
+    """Reset the kernel's peak RSS counter (VmHWM); return whether it worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

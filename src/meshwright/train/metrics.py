@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.untrusted import parse_json
+from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
@@ -28,8 +28,12 @@ class MetricsFile:
         Raises OSError when the file cannot be opened."""
         self._waiting = b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._size = _bytes_to_keep(path.read_bytes(), resume_step)
-        os.ftruncate(self._descriptor, self._size)  # and nothing is rewritten: that would need room on the disk
+        try:
+            self._size = _bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
+            os.ftruncate(self._descriptor, self._size)  # and nothing is rewritten: that would need room on the disk
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     def write(self, line: dict[str, Any]) -> str | None:
         """Append one line; a float that JSON cannot hold becomes null. The reason why it has to wait, if it has to."""
@@ -50,8 +54,11 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a last line that a killed process left half-written is passed over."""
-    parsed = (_parsed(line) for line in path.read_bytes().splitlines())
+    """All whole lines of a metrics file; a last line that a killed process left half-written is passed over.
+
+    Raises OSError when the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
+    """
+    parsed = (_parsed(line) for line in read_file(path, "metrics_bytes").splitlines())
     return [line for line in parsed if line is not None]
 
 

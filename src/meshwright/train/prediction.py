@@ -19,7 +19,7 @@ from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, Ledger, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
-from meshwright.train.first_start import known_machine
+from meshwright.train.first_start import find_hardware_profile
 from meshwright.train.process_memory import (
     LIMIT_SECONDS,
     ProcessMemory,
@@ -39,9 +39,11 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of rank 0. memory: bytes of tensors by category at the highest moment, and their sum `peak`, without "framework"
-    and "unexplained"; None where it cannot be priced. time: None where the machine is not known. process: of the rank's
-    process on a CPU, None where it is not predicted."""
+    """Predicted memory, step time and traffic of rank 0.
+
+    memory: bytes by ledger category at the peak and their sum "peak" (without "framework" and "unexplained"); time:
+    None without a hardware profile; process: peak RSS by item, CPU only.
+    """
 
     memory: Mapping[str, int] | None
     time: StepTime | None
@@ -102,9 +104,11 @@ def predict(
     probe: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Prediction:
-    """Of a run that is about to begin. What cannot be predicted is None, with a line that says why: a prediction never
-    stops a run. memory: what is known of the process; probe: what is not known of this machine's processes may be
-    measured, and `say` gets a line about it."""
+    """Predict memory, step time and traffic before the first step; never raises: an unavailable prediction is None plus
+    a note.
+
+    memory: of this process so far; probe: unknown process constants may be measured, and `say` gets a line about it.
+    """
     notes: list[str] = []
 
     def tried(what: str, work: Callable[[], Found]) -> Found | None:
@@ -137,13 +141,11 @@ def machine_of(trainer: Trainer) -> Cluster:
         known = find_device(torch.cuda.get_device_name(device))
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        processors = known_machine(ranks, threads)
+        processors = find_hardware_profile(ranks, threads)
         if processors is not None:
             return _part(processors, ranks)
-        each = f"{ranks} rank{'s' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
-        raise UserError(
-            f"this machine was not measured with {each}; `meshwright probe`, or a start without --no-probe, measures it"
-        )
+        each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
+        raise UserError(f'no hardware profile for {each}; run "meshwright probe", or start without --no-probe')
     if this_machine().exists():
         found = cluster("this")
         alike = found.kind == device.type and (known is None or found.device.name == known.name)
@@ -152,7 +154,7 @@ def machine_of(trainer: Trainer) -> Cluster:
     if known is not None:
         return cluster({"device": known.name, "devices": ranks, "devices_per_node": _whole(ranks, _local(device))})
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    raise UserError(f"this machine is not known with {many}; `meshwright probe` would make it known")
+    raise UserError(f'no hardware profile for {many}; run "meshwright probe"')
 
 
 def _local(device: torch.device) -> int:
@@ -287,7 +289,11 @@ def measured_memory(states: Mapping[str, int], memory: StepMemory, prediction: M
     for kind, size in states.items():
         found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
     predicted = prediction.get("memory_bytes") or {}
-    found |= {"peak": memory.peak, "allocator_peak": memory.allocator_peak(), "process_peak": memory.process_peak()}
+    found |= {
+        "peak": memory.growth_in_first_steps,
+        "allocator_peak": memory.allocator_peak(),
+        "process_peak": memory.process_peak(),
+    }
     if memory.device.type == "cpu":
         seen, said = found["process_peak"], predicted.get("process_peak")
         calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
@@ -302,7 +308,7 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
-        beside = f" (predicted {_short(before)}, an error of {before / after - 1:+.1%})" if before else ""
+        beside = f" (predicted {_short(before)}, error {before / after - 1:+.1%})" if before else ""
         parts.append(f"{_short(after)} a step{beside}")
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if seen and seen["allocator_peak"] is not None:  # CUDA: the device's memory is what runs out
@@ -310,7 +316,7 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str |
         parts.append(f"tensors of rank 0 {_bytes(seen['allocator_peak'])}{expected}")
     elif seen and seen["process_peak"] is not None:
         wanted = said["process_peak"] if said else None
-        error = f" (predicted {_bytes(wanted)}, {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
+        error = f" (predicted {_bytes(wanted)}, error {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
         parts.append(f"process memory of rank 0 {_bytes(seen['process_peak'])}{error}")
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_sent(measured['sent_bytes_by_axis'])} sent a step")

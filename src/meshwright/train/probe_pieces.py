@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.layers import RMSNorm, activate
-from meshwright.model.loss import chunk_of_logits
+from meshwright.model.loss import loss_chunk_from_logits
 from meshwright.model.ring_attention import ring_attention
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
@@ -132,7 +132,7 @@ def _loss(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> 
     """The loss of some tokens' logits, or its gradient in the logits' place."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
-    forward = partial(chunk_of_logits, logits_CV, targets_C, Mesh.single())
+    forward = partial(loss_chunk_from_logits, logits_CV, targets_C, Mesh.single())
     return forward().differentiate if back else forward
 
 

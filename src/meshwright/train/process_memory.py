@@ -1,5 +1,5 @@
-"""What a rank's process takes on a CPU, predicted before the first step, item by item: the highest resident set that
-`top`, a container's limit and the kernel's out-of-memory killer will see.
+"""Predicts the peak resident set size (RSS) of a rank's process on a CPU, itemized, before the first step: what `top`,
+cgroup limits and the OOM killer see.
 
 What is resident already is read, not predicted. The step's tensors are the ledger's. What libraries add in the first
 steps, and what the C library's allocator holds beyond the tensors, is measured on small steps of the engine in a
@@ -32,7 +32,7 @@ from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD, peak_r
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; one of another format is measured again."""
 LIMIT_SECONDS = 300.0
 """For a measurement; compiling on a busy machine takes the most of it."""
@@ -40,29 +40,28 @@ PAGES_READ = 1 << 16
 """Bytes that the kernel maps around each place of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
-PRODUCTS = 9
-"""Of an expert in a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
+MATMULS_PER_EXPERT = 9
+"""In a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConstants:
-    """What a process of this machine takes beyond tensors, in bytes.
+    """Measured process memory beyond tensors on this machine.
 
-    first_use: what libraries keep from the first steps on (code, scratch memory, kernels). retention: of the step's
-    tensors below the allocator's mmap threshold, the share by which its heap grows beyond them. kernel: of a compiled
-    product of a new shape. compiled: what the compiler keeps. compiling: what it has beside that while it works.
+    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
+    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_*: torch.compile.
     """
 
-    first_use: int
-    retention: float
-    kernel: int
-    compiled: int
-    compiling: int
+    first_use_bytes: int
+    heap_overhead_fraction: float
+    kernel_bytes: int
+    compiler_resident_bytes: int
+    compiler_transient_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of a rank's process by item at its highest moment."""
+    """Bytes of a rank's process by item at its peak RSS."""
 
     items: Mapping[str, int]
 
@@ -75,7 +74,7 @@ class ProcessMemory:
 def predict_process_memory(
     trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Of the run that is about to begin; call it where freed memory was just released.
+    """Predict peak RSS by item, in bytes; call after `release_freed_memory`.
 
     found: the ledger of this rank. resident_before: the process before its trainer was made. share: of the whole, what
     calibration expects beyond. `UserError` where the kernel does not say what is resident.
@@ -88,23 +87,25 @@ def predict_process_memory(
     snapshot = sum((piece.stop - piece.start) * piece.tensor.element_size() for piece in trainer.pieces(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
-    retained = round(constants.retention * _on_heap(found.items))
+    retained = round(constants.heap_overhead_fraction * _on_heap(found.items))
     step = found.peak_bytes - states
     items = {
         "framework": resident_before,
         "libraries": max(0, now - resident_before - states - reserved),
         "model states": states,
-        "step": step,
+        "step tensors": step,
         "checkpoint snapshot": snapshot,
-        "first use of libraries": constants.first_use,
-        "compiled code": constants.compiled if compiled else 0,
-        "compiling": max(0, constants.compiling - step - retained) if compiled else 0,
-        "kernels of experts": _kernels(trainer) * constants.kernel,
-        "allocator retention": retained,
-        "data": _data_read(trainer),
-        "saving": min(snapshot, HASHED_AT_ONCE),
+        "library workspaces": constants.first_use_bytes,
+        "compiled code": constants.compiler_resident_bytes if compiled else 0,
+        "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
+        "oneDNN kernel cache": _kernels(trainer) * constants.kernel_bytes,
+        "heap overhead": retained,
+        "mapped data": _data_read(trainer),
+        "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
-    items["start"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # of a start that took more than steps
+    items["startup peak"] = max(
+        0, (peak_resident_bytes() or 0) - sum(items.values())
+    )  # of a start that took more than steps
     items["unexplained"] = round(share * sum(items.values()))
     return ProcessMemory(items)
 
@@ -135,7 +136,7 @@ def _kernels(trainer: Trainer) -> int:
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
     experts = config.experts // layout.ep if layers else 0
-    return min(KERNELS_KEPT, PRODUCTS * layers * experts * trainer.recipe.train.steps)
+    return min(KERNELS_KEPT, MATMULS_PER_EXPERT * layers * experts * trainer.recipe.train.steps)
 
 
 def _data_read(trainer: Trainer) -> int:
@@ -166,8 +167,8 @@ def process_constants(
     if key in kept:
         return kept[key]
     if not may_measure(probe):
-        raise UserError("what a process takes on this machine was not measured; a start without --no-probe measures it")
-    say(f"measuring what a process takes on this machine beside tensors: some seconds, once (kept in {path})")
+        raise UserError("no process-memory profile for this precision and thread count; start once without --no-probe")
+    say(f"measuring process memory overhead once, a few seconds (stored in {path})")
     constants = measure_process_memory(precision, compiled, limit_seconds)
     with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def measure_process_memory(precision: str, compiled: bool, limit_seconds: float 
         sys.executable, "-P", "-m", "meshwright.train.process_memory_probe", precision, str(int(compiled)),
         str(torch.get_num_threads()),
     ]  # fmt: skip
-    failed = "what a process takes on this machine could not be measured"
+    failed = "process memory overhead could not be measured"
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:

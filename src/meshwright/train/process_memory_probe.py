@@ -32,11 +32,11 @@ from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.ledger import ledger
 from meshwright.train.memory import (
-    bound_kernel_cache,
-    forget_peak,
     keep_freed_memory,
+    limit_onednn_kernel_cache,
     peak_resident_bytes,
     release_freed_memory,
+    reset_peak_rss,
     resident_bytes,
 )
 from meshwright.train.optimizer import Optimizer
@@ -91,7 +91,7 @@ class _Run:
     def steps(self) -> tuple[int, int]:
         """Take some; bytes that the process keeps from then on, and by how much it was larger in them."""
         before = _settled()
-        forget_peak()
+        reset_peak_rss()
         for _ in range(STEPS):
             self.passes.train(self.batch, self.targets)
             self.optimizer.step(1e-3)
@@ -138,5 +138,5 @@ if __name__ == "__main__":
     precision, compiled, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     keep_freed_memory()
-    bound_kernel_cache()
+    limit_onednn_kernel_cache()
     print(json.dumps(asdict(measure(precision, compiled == "1"))), flush=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.tokenizer import least_vocabulary
 from meshwright.layout import Layout
-from meshwright.limits import most
+from meshwright.limits import limit_of
 from meshwright.model.config import config_from_recipe
 from meshwright.plan.flops import training_flops_per_token
 from meshwright.recipe import Recipe
@@ -27,44 +27,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Threads:
-    """Threads of each rank; `note`: a line for the person who starts the run, empty where there is nothing to say."""
+class ThreadChoice:
+    """Threads per rank. note: a line for the user, empty where there is nothing to report."""
 
     count: int
     note: str = ""
 
 
-def threads_of_run(recipe: Recipe, fresh: int, state: dict[str, Any] | None) -> Threads:
-    """`run.threads`; else those of the checkpoint that is resumed under the same layout; else `fresh`.
+def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
+    """`run.threads`; else those of the checkpoint that is resumed under the same layout; else `default`.
 
-    fresh: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
+    default: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
     """
     if recipe.run.threads is not None:
-        return Threads(recipe.run.threads)
+        return ThreadChoice(recipe.run.threads)
     if state is None or not same_layout(recipe.parsed_layout, state["layout"]):
-        return Threads(fresh)
+        return ThreadChoice(default)
     before = state.get("threads")
-    if not isinstance(before, int) or not 1 <= before <= most("threads"):  # it may be a stranger's checkpoint
-        return Threads(fresh)
-    if before == fresh:
-        return Threads(before)
+    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # it may be a stranger's checkpoint
+        return ThreadChoice(default)
+    if before == default:
+        return ThreadChoice(before)
     why = "OMP_NUM_THREADS" if threads_from_environment() is not None else f"{available_cores()} available cores"
     note = (
-        f"threads: {before} a rank, as when this run began, so that its result keeps every bit; {why} would give "
-        f"{fresh}, which run.threads={fresh} takes"
+        f"threads: keeping {before} per rank from the checkpoint for bitwise reproducibility ({why} would give "
+        f"{default}; set run.threads={default} to change)"
     )
-    return Threads(before, note)
+    return ThreadChoice(before, note)
 
 
-def bits_differ(before: int | None, now: int | None) -> str | None:
-    """The line for who resumes a run with `now` threads a rank that was saved with `before`; None where they are equal
-    or one is None: unknown, or without effect on a device that is no CPU."""
+def thread_change_note(before: int | None, now: int | None) -> str | None:
+    """Note that results may differ in their last bits, if the thread count changed since the checkpoint; else None.
+
+    None for `before` or `now`: unknown, or without effect on a device that is no CPU.
+    """
     if before is None or now is None or before == now:
         return None
-    return (
-        f"threads: {before} a rank until the checkpoint and {now} now: the result may differ in its last bits from "
-        "that of an undisturbed run"
-    )
+    return f"threads per rank changed from {before} to {now}: results may differ in the last bits from an uninterrupted run"
 
 
 def same_layout(layout: Layout, text: str) -> bool:
@@ -88,21 +87,21 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
     return None if checkpoint is None else checkpoint.state()
 
 
-def local_threads(recipe: Recipe, ranks: int) -> Threads:
+def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
     """Threads of a run's `ranks` ranks, all on this machine."""
-    return threads_of_run(recipe, choose_threads(ranks, None, layer_flops(recipe)), resumed_state(recipe))
+    return resolve_threads(recipe, choose_threads(ranks, None, layer_flops(recipe)), resumed_state(recipe))
 
 
-def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> Threads:
+def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     """The same for ranks that somebody else started, on any hosts: rank 0 decides for all, by the rank that has the
     fewest cores. Every rank calls it, with the store at which all meet."""
     store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
     if place.rank == 0:
         share = smallest_share([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
-        found = threads_of_run(recipe, choose_threads(1, share, layer_flops(recipe)), resumed_state(recipe))
+        found = resolve_threads(recipe, choose_threads(1, share, layer_flops(recipe)), resumed_state(recipe))
         store.set("meshwright/threads", str(found.count))
         return found
-    return Threads(int(store.get("meshwright/threads")))
+    return ThreadChoice(int(store.get("meshwright/threads")))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:

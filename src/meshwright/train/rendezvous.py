@@ -239,13 +239,13 @@ def _address(method: str) -> tuple[str, int]:
     return host, int(port)
 
 
-ANSWER_SECONDS = 30.0
+STORE_TIMEOUT_SECONDS = 30.0
 """That rank 0's store, once it listens, has to answer a rank. Of another program torch would wait for ever."""
 
 
 def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
     """The store that `connect` finds at rank 0's port: as long as `timeout` until something listens there, then no
-    longer than `ANSWER_SECONDS`. `RuntimeError` beyond."""
+    longer than `STORE_TIMEOUT_SECONDS`. `RuntimeError` beyond."""
     if place.rank == 0:
         return connect()
     host, port = _address(place.method)
@@ -267,11 +267,13 @@ def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelt
             found.put(error)
 
     threading.Thread(target=ask, name="store", daemon=True).start()
+    seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS)
     try:
-        answer = found.get(timeout=min(timeout.total_seconds(), ANSWER_SECONDS))
+        answer = found.get(timeout=seconds)
     except queue.Empty:
         raise RuntimeError(
-            f"what listens at {host}:{port} does not answer as rank 0 would: it may be another program's port"
+            f"{host}:{port} accepts connections but is not rank 0's store (no answer within {seconds:g} s); "
+            "another program may own the port"
         ) from None
     if isinstance(answer, Exception):
         raise answer

@@ -33,13 +33,19 @@ def write_report(
     `evaluation` is what `evaluate` returned, `sample` what `generate` did (`prompt` and `text`). Returns the path of
     the page. `UserError` when nothing has been trained there or the page cannot be written.
     """
-    from meshwright.train.report_inputs import check_evaluation, check_sample, read_result, read_steps
+    from meshwright.train.report_inputs import (
+        check_evaluation,
+        check_sample,
+        read_recipe,
+        read_result,
+        read_steps,
+    )
 
     metrics_path = run_directory / METRICS
     if not metrics_path.exists():
         raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
     lines, result, recipe_path = read_steps(metrics_path), read_result(run_directory / RESULT), run_directory / RECIPE
-    recipe = recipe_path.read_text(encoding="utf-8", errors="replace") if recipe_path.exists() else ""
+    recipe = read_recipe(recipe_path) if recipe_path.exists() else ""
     if evaluation is not None:
         check_evaluation(evaluation)
     if sample is not None:

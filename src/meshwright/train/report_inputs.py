@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import UserError
 from meshwright.train.metrics import read_metrics
-from meshwright.untrusted import read_json
+from meshwright.untrusted import read_file, read_json
 
 _Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 _NotNegative = Annotated[float, Field(ge=0, le=1e300)]
@@ -63,6 +63,14 @@ class _Evaluation(_Checked):
 class _Sample(_Checked):
     prompt: str
     text: str
+
+
+def read_recipe(path: Path) -> str:
+    """The text of a run's recipe, with U+FFFD for what is not UTF-8. `UserError`: it cannot be read."""
+    try:
+        return read_file(path, "recipe_bytes").decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.train.memory import forget_peak, peak_resident_bytes, resident_bytes
+from meshwright.train.memory import peak_resident_bytes, reset_peak_rss, resident_bytes
 from meshwright.train.metrics import peak_memory_bytes
 
 STEPS = 3
@@ -16,12 +16,13 @@ STEPS = 3
 
 class StepMemory:
     """Bytes of one process: resident on a CPU, allocated on CUDA. On a CPU the count begins anew before the first step
-    (Linux, proc(5)), so that what loading took does not count; where that cannot be, `peak` stays None."""
+    (Linux, proc(5)), so that what loading took does not count; where that cannot be, `growth_in_first_steps`
+    stays None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak: int | None = None
-        """Highest growth in a step so far."""
+        self.growth_in_first_steps: int | None = None
+        """Growth from before trainer construction to the peak of the first `STEPS` steps."""
         self.resident_before: int | None = None
         """Resident set of the process when the trainer was about to be made: interpreter, libraries, process group."""
         self._before: int | None = None
@@ -47,7 +48,7 @@ class StepMemory:
         """The first step is about to begin."""
         self._earlier = peak_memory_bytes(self.device)
         self._earlier_resident = peak_resident_bytes() or 0
-        self._left = STEPS if self._before is not None and _forget_peak(self.device) else 0
+        self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
         """A step is over, and nothing has come after it yet."""
@@ -55,19 +56,19 @@ class StepMemory:
             self._left -= 1
             now = _peak(self.device)
             if now is not None and self._before is not None:
-                self.peak = max(self.peak or 0, now - self._before)
+                self.growth_in_first_steps = max(self.growth_in_first_steps or 0, now - self._before)
 
     def stop(self) -> None:
         """What comes now takes memory of its own, for which no step is to blame."""
         self._left = 0
 
-    def highest(self) -> int:
-        """Of this process so far, beginning and end included: allocated on CUDA, resident on a CPU."""
+    def peak_bytes(self) -> int:
+        """Peak bytes of this process so far: allocated on CUDA, RSS on a CPU."""
         return max(self._earlier, peak_memory_bytes(self.device))
 
     def allocator_peak(self) -> int | None:
         """Highest sum of tensors so far, of the allocator on CUDA; None on a CPU, whose allocator does not count."""
-        return self.highest() if self.device.type == "cuda" else None
+        return self.peak_bytes() if self.device.type == "cuda" else None
 
     def process_peak(self) -> int | None:
         """Highest resident set of this process so far, libraries included: what `top`, a container's limit and the
@@ -84,9 +85,9 @@ def _peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
-def _forget_peak(device: torch.device) -> bool:
+def _reset_peak(device: torch.device) -> bool:
     """Begin the count of the peak anew; whether that worked."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
-    return forget_peak()
+    return reset_peak_rss()

@@ -108,8 +108,8 @@ class Trainer:
     dtypes: those of the layout's precision unless given.
     """
 
-    add_at_once_from = WORTH_ADDING_AT_ONCE
-    """Elements of a weight from which its products add their gradients to the sum themselves."""
+    fused_accumulation_min_numel = WORTH_ADDING_AT_ONCE
+    """Minimum weight elements for which the wgrad kernel accumulates directly into the gradient buffer."""
     preference: Preference | None = None
     """What is learnt from pairs of responses, where it is."""
 
@@ -164,7 +164,7 @@ class Trainer:
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
         self.order = data.order()
         self.passes = ForwardBackward(
-            self.model, self.parallel, program, self.clock.mark, self.add_at_once_from, self.preference
+            self.model, self.parallel, program, self.clock.mark, self.fused_accumulation_min_numel, self.preference
         )
 
     def _stand_by(self) -> None:

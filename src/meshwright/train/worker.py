@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
-from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
 from meshwright.terminal import print_message
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import bound_kernel_cache, keep_freed_memory
-from meshwright.train.rank_threads import Threads, agree_on_threads, local_threads, resumed_state, threads_of_run
+from meshwright.train.memory import keep_freed_memory, limit_onednn_kernel_cache
+from meshwright.train.rank_threads import ThreadChoice, agree_on_threads, local_threads, resolve_threads, resumed_state
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
 from meshwright.train.started_rank import machine_memory
@@ -59,7 +59,7 @@ def main(work: Callable[[dict[str, Any], Place], dict[str, Any]] | None = None) 
     try:
         text, code = json.dumps({"result": (work or _train_as_told)(description, start)}), 0
     except BaseException as error:
-        if (reason := out_of_memory(error)) is not None:
+        if (reason := out_of_memory_message(error)) is not None:
             error = UserError(f"rank {start.rank}: {reason}")
         if isinstance(error, MeshwrightError):
             said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
@@ -164,7 +164,7 @@ def _train(
 
         work = train
     keep_freed_memory()
-    bound_kernel_cache()
+    limit_onednn_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
@@ -211,13 +211,13 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) ->
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
-        found = threads_of_run(recipe, torch.get_num_threads(), resumed_state(recipe))
+        found = resolve_threads(recipe, torch.get_num_threads(), resumed_state(recipe))
     elif given is None and store is not None:
         found = agree_on_threads(recipe, start, store)
     elif given is None:
         found = local_threads(recipe, 1)
     else:
-        found = Threads(given)
+        found = ThreadChoice(given)
     if found.note and start.rank == 0:
         print_message(found.note)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer

@@ -19,17 +19,17 @@ LOSS_CHUNK = 1 << 23  # logits of a loss chunk on a CPU
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem by name. `elsewhere`: the layout on which its second half, from the checkpoint on, is run."""
+    """A problem by name. resume_layout: layout of the steps after the checkpoint; None: the same."""
 
     name: str
     problem: Problem
-    elsewhere: Layout | None = None
+    resume_layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
-    """Makes the problems of one layout and model. batch: sequences of a step, at least; a multiple of them is taken
-    where ranks and micro-batches need it."""
+class CaseBuilder:
+    """Builds the verification cases of one layout and model. batch: minimum global batch (sequences), rounded up to a
+    multiple of dp x micro-batches."""
 
     layout: Layout
     config: ModelConfig
@@ -46,10 +46,10 @@ class Maker:
         """The rest: SGD with the products of small models, several loss chunks, bf16, a resume on another layout."""
         return [
             *self.default(),
-            Case("sgd", dataclasses.replace(self.plain(), training=SGD, add_at_once=False)),
+            Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
             Case("loss chunks", self.loss_chunks()),
             self.bf16(),
-            Case("resumed elsewhere", self.updates(self.layout.world_size), another_layout(self.layout)),
+            Case("resume on another layout", self.updates(self.layout.world_size), another_layout(self.layout)),
         ]
 
     def plain(self, layers: int = 5) -> Problem:
@@ -64,7 +64,7 @@ class Maker:
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
-        return dataclasses.replace(plain, batch=batch, training=training, steps=4, poisoned_step=1, resumed_at=3)
+        return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=3)
 
     def long(self) -> Problem:
         """A step of SGD on sequences of several attention tiles: of one document, and of many; under ring attention

@@ -71,9 +71,15 @@ class _Comparing:
     def differences(self) -> Iterator[Difference]:
         """Everything that differs by more than the tolerance, first things first."""
         for step in sorted(self.results[0].steps):
-            if step == self.reference.problem.poisoned_step:
+            if step == self.reference.problem.nan_step:
                 if any(math.isfinite(result.steps[step].norm) for result in self.results):
-                    yield f"step {step + 1}: a rank found a gradient finite that is not finite on another rank", None
+                    yield (
+                        (
+                            f"step {step + 1}: ranks disagree on whether the gradient is finite "
+                            "(overflow check not all-reduced)"
+                        ),
+                        None,
+                    )
             else:
                 yield from self._gradients(step)
             yield from self._weights(step)
@@ -90,13 +96,13 @@ class _Comparing:
         norm = max(_relative(result.norm, reference.norms[step]) for result in results)
         self.loss_error, self.norm_error = max(self.loss_error, loss), max(self.norm_error, norm)
         farthest = max((result.loss for result in results), key=lambda value: _relative(value, truth))
-        times = f"{farthest / truth:.4g} times as large as it should be" if math.isfinite(farthest) else "not finite"
+        ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
         if (first := self._first(errors)) is not None:
             pattern = describe_pattern(reference, pieces, self.layout, step, first)
-            beside = f"; the loss is {times}" if loss > self.tolerance else ""
+            beside = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
             yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){beside}", step
         if loss > self.tolerance:
-            yield f"step {step + 1}: the loss is off by {loss:.1e} ({times})", step
+            yield f"step {step + 1}: the loss is off by {loss:.1e} ({ratio})", step
         if norm > self.tolerance:
             yield f"step {step + 1}: the gradient norm is off by {norm:.1e} though every gradient is right", step
         if any(result.scale != reference.scales[step] for result in results):
@@ -109,7 +115,7 @@ class _Comparing:
         copies = _copies(self.layout, [result.steps[step].weights for result in self.results], reference)
         made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
         # Adding an update to a weight rounds it, on both sides; that rounding says nothing of the update.
-        rounding = (step + 1) * torch.finfo(getattr(torch, problem.masters)).eps
+        rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
         grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
         errors = self._note(_errors(made, {name: after - start[name] for name, after in end.items()}, grains))
         if (first := self._first(errors)) is not None:

@@ -13,9 +13,9 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.wrong_groups import other_groups
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
-from meshwright.verify.cases import Maker
+from meshwright.verify.cases import CaseBuilder
 from meshwright.verify.compare import Comparison, compare
-from meshwright.verify.local_faults import PLANS, LocalFault
+from meshwright.verify.local_faults import LOCAL_FAULTS, LocalFault
 from meshwright.verify.problem import Problem
 from meshwright.verify.ranks import RankResult, run_rank
 from meshwright.verify.reference import Reference
@@ -33,7 +33,7 @@ BATCH = 12  # faults for which the ranks are asked at once
 
 
 def plant_all(
-    maker: Maker,
+    maker: CaseBuilder,
     reference: Callable[[Problem], Reference],
     ranks: LocalRanks,
     log: Callable[[str], None],
@@ -64,7 +64,7 @@ class _Planting:
 
     def __init__(
         self,
-        maker: Maker,
+        maker: CaseBuilder,
         reference: Callable[[Problem], Reference],
         ranks: LocalRanks,
         collectives: CollectivesRecipe | None,
@@ -92,9 +92,11 @@ class _Planting:
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
-            ("long", self.maker.long),
+            ("long sequences", self.maker.long),
         ):
-            faults = [LocalFault(name) for name, plan in PLANS.items() if plan.case == case and (name,) not in before]
+            faults = [
+                LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
+            ]
             for batch in _batches(faults):
                 found = self._try(make(), batch)
                 yield from found.items()

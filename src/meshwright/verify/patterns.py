@@ -11,8 +11,8 @@ from meshwright.layout import Layout
 from meshwright.parallel.pieces import Piece
 from meshwright.verify.reference import Reference
 
-NO_PATTERN = "in no pattern that has a name"
-TOO_SHORT = "too few values to tell"
+NO_PATTERN = "no recognized pattern"
+TOO_SHORT = "too few elements to identify a pattern"
 
 _FORWARD = (
     *("embedding", "positions", "attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm"),
@@ -42,9 +42,9 @@ def describe_pattern(
     truth = reference.gradients[step][name]
     mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
     if _apart_on_tp(reference, mine, layout, truth, name):
-        return "each rank of tp has its own part alone, not summed"
+        return "partial gradients were not summed over tp"
     if _apart_on_pp(mine, layout, truth):
-        return "each stage that has it has its own part alone, not summed"
+        return "partial gradients of shared parameters were not summed over pp"
     # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
     parts = reference.parts(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
@@ -137,7 +137,7 @@ def _describe(
         return "the gradient of the step before"
     factor = float(values @ truth) / max(size * size, 1e-300)
     if float((values - factor * truth).norm()) < 1e-6 * max(size, float(values.norm())):
-        return "twice too large" if abs(factor - 2) < 1e-6 else f"{factor:.4g} times as large as it should be"
+        return f"{factor:.4g} x the reference"
     counted = [index for index in range(len(parts)) if float(parts[index].norm()) > 1e-6 * size]
     if values.numel() <= len(counted):
         return TOO_SHORT
@@ -157,17 +157,17 @@ def _counts(often: dict[tuple[int, int], float]) -> str:
         return "zero"
     if gone and len(gone) == len(ranks) - 1 and len(ranks) > 1:
         alone = next(rank for rank in ranks if rank not in gone)
-        return f"the part of rank {alone} alone, not summed"
+        return f"only the contribution of rank {alone}: not summed"
     if missing and all(rank in gone for rank, _ in missing):
-        return f"the part of {_ranks(gone)} is missing"
+        return f"contribution of {_ranks(gone)} missing"
     if missing:
         rank, micro_batch = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return f"the part of rank {rank}, micro-batch {micro_batch + 1}{more} is missing"
+        return f"contribution of rank {rank}, micro-batch {micro_batch + 1}{more} missing"
     extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
     if extra:
-        return f"the part of {_ranks(extra)} is counted more than once"
-    return "a sum of the ranks' parts in the wrong proportions"
+        return f"contribution of {_ranks(extra)} counted more than once"
+    return "contributions of the ranks summed with wrong weights"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The language model once more, for one device: plain differentiable operations on whole float64 tensors.
+"""Reference transformer on one device: plain float64 tensor operations and autograd, no kernels shared with the engine.
 
 It shares with the engine's model the configuration, the names of the engine tensors and the table of rotary
 frequencies; no module, kernel, chunk, tile, mask or autograd function.
@@ -22,10 +22,12 @@ from meshwright.verify.samples import IGNORED, Batch
 Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, input] for matrices
 
 
-class Found(NamedTuple):
-    """Sums over a batch. loss: what is reported; objective: what is differentiated, the loss and what balances experts;
-    terms: what both are divided by; excess_loads: by layer with a router bias, the assignments of each expert above
-    their mean."""
+class BatchLoss(NamedTuple):
+    """Loss sums of a batch.
+
+    loss: reported loss (nats, summed over terms); objective: loss plus load-balancing loss, differentiated; terms:
+    divisor (target tokens or pairs); excess_loads: router-bias name -> [E] assignments above the mean.
+    """
 
     loss: torch.Tensor
     objective: torch.Tensor
@@ -33,7 +35,7 @@ class Found(NamedTuple):
     excess_loads: dict[str, torch.Tensor]
 
 
-def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> Found:
+def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
     """Forward pass and loss of whole sequences."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
@@ -56,7 +58,7 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
     if config.router_loss:
         for losses_B in model.balance_losses:
             objective = objective + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
-    return Found(loss.detach(), objective, int(counted_B.sum()), model.excess_loads)
+    return BatchLoss(loss.detach(), objective, int(counted_B.sum()), model.excess_loads)
 
 
 def _preference_loss(

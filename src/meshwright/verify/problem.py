@@ -50,10 +50,9 @@ class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
     dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
-    preference: the loss of pairs of responses, if it is not next-token prediction. poisoned_step: the step, from 0, in
-    which the last rank computes a value that is not a number. resumed_at: steps after which a checkpoint is saved, from
-    which a new trainer goes on. add_at_once: whether products add weight gradients to their sums themselves, as those
-    of large models do.
+    preference: the loss of pairs of responses, if it is not next-token prediction. nan_step: 0-based step in which the
+    last rank produces NaN activations. resumed_at: steps after which a checkpoint is saved, from which a new trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the
+    gradient buffer, as those of large models do.
     """
 
     config: ModelConfig
@@ -65,13 +64,13 @@ class Problem:
     seed: int = 11
     preference: Preference | None = None
     master_dtype: str | None = None
-    poisoned_step: int | None = None
+    nan_step: int | None = None
     resumed_at: int | None = None
-    add_at_once: bool = True
+    fused_gradient_accumulation: bool = True
 
     @property
-    def masters(self) -> str:
-        """dtype of the master weights."""
+    def resolved_master_dtype(self) -> str:
+        """dtype name of master weights, gradients and optimizer state."""
         return self.master_dtype or self.dtype
 
     @property

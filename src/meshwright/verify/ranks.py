@@ -61,15 +61,15 @@ class RankResult:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Which steps a call runs: from `first` on, whose checkpoint is loaded unless it is 0, up to `stop`, where one is
-    saved unless it is None, the end."""
+class StepRange:
+    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves at `stop` unless None
+    (end of run)."""
 
     first: int = 0
     stop: int | None = None
 
 
-WHOLE = Span()
+WHOLE = StepRange()
 
 
 def run_rank(
@@ -78,7 +78,7 @@ def run_rank(
     collectives: CollectivesRecipe | None = None,
     faults: Sequence[Fault | LocalFault | None] = (None,),
     directory: str | None = None,
-    span: Span = WHOLE,
+    span: StepRange = WHOLE,
 ) -> list[RankResult]:
     """Train on this rank once for each of `faults` (None: nothing is planted), all over one mesh. collectives: the
     programs that a recipe names. directory: for checkpoints, where the problem or the span asks for them."""
@@ -120,7 +120,7 @@ class _WatchedTrainer(Trainer):
 class _LargeModelTrainer(_WatchedTrainer):
     """With the products of large models, which add weight gradients to their sums themselves."""
 
-    add_at_once_from = 0
+    fused_accumulation_min_numel = 0
 
 
 class _Run:
@@ -129,7 +129,7 @@ class _Run:
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
 
-    def run(self, span: Span) -> RankResult:
+    def run(self, span: StepRange) -> RankResult:
         problem, result = self.problem, RankResult()
         trainer = self._trainer() if span.first == 0 else self._resumed()
         for step in range(span.first, problem.steps if span.stop is None else span.stop):
@@ -137,7 +137,7 @@ class _Run:
                 self._save(trainer)
                 del trainer
                 trainer = self._resumed()
-            poisoned = step == problem.poisoned_step and self.mesh.rank == self.mesh.world_size - 1
+            poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
             with _poison(trainer.model) if poisoned else nullcontext():
                 verdict = trainer.step()
             weights = _copied(trainer.parallel.master_pieces(owned=False))
@@ -159,9 +159,9 @@ class _Run:
 
     def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
         problem, training = self.problem, self.problem.training
-        kind = _LargeModelTrainer if problem.add_at_once else _WatchedTrainer
+        kind = _LargeModelTrainer if problem.fused_gradient_accumulation else _WatchedTrainer
         data = SyntheticData(problem)
-        dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.masters))
+        dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype))
         trainer = kind(
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
             initialise=initialise, dtypes=dtypes,

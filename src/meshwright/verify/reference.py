@@ -57,11 +57,11 @@ class Reference:
             self.losses.append(loss)
             self.norms.append(norm)
             self.gradients.append(gradients)
-            if step != problem.poisoned_step:
+            if step != problem.nan_step:
                 weights = self._update(weights, gradients, norm, step)
             self.weights.append(weights)
             # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved by an overflow, doubled after some steps.
-            finite_in_a_row = 0 if step == problem.poisoned_step else finite_in_a_row + 1
+            finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
             if training.loss_scale_every and finite_in_a_row == 0:
                 scale /= 2
             elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
@@ -89,13 +89,13 @@ class Reference:
     def counters(self) -> dict[str, int]:
         """Those of a checkpoint after the last step. A poisoned last step would be skipped in a row."""
         problem = self.problem
-        skipped = int(problem.poisoned_step is not None)
+        skipped = int(problem.nan_step is not None)
         return {
             "step": problem.steps,
             "samples": problem.steps * problem.batch,
             "optimizer_steps": problem.steps - skipped,
             "skipped_steps": skipped,
-            "skipped_in_a_row": int(problem.poisoned_step == problem.steps - 1),
+            "skipped_in_a_row": int(problem.nan_step == problem.steps - 1),
         }
 
     # --- loss and gradient
@@ -155,7 +155,10 @@ class Reference:
 
     def _rounded(self, weights: Rows) -> Rows:
         """Values as the dtype of the master weights has them, in float64."""
-        return {name: values.to(getattr(torch, self.problem.masters)).double() for name, values in weights.items()}
+        return {
+            name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
+            for name, values in weights.items()
+        }
 
     # --- update
 

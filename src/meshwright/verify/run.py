@@ -19,12 +19,12 @@ from meshwright.model.preference import Preference, preference_of
 from meshwright.model.presets import preset
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
-from meshwright.verify.cases import Case, Maker
+from meshwright.verify.cases import Case, CaseBuilder
 from meshwright.verify.compare import TOLERANCES, Comparison, compare, tolerance_of
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.mutations import plant_all
 from meshwright.verify.problem import Problem, scaled_layout
-from meshwright.verify.ranks import WHOLE, Span, run_rank
+from meshwright.verify.ranks import WHOLE, StepRange, run_rank
 from meshwright.verify.reference import Reference
 
 DTYPES = ("float64", "float32")
@@ -166,7 +166,7 @@ class _Bench:
         """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
         layout = scaled_layout(wanted)
         ranks = self.ranks(layout.world_size)
-        maker = Maker(layout, config, self.dtype, self.preference)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference)
         return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
@@ -176,20 +176,20 @@ class _Bench:
         ranks = self.ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
-            def run(layout: Layout, span: Span) -> Comparison:
-                collectives = self.collectives if layout is not case.elsewhere else None
+            def run(layout: Layout, span: StepRange) -> Comparison:
+                collectives = self.collectives if layout is not case.resume_layout else None
                 results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
                 return compare(reference, [result for (result,) in results], layout)
 
-            if case.elsewhere is None:
+            if case.resume_layout is None:
                 return run(layout, WHOLE)
             assert problem.resumed_at is not None
-            before = run(layout, Span(0, problem.resumed_at))
-            return run(case.elsewhere, Span(problem.resumed_at)) if before.passed else before
+            before = run(layout, StepRange(0, problem.resumed_at))
+            return run(case.resume_layout, StepRange(problem.resumed_at)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
-        maker = Maker(layout, config, self.dtype, self.preference, 24 if self.many else 8)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
             return maker.thorough()
         cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]

@@ -1,5 +1,5 @@
-"""Synthetic data as uneven as they come, where the trainer reads prepared ones: sequences of one document and of many,
-with all targets, few, and none."""
+"""Synthetic ragged training data with the interface of `PreparedData`: sequences of one document and of many, with all
+targets, few, and none."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _pairs_of(number: int) -> int:
 
 
 class SyntheticRows:
-    """Stands where `TokenRows` stands: sequences [first, first + sequences) of a problem as one split."""
+    """Drop-in replacement for `TokenRows`: sequences [first, first + sequences) of a problem as one split."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
@@ -133,7 +133,7 @@ class SyntheticRows:
 
 
 class SyntheticData:
-    """Stands where `PreparedData` stands."""
+    """Drop-in replacement for `PreparedData`."""
 
     sha256 = "synthetic"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.meeting_place import UNLOCKED_PREFIX, UNLOCKED_SECONDS, meeting_place
+from meshwright.train.rendezvous_directory import UNLOCKED_PREFIX, UNLOCKED_SECONDS, rendezvous_directory
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_meeting_place_is_removed_at_the_end(temporary: Path) -> None:
-    with pytest.raises(KeyError), meeting_place() as place:
+    with pytest.raises(KeyError), rendezvous_directory() as place:
         (place / "ranks").touch()
         assert list(temporary.iterdir()) == [place]
         raise KeyError
@@ -34,8 +34,8 @@ def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_
     temporary: Path,
 ) -> None:
     code = (
-        "import os; from meshwright.train.meeting_place import meeting_place\n"
-        "with meeting_place() as place:\n"
+        "import os; from meshwright.train.rendezvous_directory import rendezvous_directory\n"
+        "with rendezvous_directory() as place:\n"
         "    (place / 'ranks').touch(); print(place, flush=True); input()"
     )
     command = [sys.executable, "-c", code]
@@ -44,7 +44,7 @@ def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].communicate()
     assert sorted(temporary.iterdir()) == sorted(places)
-    with meeting_place() as place:
+    with rendezvous_directory() as place:
         assert sorted(temporary.iterdir()) == sorted([places[1], place])
     processes[1].communicate("\n")
     assert list(temporary.iterdir()) == []
@@ -54,12 +54,12 @@ def test_nothing_but_own_meeting_places_is_removed(temporary: Path) -> None:
     kept = temporary / "kept"
     kept.mkdir()
     (kept / "file").touch()
-    (temporary / "meshwright-meeting-link").symlink_to(kept)
-    (temporary / "meshwright-meeting-file").touch()
-    with meeting_place():
+    (temporary / "meshwright-rendezvous-link").symlink_to(kept)
+    (temporary / "meshwright-rendezvous-file").touch()
+    with rendezvous_directory():
         pass
     assert sorted(path.name for path in temporary.iterdir()) == [
-        "kept", "meshwright-meeting-file", "meshwright-meeting-link",
+        "kept", "meshwright-rendezvous-file", "meshwright-rendezvous-link",
     ]  # fmt: skip
     assert (kept / "file").exists()
 
@@ -68,5 +68,5 @@ def test_a_directory_whose_maker_died_before_locking_it_is_removed_after_a_minut
     old, young = temporary / f"{UNLOCKED_PREFIX}old", temporary / f"{UNLOCKED_PREFIX}young"
     old.mkdir(), young.mkdir()
     os.utime(old, (0, time.time() - 2 * UNLOCKED_SECONDS))
-    with meeting_place():
+    with rendezvous_directory():
         assert young.exists() and not old.exists()

@@ -1,4 +1,4 @@
-"""Temporary directories for the files at which ranks meet; those of launchers that were killed are removed. Free of
+"""Temporary directories for the file-store rendezvous of local ranks; those of killed launchers are removed. Free of
 torch."""
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "meshwright-meeting-"
-UNLOCKED_PREFIX = "meshwright-new-meeting-"
+PREFIX = "meshwright-rendezvous-"
+UNLOCKED_PREFIX = "meshwright-new-rendezvous-"
 """Of a directory between its creation and its lock, which take far less than `UNLOCKED_SECONDS`."""
 UNLOCKED_SECONDS = 60.0
 
 
 @contextmanager
-def meeting_place() -> Iterator[Path]:
-    """Make a directory that is removed at the end, or by the next launcher where this one is killed before."""
+def rendezvous_directory() -> Iterator[Path]:
+    """Create a locked temporary directory for the file-store rendezvous; removed on exit, or by the next launcher
+    if this one is killed."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     fresh = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX))
     lock = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
@@ -36,7 +37,7 @@ def meeting_place() -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the meeting places of this user that no process has locked."""
+    """Remove the rendezvous directories of this user that no process has locked."""
     for place in [*parent.glob(f"{PREFIX}*"), *parent.glob(f"{UNLOCKED_PREFIX}*")]:
         with suppress(OSError):  # of another user, or removed by another launcher
             lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,151 @@
+"""Every reader of a path refuses files that never end, are too large, or declare what they do not hold."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.blocked_words import BlockedWords, digest
+from meshwright.errors import UserError
+from meshwright.inspect.files import TensorFiles
+from meshwright.model.config import ModelConfig
+from meshwright.plan.cluster import cluster
+from meshwright.plan.models import tokens_of
+from meshwright.program.load import load_program
+from meshwright.recipe import load_recipe
+from meshwright.schedules.library import load as load_pipeline
+from meshwright.train.report_inputs import read_recipe, read_result, read_steps
+from meshwright.untrusted import read_file
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "recipe.toml": load_recipe,
+    "cluster.toml": lambda path: cluster(str(path)),
+    "program.txt": lambda path: load_program(path, "collective"),
+    "program.json": lambda path: load_pipeline(str(path)),
+    "schedule.csv": lambda path: load_pipeline(str(path)),
+    "words.txt": lambda path: BlockedWords(str(path)),
+    "hashed.txt": lambda path: digest(str(path)),
+    "tokenizer.json": lambda path: tokens_of(str(path)),
+    "config.json": ModelConfig.from_path,
+    "metrics.jsonl": read_steps,
+    "result.json": read_result,
+    "run.toml": read_recipe,
+}
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """A read without end is a MemoryError, and not the end of the machine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_endless_file_is_refused_by_every_reader(name: str, tmp_path: Path, bounded_memory: None):
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="a device or a pipe, not a file"):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["hashed.txt", "metrics.jsonl", "run.toml", "words.txt"])
+def test_pipe_without_writer_is_refused(name: str, tmp_path: Path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="a device or a pipe, not a file"):
+        READERS[name](tmp_path / name)
+
+
+def test_endless_line_of_jobs_is_refused(command_line, bounded_memory: None):
+    outcome = command_line("plan", "--jobs", "/dev/zero")
+    assert outcome.code == 2 and "line 1 has more than 16,777,216 characters" in outcome.errors
+
+
+def test_name_that_no_file_can_have_is_an_error_of_its_request(tmp_path: Path, command_line):
+    with pytest.raises(OSError, match="no file has such a name"):
+        read_file("a\0b")
+    request = {"model": "x\0.toml", "cluster": "8xh100-sxm", "sequence": 8, "batch": 8}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(request) + "\n")
+    outcome = command_line("plan", "--jobs", tmp_path / "jobs.jsonl")
+    assert "no file has such a name (embedded null byte)" in json.loads(outcome.output)["error"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ([2**62] * 65, r"tensor w has 65 dimensions: at most 64 are read"),
+        ([2**63], "not a safetensors file: its header"),
+        ([2**62] * 64, r"needs [\d,]+ bytes, its place has 4"),
+    ],
+)
+def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[int], said: str):
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(UserError, match=said):
+        TensorFiles(tmp_path)
+
+
+# --- direct reads
+
+
+# A module reads without untrusted.py only what no stranger writes, or bounds and checks it itself.
+DIRECT_READS = {
+    "untrusted": "is the bounded reader",
+    **dict.fromkeys(
+        ("data.chat_template", "model.presets", "plan.devices", "plan.rates", "train.launch_script"),
+        "files of the package",
+    ),
+    **dict.fromkeys(
+        ("comm.rank_report", "plan.machine_profile", "probe.matmul", "probe.rank", "threads", "train.hosts",
+         "train.memory", "train.started_rank", "train.profile"),
+        "/proc, /sys and caches and traces of its own",
+    ),
+    **dict.fromkeys(
+        ("train.checkpoint.checkpointer", "train.checkpoint.meeting", "train.process_memory"),
+        "files that this run or this machine wrote",
+    ),
+    **dict.fromkeys(
+        ("data.template_process", "data.template_rendering", "train.device", "train.launcher", "train.module.run",
+         "train.probe_ranks", "train.rank_threads", "train.worker"),
+        "JSON between its own processes",
+    ),
+    **dict.fromkeys(
+        ("data.decontamination", "data.endpoint", "data.exchanges", "data.reading", "data.record_files",
+         "data.segments", "data.special_tokens", "data.tokenizer", "data.tokenizer_kinds"),
+        "documents and records, whose size has its own limits and whose RecursionError is caught; tokenizers' text",
+    ),
+}  # fmt: skip
+
+
+def direct_reads(source: str) -> list[int]:
+    """The lines that call read_text, read_bytes, json.loads or json.load."""
+    names = {"read_text", "read_bytes", "loads", "load"}
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+        if node.func.attr.startswith("read_") or ast.unparse(node.func.value) == "json"
+    ]
+
+
+def test_paths_are_read_through_untrusted(repository: Path):
+    root = repository / "src" / "meshwright"
+    reads = {
+        ".".join(path.relative_to(root).with_suffix("").parts): direct_reads(path.read_text())
+        for path in root.rglob("*.py")
+    }
+    found = {module for module, lines in reads.items() if lines}
+    assert found - DIRECT_READS.keys() == set(), "read with meshwright.untrusted, or give the reason here"
+    assert DIRECT_READS.keys() - found == set(), "reads nothing directly any more"
+
+
+@pytest.mark.parametrize("text", ["path.read_text()", "Path(a).read_bytes()", "json.loads(a)", "json.load(a)"])
+def test_direct_reads_are_found(text: str):
+    assert direct_reads(text) == [1]
