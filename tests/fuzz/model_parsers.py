@@ -58,7 +58,8 @@ def read_layout(data: bytes, directory: Path) -> None:
 
 LAYOUTS = (
     b"dp4 zero1 tp2 cp2 pp4:zb-v mb8 ep2 ac:selective bf16", b"dp4 zero3 hs2 mb2", b"cp2:ulysses tp2:nosp fp32", b"dp1",
-    b"pp2:interleaved:3 mb8 offload:cpu", b"pp4:@FILE mb8", b"dp8 ep4:etp2 tp2 fp8", b"pp4:dualpipe mb16 ac:full",
+    b"pp2:interleaved:3 mb8 offload:cpu", b"pp4:@FILE mb8", b"pp2:@/dev/zero mb2",
+    b"dp8 ep4:etp2 tp2 fp8", b"pp4:dualpipe mb16 ac:full",
 )  # fmt: skip
 LAYOUT_WORDS = [f"pp2:{name}".encode() for name in SCHEDULES] + [
     b"dp2 ", b" tp2", b"mb4", b":2", b"zero2 ", b"99999999999", b"hs2 ", b"ep2", b":etp2", b"ac:", b"offload:nvme",
@@ -118,7 +119,10 @@ def weights() -> st.SearchStrategy[bytes]:
     def framed(text: bytes) -> bytes:
         return len(text).to_bytes(8, "little") + text + body
 
-    return st.one_of(spoiled_json([header], ["F32", "BF16", "F4", "dtype"]).map(framed), spoiled([whole], [b"F8_E4M3"]))
+    huge = {**header, "b": {**header["b"], "shape": [10**6] * 20_000}}
+    return st.one_of(
+        spoiled_json([header, huge], ["F32", "BF16", "F4", "dtype"]).map(framed), spoiled([whole], [b"F8_E4M3"])
+    )
 
 
 def read_tensors(directory: Path, path: Path) -> None:
@@ -294,6 +298,9 @@ def read_rows(data: bytes, directory: Path) -> None:
 
     for where, record in read_rows(write_input(directory, "rows.jsonl", data)):
         exchange(record, where)
+
+
+SPECIAL_TOKENS_MAP = {"eos_token": {"content": "</s>", "special": True}, "unk_token": "<unk>"}
 
 
 def read_special_tokens_map(data: bytes, directory: Path) -> None:

@@ -22,19 +22,24 @@ from tests.fuzz.model_parsers import (
     LAYOUTS,
     OVERRIDES,
     RECORDS,
+    SPECIAL_TOKENS_MAP,
     TEMPLATE_WORDS,
     TEMPLATES,
     TOKENIZER_CONFIG,
     config_words,
     configs,
+    read_blocked_words,
     read_config,
+    read_generation_config,
     read_index,
     read_layout,
     read_overrides,
     read_recipe,
     read_records,
     read_rows,
+    read_special_tokens_map,
     read_template,
+    read_token_count,
     read_tokenizer,
     read_tokenizer_config,
     read_weight_file,
@@ -47,6 +52,7 @@ from tests.fuzz.model_parsers import (
 from tests.fuzz.run_parsers import (
     CLUSTER,
     CLUSTER_KEYS,
+    HUGE_CLUSTER,
     JOB,
     JOB_CLUSTER,
     METRICS,
@@ -91,11 +97,23 @@ PARSERS: dict[str, Parser] = {
     "layout": Parser(_text_of(lambda: LAYOUTS, lambda: LAYOUT_WORDS), read_layout),
     "config.json": Parser(lambda: spoiled_json(configs(), config_words()), read_config),
     "safetensors": Parser(weights, read_weight_file),
-    "safetensors index": Parser(lambda: spoiled_json([INDEX], ["a", "b", "1.safetensors", "3.safetensors"]), read_index),
+    "safetensors index": Parser(
+        lambda: spoiled_json([INDEX], ["a", "b", "1.safetensors", "3.safetensors"]), read_index
+    ),
     "tokenizer.json": Parser(lambda: spoiled_json(tokenizers(), ["BPE", "Unigram", "</s>", "vocab"]), read_tokenizer),
     "tokenizer_config.json": Parser(
         lambda: spoiled_json([TOKENIZER_CONFIG], ["eos_token", "unk_token", "content", "</s>"]), read_tokenizer_config
     ),
+    "special_tokens_map.json": Parser(
+        lambda: spoiled_json([SPECIAL_TOKENS_MAP], ["eos_token", "content", "<unk>"]), read_special_tokens_map
+    ),
+    "generation_config.json": Parser(
+        lambda: spoiled_json([{"eos_token_id": [1, 2], "bos_token_id": 0}], ["eos_token_id"]), read_generation_config
+    ),
+    "tokenizer.json, token count": Parser(
+        lambda: spoiled_json(tokenizers(), ["vocab", "added_tokens", "id"]), read_token_count
+    ),
+    "blocked words": Parser(_text_of(lambda: [b"drat\nc.r.u.d\ntwo  words\n"]), read_blocked_words),
     "chat template": Parser(_text_of(lambda: TEMPLATES, lambda: TEMPLATE_WORDS), read_template, template_refusals()),
     **{
         f"{kind} records, {form}": Parser(record_inputs(kind, form), read_records(kind, form))
@@ -110,12 +128,14 @@ PARSERS: dict[str, Parser] = {
         for dialect in ("collective", "pipeline")
     },
     **{
-        f"{dialect} program, JSON": Parser(lambda dialect=dialect: program_json(dialect), read_program(dialect, "p.json"))
+        f"{dialect} program, JSON": Parser(
+            lambda dialect=dialect: program_json(dialect), read_program(dialect, "p.json")
+        )
         for dialect in ("collective", "pipeline")
     },
     "schedule of PyTorch": Parser(_text_of(csv_seeds, lambda: [b"0F0", b"1B3", b"0I1", b"0W1", b"SEND_F", b","]),
     read_csv),
-    "cluster file": Parser(_text_of(lambda: [CLUSTER], lambda: CLUSTER_KEYS), read_cluster),
+    "cluster file": Parser(_text_of(lambda: [CLUSTER, HUGE_CLUSTER], lambda: CLUSTER_KEYS), read_cluster),
     "cluster shorthand": Parser(
         _text_of(lambda: [b"64xh100-sxm", b"2x8xa100-80"], lambda: [b"x", b"b200", b"h100-sxm"]), read_shorthand
     ),
@@ -128,6 +148,9 @@ PARSERS: dict[str, Parser] = {
     "metrics": Parser(
         lambda: st.one_of(spoiled([METRICS]), spoiled_json([json.loads(METRICS.split(b"\n")[0])])),
         lambda data, directory: read_report(data, None, directory),
+    ),
+    "recipe of a run, report": Parser(
+        _text_of(lambda: [TINY_RECIPE.encode()]), lambda data, directory: read_report(None, None, directory, data)
     ),
     "result of a run, report": Parser(
         lambda: spoiled_json([RESULT], [*RESULT, *RESULT["predicted"]]),

@@ -72,6 +72,10 @@ devices_per_node = 8
 inside_gb_per_second = 450
 across_gb_per_second = 50.0
 """
+HUGE_CLUSTER = b"""device = "h100-sxm"
+devices = 1000000000039
+devices_per_node = 999999999999
+"""
 CLUSTER_KEYS = (
     b"memory_gib = 80", b"[calibration]", b"time_factor = 1.1", b"device = ", b"[device]", b"devices = 3", b"inf",
     b"-0",
@@ -145,10 +149,14 @@ def read_manifest(data: bytes, directory: Path) -> None:
 
 
 def read_slices(data: bytes, directory: Path) -> None:
-    from meshwright.train.checkpoint.slices import INDEX, read_index
+    from meshwright.train.checkpoint import slices
 
-    write_input(directory, INDEX, data)
-    read_index(directory)
+    write_input(directory, slices.INDEX, data)
+    index = slices.read_index(directory)
+    slices.check_inside(index, {"training/rank-00000-of-00001.safetensors": 32})
+    wanted = [("master", "a", 0, 4, None), ("m", "a", 0, 4, slices.Columns(0, 2, 4))]
+    for reads in slices.plan_reads(index, wanted).values():
+        slices.blocks_of(reads, 16)
 
 
 SLICES = {
@@ -183,8 +191,12 @@ RESULT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_report(metrics: bytes | None, result: bytes | None, directory: Path) -> None:
+def read_report(metrics: bytes | None, result: bytes | None, directory: Path, recipe: bytes | None = None) -> None:
     from meshwright.train.report import write_report
+    from meshwright.train.run_directory import RECIPE
+
+    if recipe is not None:
+        write_input(directory, RECIPE, recipe)
 
     write_input(directory, "metrics.jsonl", METRICS if metrics is None else metrics)
     write_input(directory, "result.json", json.dumps(RESULT).encode() if result is None else result)

@@ -21,7 +21,7 @@ from meshwright.cli.plumbing import (
 )
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
-from meshwright.limits import most
+from meshwright.limits import limit_of
 
 
 @a_command(
@@ -219,7 +219,7 @@ def _answer_jobs(path: str) -> None:
 def _lines(path: str) -> Iterator[str]:
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
-            longest = most("config_bytes")
+            longest = limit_of("config_bytes")
             for number, line in enumerate(iter(lambda: file.readline(longest + 1), ""), 1):
                 if len(line) > longest:
                     raise UserError(f"--jobs {path}: line {number} has more than {longest:,} characters")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import most, over, shorten, shown
+from meshwright.limits import limit_error, limit_of, shorten, shorten_repr
 from meshwright.names import PRECISIONS, unknown
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.calibration import read as read_calibration
@@ -101,7 +101,7 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
     if not isinstance(wanted, str):
-        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {shown(wanted)}")
+        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {shorten_repr(wanted)}")
     text = wanted.strip()
     if text.lower() == "this":
         path = this_machine()
@@ -150,7 +150,7 @@ def _from_shorthand(text: str, where: str) -> Cluster:
 
 def _whole(part: str, where: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
-        right = f"a whole number, at least 1 and at most {most('ranks'):,}"
+        right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
         raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
     return int(part)
 
@@ -158,7 +158,7 @@ def _whole(part: str, where: str) -> int:
 def _catalogued(name: Any, where: str) -> Device:
     """The device of a catalogue's name, or of a driver's."""
     if not isinstance(name, str):
-        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shown(name)}")
+        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
         raise UserError(
             f"{where}: no data sheet says how fast processors train; measure with `meshwright probe`, then say this"
@@ -207,7 +207,7 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
     name = table.get("name", f"{devices}x{device.name}")
     if not isinstance(name, str):
-        raise UserError(f"{where}: name should be text, not {shown(name)}")
+        raise UserError(f"{where}: name should be text, not {shorten_repr(name)}")
     return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
 
 
@@ -280,7 +280,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
         if key not in table:
             raise UserError(f"{where}: {key} is missing; it takes that, or like = a catalogue's name")
     if not isinstance(table["name"], str):
-        raise UserError(f"{where}: name should be text, not {shown(table['name'])}")
+        raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
     empty = dict.fromkeys(PRECISIONS)
     return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
 
@@ -295,7 +295,7 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shown(value)}")
+        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
     if problem := limit_error("ranks", value, key):
         raise UserError(f"{where}: {problem}")
     return value
@@ -303,5 +303,5 @@ def _count(value: Any, key: str, where: str) -> int:
 
 def _number(value: Any, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{where}: {key} takes a number above 0, not {shown(value)}")
+        raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
     return float(value)
