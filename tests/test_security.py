@@ -282,12 +282,12 @@ def test_a_recipe_of_megabytes_is_not_parsed(tmp_path: Path):
         "{% for i in range(100000) %}{{ 'x' * 100 }}{% endfor %}",
     ],
 )
-def test_a_template_that_makes_much_of_little_is_stopped(source: str):
+def test_template_memory_and_output_are_bounded(source: str):
     with pytest.raises(UserError, match="the template (needs more than 2 GiB of memory|writes [0-9,]+ characters)"):
         ChatTemplate(source, {}, frozenset(), "the template").render(TURNS)
 
 
-def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+def test_endless_template_times_out(monkeypatch):
     from meshwright.data import template_process
 
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -331,7 +331,7 @@ def test_a_template_that_computes_for_ten_seconds_is_ended_by_the_kernel():
     "source",
     ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**12)|list }}", "{{ ''.__class__.mro() }}"],
 )
-def test_a_template_that_calls_itself_or_looks_around_is_an_error_of_its_record(source: str):
+def test_template_sandbox_escape_is_a_record_error(source: str):
     with pytest.raises(TemplateError, match="^does not take it"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
@@ -363,7 +363,7 @@ def untrusted(to: str, options: str = "") -> str:
     return f'[model]\nfamily = "llama"\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = "x"\nsequence = 8\n[train]\nsteps = 1\nbatch = 1\nlearning_rate = 1\n[track]\nto = ["{to}"]\n{options}'  # noqa: E501
 
 
-def test_a_recipe_names_no_code_without_trust(tmp_path: Path, monkeypatch):
+def test_untrusted_recipe_imports_no_code(tmp_path: Path, monkeypatch):
     """Not even the module is imported, which would run it."""
     (tmp_path / "planted.py").write_text("raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -385,7 +385,7 @@ def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line)
 
 
 @pytest.mark.parametrize("uri", ["http://evil.example", "HTTPS://evil.example", "databricks", "postgresql://h/db"])
-def test_keys_go_to_no_server_that_a_recipe_names(uri: str, tmp_path: Path, monkeypatch):
+def test_mlflow_credentials_need_trusted_recipe(uri: str, tmp_path: Path, monkeypatch):
     """Wherever MLflow would find credentials: here in a file, with none in the environment."""
     pytest.importorskip("mlflow")
     (tmp_path / ".mlflow").mkdir()
@@ -400,7 +400,7 @@ def test_keys_go_to_no_server_that_a_recipe_names(uri: str, tmp_path: Path, monk
         assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
 
 
-def test_keys_go_to_no_server_through_a_tracker_of_an_installed_package(monkeypatch):
+def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
     """An entry point is the user's own choice; the server in its options is the recipe's."""
     from meshwright.train import trackers
 
@@ -414,7 +414,7 @@ def test_keys_go_to_no_server_through_a_tracker_of_an_installed_package(monkeypa
     "url",
     ["sftp://host/a.txt", "ssh://host/a", "reference://::file:///x.json", "simplecache::sftp://host/a", "dask::x://a"],
 )
-def test_stores_that_log_in_where_a_recipe_says_need_the_users_word(url: str, monkeypatch):
+def test_credentialed_stores_need_allowlist(url: str, monkeypatch):
     pytest.importorskip("fsspec")
     with pytest.raises(UserError, match="may log in with your keys .* MESHWRIGHT_STORES="):
         find_files([url])
@@ -464,7 +464,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_steer_no_terminal_and_stay_short(tmp_path: Path, command_line):
+def test_error_lines_are_escaped_and_truncated(tmp_path: Path, command_line):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;owned\x07\x1b[2J" + "x" * 10_000}))
     outcome = command_line("plan", tmp_path, "--cluster", "8xh100-sxm", "--sequence", 8, "--batch", 8)
     assert outcome.code == 2 and "\x1b" not in outcome.errors and "\x07" not in outcome.errors
@@ -499,7 +499,7 @@ def test_messages_are_escaped(capsys):
     assert capsys.readouterr().err == "a\\x1b[2J\n"
 
 
-def test_a_report_page_holds_no_markup_of_its_run(tmp_path: Path):
+def test_report_page_escapes_html(tmp_path: Path):
     evil = "<script>alert(1)</script>"
     line = {
         "step": 1, "loss": 1.0, "tokens_per_second": 1.0, "memory_gib": 1.0, "seconds_by_part": {evil: 1.0},

@@ -152,7 +152,7 @@ def test_a_configuration_that_nobody_can_price_is_refused(tmp_path: Path):
         ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification"),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
-            "custom modeling code (trust_remote_code) is never run",
+            "is never run; treated as",
         ),
         ({"architectures": ["LLaMAForCausalLM"]}, None),  # as the first of them spelled it
         ({}, None),

@@ -69,7 +69,7 @@ def test_constants_are_measured_once_for_each_precision_and_compiler(measured):
         lambda text: text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
         lambda text: text.replace('"first_use_bytes": ', '"first_use_bytes": -'),
         lambda text: text.replace('"heap_overhead_fraction": 0.4', '"heap_overhead_fraction": NaN'),
-        lambda text: text.replace('"kernel"', '"colonel"'),
+        lambda text: text.replace('"kernel_bytes"', '"colonel_bytes"'),
     ],
     ids=["cut", "no-table", "format", "torch", "negative", "not-a-number", "unknown-field"],
 )

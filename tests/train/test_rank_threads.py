@@ -29,7 +29,7 @@ def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_
     kept = resolve_threads(recipe(), 1, state)
     assert kept.count == 2
     assert kept.note.startswith("threads: keeping 2 per rank from the checkpoint for bitwise reproducibility (")
-    assert kept.note.endswith("1 available cores would give 1, which run.threads=1 takes")
+    assert kept.note.endswith("(1 available cores would give 1; set run.threads=1 to change)")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "OMP_NUM_THREADS would give 1" in resolve_threads(recipe(), 1, state).note
 

@@ -22,7 +22,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_meeting_place_is_removed_at_the_end(temporary: Path) -> None:
+def test_rendezvous_directory_is_removed_at_the_end(temporary: Path) -> None:
     with pytest.raises(KeyError), rendezvous_directory() as place:
         (place / "ranks").touch()
         assert list(temporary.iterdir()) == [place]
@@ -30,7 +30,7 @@ def test_a_meeting_place_is_removed_at_the_end(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
+def test_rendezvous_directory_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
     temporary: Path,
 ) -> None:
     code = (
@@ -50,7 +50,7 @@ def test_the_meeting_place_of_a_killed_launcher_is_removed_by_the_next_and_that_
     assert list(temporary.iterdir()) == []
 
 
-def test_nothing_but_own_meeting_places_is_removed(temporary: Path) -> None:
+def test_nothing_but_own_rendezvous_directories_is_removed(temporary: Path) -> None:
     kept = temporary / "kept"
     kept.mkdir()
     (kept / "file").touch()

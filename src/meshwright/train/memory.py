@@ -36,8 +36,8 @@ def release_freed_memory() -> None:
 
 def limit_onednn_kernel_cache() -> None:
     """Limit oneDNN's cache to `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many.
-    Products in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step: the cache
-    grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
+    Products in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step:
+    the cache grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 

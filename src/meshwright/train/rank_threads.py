@@ -63,7 +63,10 @@ def thread_change_note(before: int | None, now: int | None) -> str | None:
     """
     if before is None or now is None or before == now:
         return None
-    return f"threads per rank changed from {before} to {now}: results may differ in the last bits from an uninterrupted run"
+    return (
+        f"threads per rank changed from {before} to {now}: results may differ in the last bits from an uninterrupted "
+        "run"
+    )
 
 
 def same_layout(layout: Layout, text: str) -> bool:
