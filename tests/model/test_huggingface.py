@@ -206,6 +206,8 @@ def cut(file: Path, size: int) -> None:
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"
+
+
 def in_place(path: Path) -> Path:
     """The file, empty."""
     path.write_bytes(b"")
