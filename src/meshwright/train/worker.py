@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
 from meshwright.plan.machine_profile import LOCK_SECONDS
+from meshwright.terminal import print_message
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_run
@@ -37,6 +38,7 @@ from meshwright.train.rank_threads import (
 )
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.started_rank import machine_memory
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -124,25 +126,24 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    one_host = start.ranks == (start.host_ranks or 1)
+    if one_host:
+        check_memory(recipe, machine_memory())
     if start.rank == 0 and start.host_ranks is not None:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
-            print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
+            print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
     patient = recipe.run.collective_timeout > LOCK_SECONDS + LIMIT_SECONDS
     if probe and start.rank == 0 and patient and share_this_host(start):
         with suppress(UserError), directory:  # what is wrong here is said by all ranks when they have met
-            measure_run(recipe, local_threads(recipe, start.ranks).count, _say)
+            measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
     return _train(recipe, start, directory, None, options, lock=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def join_script(
@@ -230,7 +231,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     else:
         found = ThreadChoice(given)
     if note and found.note and start.rank == 0:
-        print(found.note, file=sys.stderr, flush=True)
+        print_message(found.note)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
