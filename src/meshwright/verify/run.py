@@ -29,7 +29,8 @@ from meshwright.verify.reference import Reference
 
 DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
-"""Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query and key norms; biases, learned positions."""
+"""Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
+and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
 """And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
 gate; a router that balances itself."""
@@ -50,7 +51,8 @@ def verify(
 
     layout: a layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
     axis. model: a preset's name, a Hugging Face directory or config.json, a recipe's file or a configuration; made
-    small, kept in kind; without one, one model for one layout, three kinds of models in turn over a grid. dtype: "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every
+    small, kept in kind; without one, one model for one layout, three kinds of models in turn over a grid. dtype:
+    "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every
     collective call site and in local code, one at a time; each must be found. thorough: run the cases that take longer,
     too, and, where no model is named, all three kinds.
 
