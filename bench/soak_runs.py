@@ -121,7 +121,11 @@ class Command:
     # --- the moment
 
     def _watch(
-        self, process: subprocess.Popen[bytes] | Forked, fault: Fault | None, ended: CommandOutcome, observe: Callable[[], None]
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        fault: Fault | None,
+        ended: CommandOutcome,
+        observe: Callable[[], None],
     ) -> None:
         """Strike at the fault's moment and return when the command has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
