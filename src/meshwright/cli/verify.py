@@ -9,6 +9,7 @@ import click
 from meshwright.cli.plumbing import answering, json_option, refuse_overrides, split_overrides
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import CheckFailed, UserError
+from meshwright.terminal import print_message
 
 
 @a_command(
@@ -74,7 +75,7 @@ def command(
             dtype=dtype,
             mutate=mutate,
             thorough=thorough,
-            log=lambda line: click.echo(line, err=True),
+            log=print_message,
         )
         answer(document, _summary(document))
     if not document["passed"]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
+from meshwright.terminal import print_message
 from meshwright.threads import available_cores, choose_threads
 from meshwright.train.checkpoint import newest
 from meshwright.train.first_start import measure_first_start
@@ -69,7 +70,7 @@ class LaunchSpec:
     )  # -P: not from the current directory
     output: int = 2  # where what ranks print goes: standard output is for the result alone
     trains: bool = True
-    log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+    log: Callable[[str], None] = print_message
 
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:

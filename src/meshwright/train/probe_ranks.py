@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.terminal import print_message
 from meshwright.threads import available_cores
 from meshwright.train import rendezvous, worker
 from meshwright.train.device import agree_on_device, choose_device, one_device
@@ -39,7 +40,7 @@ def probe(
     *,
     threads: int | None = None,
     short: dict[str, Any] | None = None,
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
     """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
     what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
@@ -193,7 +194,7 @@ def _host_ranks(start: Place, store: Any) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"probe: {line}", file=sys.stderr, flush=True)
+    print_message(f"probe: {line}")
 
 
 def _say_nothing(line: str) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
+from meshwright.terminal import print_message
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
 from meshwright.train.first_start import measure_first_start
@@ -27,6 +28,7 @@ from meshwright.train.memory import keep_freed_memory, limit_onednn_kernel_cache
 from meshwright.train.rank_threads import ThreadChoice, agree_on_threads, local_threads, resolve_threads, resumed_state
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.started_rank import machine_memory
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -113,24 +115,23 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    one_host = start.ranks == (start.host_ranks or 1)
+    if one_host:
+        check_memory(recipe, machine_memory())
     if start.rank == 0 and start.host_ranks is not None:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
-            print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
-    if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
+            print_message(f"meshwright: warning: {warning}")
+    if probe and start.rank == 0 and one_host:
         threads = local_threads(recipe, start.ranks).count
-        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
+        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, print_message)
     options |= {"probe": probe}
     return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def join_script(
@@ -218,7 +219,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) ->
     else:
         found = ThreadChoice(given)
     if found.note and start.rank == 0:
-        print(found.note, file=sys.stderr, flush=True)
+        print_message(found.note)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
