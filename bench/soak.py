@@ -45,7 +45,7 @@ from typing import Any
 from common import RESULTS, machine
 from soak_cases import DISKS, STEPS, Fault, axes_of, draw_faults, draw_recipe
 from soak_forks import load
-from soak_runs import Command, Ended, Reference, SoakFailure, make_reference
+from soak_runs import Command, CommandOutcome, Reference, SoakFailure, make_reference
 
 TRIALS_PER_CONFIGURATION = 6
 TRIALS_PER_START = 6  # of so many, one starts its processes anew; the others fork them
@@ -137,7 +137,7 @@ class Soak:
         if left := [name for name in command.names() if name.startswith(".") and name != ".last-saves.json"]:
             raise SoakFailure(f"left in the directory of the checkpoints: {', '.join(left)}")
 
-    def _check_resumed(self, ended: Ended, newest: str) -> None:
+    def _check_resumed(self, ended: CommandOutcome, newest: str) -> None:
         """A run goes on from the newest checkpoint that was complete when the fault struck, or from a later one."""
         resumed = re.findall(r"^(?:resumed from|nothing to do:) (step-\d+)", ended.errors, re.MULTILINE)
         if newest and ended.code == 0 and (not resumed or resumed[0] < newest):

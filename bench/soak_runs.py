@@ -31,7 +31,7 @@ class SoakFailure(Exception):
 
 
 @dataclass(slots=True)
-class Ended:
+class CommandOutcome:
     """How a command ended. struck: the fault's signal was sent, or the disk filled, while it ran. saving: a checkpoint
     was being written then. newest: the newest complete checkpoint then."""
 
@@ -67,8 +67,8 @@ class Command:
     _process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
     _seen: tuple[int, int] = field(default=(0, 0), init=False)  # size of metrics.jsonl, and its last step
 
-    def run(self, fault: Fault | None = None, look: Callable[[], None] = lambda: None) -> Ended:
-        """Run the command once; `look` is called every few milliseconds while it runs and no fault is waited for.
+    def run(self, fault: Fault | None = None, observe: Callable[[], None] = lambda: None) -> CommandOutcome:
+        """Run the command once; `observe` is called every few milliseconds while it runs and no fault is waited for.
         Raises `SoakFailure` where it hangs, shows a traceback or leaves something behind."""
         overrides = [f"run.directory={self.directory}"]
         if fault is not None and fault.kind.startswith("stop rank"):
@@ -93,9 +93,9 @@ class Command:
                     env=environment, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True,
                 )  # fmt: skip
         self._process = process
-        ended = Ended(0, "")
+        ended = CommandOutcome(0, "")
         try:
-            self._watch(process, fault, ended, look)
+            self._watch(process, fault, ended, observe)
             ended.code = process.wait()
             left = _wait_for_none(process.pid)
         finally:
@@ -121,7 +121,11 @@ class Command:
     # --- the moment
 
     def _watch(
-        self, process: subprocess.Popen[bytes] | Forked, fault: Fault | None, ended: Ended, look: Callable[[], None]
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        fault: Fault | None,
+        ended: CommandOutcome,
+        observe: Callable[[], None],
     ) -> None:
         """Strike at the fault's moment and return when the command has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -136,7 +140,7 @@ class Command:
             ended.saving = any(name.endswith(".partial") for name in self.names())
             ended.struck = self._strike(process, fault, running)
         while running():
-            look()
+            observe()
             time.sleep(_LOOK_SECONDS)
 
     def _wait_for_moment(self, fault: Fault, running: Callable[[], bool]) -> bool:
@@ -257,7 +261,7 @@ def make_reference(command: Command) -> Reference:
     """Run a configuration undisturbed; raises `SoakFailure` where it does not reach its end."""
     first_step, save_begun, saves, begun = 0.0, 0.0, list[float](), time.monotonic()
 
-    def look() -> None:
+    def observe() -> None:
         nonlocal first_step, save_begun
         now = time.monotonic()
         saving = any(name.endswith(".partial") for name in command.names())
@@ -267,7 +271,7 @@ def make_reference(command: Command) -> Reference:
         if not first_step and command.last_step():
             first_step = now - begun
 
-    ended = command.run(look=look)
+    ended = command.run(observe=observe)
     if ended.code != 0:
         raise SoakFailure(f"the undisturbed run ends with {ended.code}: {ended.errors.splitlines()[-1:]}")
     steps = [line["seconds"] for line in command.metrics()]

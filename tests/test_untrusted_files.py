@@ -68,13 +68,31 @@ def test_endless_line_of_jobs_is_refused(command_line, bounded_memory: None):
     assert outcome.code == 2 and "line 1 has more than 16,777,216 characters" in outcome.errors
 
 
+def answer_of(command_line, tmp_path: Path, **changes: object) -> str:
+    """The error that `plan --jobs` answers to a request with these changes."""
+    request = {"model": "gpt2", "cluster": "8xh100-sxm", "sequence": 8, "batch": 8, **changes}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(request) + "\n")
+    return json.loads(command_line("plan", "--jobs", tmp_path / "jobs.jsonl").output)["error"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("documents", 10**400, "documents: takes a number, at least 1, not a number of about 401 digits"),
+        ("sequence", -(10**400), "sequence: takes a whole number, at least 1, not a number of about 401 digits"),
+        ("top", 10**400, "top: takes a whole number from 1 to 100, not a number of about 401 digits"),
+        ("batch", "9" * 1000, 'batch: takes a whole number, not "9999'),
+    ],
+)
+def test_wrong_value_of_a_request_is_shortened(key: str, value: object, said: str, tmp_path: Path, command_line):
+    error = answer_of(command_line, tmp_path, **{key: value})
+    assert error.startswith(said) and len(error) < 110
+
+
 def test_name_that_no_file_can_have_is_an_error_of_its_request(tmp_path: Path, command_line):
     with pytest.raises(OSError, match="no file has such a name"):
         read_file("a\0b")
-    request = {"model": "x\0.toml", "cluster": "8xh100-sxm", "sequence": 8, "batch": 8}
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(request) + "\n")
-    outcome = command_line("plan", "--jobs", tmp_path / "jobs.jsonl")
-    assert "no file has such a name (embedded null byte)" in json.loads(outcome.output)["error"]
+    assert "no file has such a name (embedded null byte)" in answer_of(command_line, tmp_path, model="x\0.toml")
 
 
 @pytest.mark.parametrize(

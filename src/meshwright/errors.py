@@ -25,7 +25,7 @@ class ModelWarning(UserWarning):
 
 
 def ignore_model_warnings() -> None:
-    """Print no `ModelWarning` in this process, a rank: the process that started it, or rank 0, prints them."""
+    """Suppress `ModelWarning` in this rank: its launcher, or rank 0, prints them."""
     warnings.simplefilter("ignore", ModelWarning)
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_of
+from meshwright.limits import limit_of, shorten
 from meshwright.names import (
     ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
@@ -205,7 +205,7 @@ class Layout:
             if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1, which the schedule cannot mean
                 raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks a rank")
         except UserError as error:
-            raise UserError(f'layout "{_shortened(text)}": {str(error).removeprefix("impossible layout: ")}') from None
+            raise UserError(f'layout "{shorten(text, 40)}": {str(error).removeprefix("impossible layout: ")}') from None
         return layout
 
     def __str__(self) -> str:
@@ -369,13 +369,9 @@ def _count(part: str, name: str, digits: str) -> int:
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(LARGEST_COUNT)) or int(digits) > LARGEST_COUNT:
         if name == "zero":
-            raise UserError(f"{_shortened(part)}: {_ZERO_TAKES}")
-        raise UserError(f"{_shortened(part)}: {name} counts to {LARGEST_COUNT:,} at most")
+            raise UserError(f"{shorten(part, 40)}: {_ZERO_TAKES}")
+        raise UserError(f"{shorten(part, 40)}: {name} counts to {LARGEST_COUNT:,} at most")
     return int(digits)
-
-
-def _shortened(part: str) -> str:
-    return part if len(part) <= 40 else f"{part[:37]}..."
 
 
 def _read_options(part: str, name: str, options: str | None) -> dict[str, object]:

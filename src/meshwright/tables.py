@@ -14,11 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error, shorten_repr
+from meshwright.limits import limit_error, shorten, shorten_repr
 from meshwright.names import nearest, unknown
 from meshwright.toml import parse_toml, toml_value
-
-LONGEST_SHOWN = 200  # characters of a wrong value
 
 
 class Table(BaseModel):
@@ -238,6 +236,5 @@ def _said(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, (str, float, list, bool)):
-        text = toml_value(value)
-        return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+        return shorten(toml_value(value), 200)
     return shorten_repr(value)

@@ -163,9 +163,12 @@ def test_gpt2_intermediate_is_four_times_hidden_unless_said():
         ),
         ({**LLAMA, "model_type": "qwen3", "layer_types": ["chunked_attention"] * 5}, "layer type 'chunked_attention'"),
         ({**LLAMA, "model_type": "qwen3", "layer_types": ["full_attention"]}, '"layer_types" must be a list of 5'),
-        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, '"scale_attn_by_inverse_layer_idx" = True is not computed'),
+        (
+            {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+            '"scale_attn_by_inverse_layer_idx" = True; gpt2 supports only False',
+        ),
         ({**GPT2, "scale_attn_weights": False}, '"scale_attn_weights" = False; gpt2 supports only True'),
-        ({**GPT2, "add_cross_attention": True}, '"add_cross_attention" = True is not computed'),
+        ({**GPT2, "add_cross_attention": True}, '"add_cross_attention" = True; gpt2 supports only False'),
         ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
     ],
 )

@@ -423,7 +423,7 @@ def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
         ({"tie_word_embeddings": False}, "tied is always True in family bert"),
         ({"architectures": ["BertForQuestionAnswering"]}, "head of BertForQuestionAnswering is not computed here"),
         ({"architectures": "BertModel"}, "must be a list of names"),
-        ({"problem_type": "regression"}, "only 'single_label_classification' is"),
+        ({"problem_type": "regression"}, "supports only 'single_label_classification'"),
         ({"hidden_size": 50}, '"hidden_size" 50 is not a multiple of "num_attention_heads" 6'),
         ({"type_vocab_size": 0}, '"type_vocab_size" must be a whole number above 0, not 0'),
         (

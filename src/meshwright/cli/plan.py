@@ -103,14 +103,14 @@ def command(
     from meshwright.plan.answers import document as document_of
     from meshwright.plan.answers import ledgers, nothing_fits
     from meshwright.plan.estimate import problem_of
-    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
+    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
     from meshwright.plan.text import headline
 
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
     own = None
     if is_recipe(model):
         own = recipe_of(model, overrides)
-        said = said_by(own, said)
+        said = values_from_recipe(own, said)
     for name in ("sequence", "batch"):
         if said[name] is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")

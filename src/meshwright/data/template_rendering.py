@@ -22,7 +22,7 @@ OUTPUT_FACTOR = 16
 
 
 class TemplateError(Exception):
-    """What a template says of a conversation that it cannot render, or why it cannot be told what it did."""
+    """The template refuses a conversation (`raise_exception`), or fails while it renders it."""
 
 
 class NotATemplate(Exception):

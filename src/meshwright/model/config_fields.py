@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
-from meshwright.limits import shorten_repr
+from meshwright.limits import shorten, shorten_repr
 from meshwright.model.families import Family
 
 
@@ -48,7 +48,7 @@ _SCALE_OF_HEAD = NeutralValue(
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
 )
 
-# Of every family: metadata, and what concerns caches, outputs, dropout (which is 0 here) and how text is generated.
+# Ignored in every family: metadata, caches, outputs, dropout (0 here) and generation settings.
 _METADATA = """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
     _experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions
     _post_init_done attn_implementation architectures auto_map dtype finetuning_task ignore_keys_at_rope_validation
@@ -68,7 +68,7 @@ _GENERATION = """bad_words_ids begin_suppress_tokens cache_implementation decode
     cls_token_id mask_token_id unk_token_id """
 _IGNORED = frozenset((_METADATA + _DROPOUT + _GENERATION).split())
 
-# Of every family, unless its own table below says otherwise.
+# Every family's, unless its own table below has another entry.
 _NEUTRAL: dict[str, NeutralValue] = {
     **dict.fromkeys(
         ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "attention_chunk_size", "text_config",
@@ -202,7 +202,7 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
                 f'{where}: unsupported "{name}" = {shorten_repr(value)}; {family.name} supports only {neutral.text}'
             )
     if unknown:
-        names = ", ".join(f'"{_shortened(name)}"' for name in unknown[:8])
+        names = ", ".join(f'"{shorten(str(name), 80)}"' for name in unknown[:8])
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         warnings.warn(
             f"{where}: unknown {family.name} fields ignored: {names}{more}; results differ from the original model if "
@@ -221,11 +221,6 @@ def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | 
     named = data.get("architectures") or [family.architecture]
     first = named[0] if isinstance(named, list) else named
     if not family.encoder and str(first).lower() != family.architecture.lower():
-        return f'"architectures" names {_shortened(first)}; treated as {family.architecture}, whose layers may differ'
+        named = shorten(str(first), 80)
+        return f'"architectures" names {named}; treated as {family.architecture}, whose layers may differ'
     return None
-
-
-def _shortened(name: object) -> str:
-    """A name from a file, without quotes, in a line of text."""
-    text = " ".join(str(name).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,7 +5,7 @@ meshwright.plan.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequ
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import limit_error
+from meshwright.limits import limit_error, shorten_repr
 from meshwright.model.config import ModelConfig
 from meshwright.model.parameters import parameter_table
 from meshwright.model.refuse import refuse
@@ -23,7 +23,7 @@ from meshwright.plan.cluster import Cluster, cluster
 from meshwright.plan.engines import Engine
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.plan.memory import RankMemory, fullest
-from meshwright.plan.models import config_of, is_recipe, model_of, priced_as, recipe_of
+from meshwright.plan.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.space import Problem
 from meshwright.plan.states import optimizer_kinds
@@ -104,11 +104,11 @@ def problem_of(
     """What is planned, checked. `UserError` names what is unknown, with the nearest known name."""
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name}: takes a whole number, at least 1, not {value!r}")
+            raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
         if problem := limit_error(name, value):
             raise UserError(problem)
-    if isinstance(documents, bool) or not (math.isfinite(documents) and documents >= 1):
-        raise UserError(f"documents: takes a number, at least 1, not {documents!r}")
+    if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
+        raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
     if documents > sequence:
         raise UserError(f"documents {documents:g}: a row of {sequence} tokens has at most as many")
     optimizer_kinds(optimizer)  # is it known?
@@ -121,7 +121,7 @@ def problem_of(
         recipe = recipe_of(str(model))
         config, assumed = config_of(recipe)
     else:
-        config, assumed = model_of(model), priced_as(model)
+        config, assumed = model_of(model), model_substitution_note(model)
     chosen = precision or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective != "next-token"

@@ -9,10 +9,11 @@ from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
 from meshwright.layout import Layout
+from meshwright.limits import shorten, shorten_repr
 from meshwright.names import unknown
 from meshwright.plan.answers import MOST_TOP, document, nothing_fits
 from meshwright.plan.estimate import priced, problem_of, recipe_layout
-from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, said_by
+from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.plan.search import search
 from meshwright.untrusted import parse_json
 
@@ -62,10 +63,12 @@ def _request(line: str) -> Mapping[str, Any]:
         if key not in FIELDS:
             raise UserError(unknown("field", key, FIELDS))
         if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
-            raise UserError(f"{key}: takes {_kind(key)}, not {json.dumps(value)}")
+            raise UserError(f"{key}: takes {_kind(key)}, not {shorten(json.dumps(value))}")
     if is_recipe(found.get("model")):
         recipe = recipe_of(found["model"])
-        found |= said_by(recipe, {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")})
+        found |= values_from_recipe(
+            recipe, {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")}
+        )
         own = layout_of_recipe(recipe)
         if own is not None and "layout" not in found:
             found = {"precision": own.precision, **found, _OWN: own}
@@ -87,18 +90,18 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         engine=request.get("engine", "meshwright"), compile=request.get("compile", False),
         optimizer=request.get("optimizer", "adamw"),
         precision=(layout.precision if layout else None) or request.get("precision"),
-        documents=float(request.get("documents", 1.0)),
+        documents=request.get("documents", 1.0),
     )  # fmt: skip
     if layout is not None:
         return document(problem, [priced(problem, layout)])
     top = request.get("top", 5)
     if not 1 <= top <= MOST_TOP:
-        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {top}")
+        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")
     found = search(problem, top)
     if not found.best:
         raise UserError(nothing_fits(found))
-    told = document(problem, found.best, found)
+    found_document = document(problem, found.best, found)
     if _OWN in request:
         cost = recipe_layout(problem, request[_OWN])
-        told["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
-    return told
+        found_document["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
+    return found_document

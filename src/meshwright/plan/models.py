@@ -50,9 +50,9 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     raise UserError(unknown("model", text, PRESETS) + hint)
 
 
-def priced_as(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
-    """What a Hugging Face configuration says that its model is, where that is another than what its `model_type` is
-    priced as; None where it is the same. `wanted`: of which `model_of` has made a model."""
+def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
+    """Note that a Hugging Face configuration names code or an architecture other than the one that its `model_type` is
+    priced as; None where it is the same. `wanted`: an argument that `model_of` has accepted."""
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
@@ -77,13 +77,13 @@ def layout_of_recipe(recipe: Recipe) -> Layout | None:
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
-def said_by(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request does not say (None), as the recipe says it."""
+def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a request, with the recipe's own in place of None."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
     }  # fmt: skip
-    return {name: own[name] if value is None else value for name, value in said.items()}
+    return {name: own[name] if value is None else value for name, value in given.items()}
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
@@ -125,8 +125,8 @@ def tokens_of(tokenizer: str) -> int:
         file = path / "tokenizer.json" if path.is_dir() else path
         found = read_json(file)
         vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
-        own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        ids = [*own, *(token["id"] for token in found.get("added_tokens") or ())]
+        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        ids = [*listed, *(token["id"] for token in found.get("added_tokens") or ())]
         if any(type(each) is not int or each < 0 for each in ids):
             raise ValueError("a token id is a whole number from 0")
         if too_large := limit_error("vocabulary", max(ids) + 1):

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.limits import shorten
 from meshwright.names import unknown
 from meshwright.program import collective, pipeline
 from meshwright.program.collective import CollectiveProgram
@@ -224,5 +225,4 @@ def _said(words: type[IntEnum]) -> dict[int, str]:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(json.dumps(value, default=str))
