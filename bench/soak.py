@@ -8,11 +8,13 @@ optimizer state, state) and every step's loss and gradient norm. Checked as well
 checkpoint is lost, that no process, temporary file or shared memory is left, and that nothing shows a traceback.
 
     python bench/soak.py [--seed 0] [--count 200] [--seconds 3000] [--piece 0/1] [--work DIRECTORY] [--result FILE]
+                         [--fresh]
 
 In five trials of six, commands and ranks are forked from a process that has loaded PyTorch, which takes a third of the
 time; in the others they are started anew.
 
-Trials that the result (bench/results/soak.json) has already are left out, so that a soak can be run piece by piece,
+Each record names the commit that it ran; `--fresh` first drops those of another version of the package. Other trials
+that the result (bench/results/soak.json) has already are left out, so that a soak can be run piece by piece,
 also several pieces at a time: `--piece I/N` takes the trials whose number leaves I when divided by N. Small disks and
 private shared memory need mount namespaces (root, or user namespaces); where they are not permitted, no disk is filled,
 and the result says so.
@@ -35,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,6 +63,7 @@ class Soak:
     work: Path
     result: Path
     mounts: bool
+    source: dict[str, str] = field(default_factory=dict)  # as `source_version` has it; added to each new record
 
     def trial(self, number: int) -> dict[str, Any]:
         """Run a trial; its record."""
@@ -73,7 +76,8 @@ class Soak:
         file.write_text(recipe.to_toml())
         forks = number % TRIALS_PER_START != 0
         record: dict[str, Any] = {
-            "trial": number, "layout": recipe.layout, "forks": forks, "faults": [], "failure": None
+            "trial": number, "layout": recipe.layout, "forks": forks, "faults": [], "failure": None,
+            **self.source,
         }  # fmt: skip
         place = self.work / f"trial-{number}"
         shutil.rmtree(place, ignore_errors=True)
@@ -152,16 +156,24 @@ class Soak:
         finally:
             subprocess.run(["umount", "-l", str(place)], check=True)
 
-    def records(self, more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records of the result, to which others may be adding too, after adding some more."""
+    def records(self, more: list[dict[str, Any]], drop_other_sources: bool = False) -> list[dict[str, Any]]:
+        """The records of the result, to which others may be adding too, after adding some more.
+
+        drop_other_sources: first remove those made with another version of the package; where a record does not name
+        its version, it stays.
+        """
         lock = os.open(self.result.parent, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             kept = json.loads(self.result.read_text()) if self.result.exists() else {}
             same = (kept.get("seed"), kept.get("count")) == (self.seed, self.count)
-            by_number = {record["trial"]: record for record in (kept["records"] if same else []) + more}
+            before = kept["records"] if same else []
+            if drop_other_sources:
+                own = self.source.get("source_tree")
+                before = [record for record in before if record.get("source_tree", own) == own]
+            by_number = {record["trial"]: record for record in before + more}
             records = [by_number[number] for number in sorted(by_number)]
-            if more:
+            if more or drop_other_sources:
                 fresh = self.result.with_suffix(".new")
                 fresh.write_text(self._document(records))
                 fresh.rename(self.result)
@@ -181,6 +193,7 @@ class Soak:
             "count": self.count,
             "small_disks": self.mounts,
             "trials": len(records),
+            "by_commit": dict(sorted(Counter(record.get("commit", "not recorded") for record in records).items())),
             "trials_of_processes_started_anew": sum(not record["forks"] for record in records),
             "failed": sum(record["failure"] is not None for record in records),
             "faults_struck": len(faults),
@@ -193,6 +206,21 @@ class Soak:
         }
         lines = ",\n".join("  " + json.dumps(record) for record in records)
         return json.dumps(summary, indent=1)[:-2] + f',\n "records": [\n{lines}\n ]\n}}\n'
+
+
+def source_version() -> dict[str, str]:
+    """The commit, and the hash of the package's tree in it ("-modified": with uncommitted changes); {} without git."""
+    package = Path(__file__).resolve().parent.parent / "src" / "meshwright"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True).stdout
+
+    try:
+        modified = "-modified" if git("status", "--porcelain", ".").strip() else ""
+        commit, tree = git("rev-parse", "HEAD", "HEAD:./").split()
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return {}
+    return {"commit": commit[:12] + modified, "source_tree": tree[:12] + modified}
 
 
 def enter_namespace() -> bool:
@@ -219,6 +247,7 @@ def main() -> None:
     parser.add_argument("--piece", default="0/1")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--result", type=Path, default=RESULTS / "soak.json")
+    parser.add_argument("--fresh", action="store_true", help="repeat trials that another version of the package ran")
     options = parser.parse_args()
     piece, pieces = map(int, options.piece.split("/"))
     mounts = enter_namespace()
@@ -230,7 +259,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        soak = Soak(options.seed, options.count, work, options.result.resolve(), mounts)
+        soak = Soak(options.seed, options.count, work, options.result.resolve(), mounts, source_version())
+        if options.fresh:
+            soak.records([], drop_other_sources=True)
         for number in range(piece, options.count, pieces):
             if time.monotonic() - begun > options.seconds:
                 break

@@ -18,8 +18,11 @@ from meshwright.comm import local
 # loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests start runs on machines that were never measured, and look at what else these do.
+# Tests start runs on machines that were never measured, and look at what else these do: no profile of the person who
+# runs the tests may reach them, and none is measured.
 os.environ["MESHWRIGHT_PROBE"] = "0"
+_HOME = Path(__file__).resolve().parent.parent / ".pytest_cache" / "home"
+os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "config"), str(_HOME / "cache")
 
 # Tests start hundreds of processes. Where bytecode is not kept, each of them compiles the package anew, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

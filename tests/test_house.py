@@ -17,6 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 ROOMS = [
     *(
         "errors",
+        "terminal",
         "limits",
         "names",
         "untrusted",

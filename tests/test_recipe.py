@@ -142,7 +142,7 @@ def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
         ("run.rendezvous=tcp://host", "should be tcp://HOST:PORT or file:///PATH"),
         ("run.collective_timeout=0", "above 0"),
         ("run.threads=0", "at least 1"),
-        ("run.threads=100000", "100000 threads for a rank: at most 1024 are started, since"),
+        ("run.threads=100000", "run.threads: 100000 is too large: at most 1,024"),
         ("data.validation_fraction=1", "below 1"),
         ("data.source=[]", "should be text in quotes or a list"),
         ("data.source=[3]", "should be text in quotes or a list"),

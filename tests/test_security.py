@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -20,10 +22,14 @@ from meshwright.layout import Layout
 from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.model.config import ModelConfig
 from meshwright.plan.cluster import cluster
+from meshwright.plan.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
 from meshwright.tables import Size, _plain_types
+from meshwright.terminal import escape_on_terminal, print_message
 from meshwright.toml import parse_toml, read_toml
+from meshwright.train.checkpoint.manifest import Damaged
+from meshwright.train.checkpoint.slices import check_inside, read_index
 from meshwright.train.launcher import LaunchSpec, launch
 from meshwright.train.refusals import check_memory
 from meshwright.train.report import write_report
@@ -158,6 +164,42 @@ def test_an_allocation_that_fails_is_one_line():
     assert out_of_memory_message(RuntimeError("shapes differ")) is None
 
 
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([["master", "a", "0", 4, "F32", 0]], "wrong types"),
+        ([["master", "a", 0, 4, "XX", 0]], 'dtype "XX"'),
+        ([["master", "a", 0, 4, "F32", 0, 0, 0, 0]], "no slice has"),
+        ([["master", "a", 0, 4, "F32", -4]], "no slice has"),
+        ([["master", "a", 0, 4, "F32", 2]], "no slice has"),
+        ([["master", "a", 0, 4]], "cannot be read"),
+        ([["master", "a", 0, 10**30, "F32", 0]], "beyond the 16 bytes"),
+        ([["master", "a", 0, 4, "F32", 10**30]], "beyond the 16 bytes"),
+    ],
+)
+def test_checkpoint_index_entries_are_checked(tmp_path: Path, entries: list, said: str):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/index.json").write_text(json.dumps({"files": {"f": entries}}))
+    with pytest.raises(Damaged, match=said):
+        check_inside(read_index(tmp_path), {"f": 16})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"model": {"vocab": {"a": 1e400}}}',
+        '{"model": {"vocab": {"a": 1.5}}}',
+        '{"model": {"vocab": {"a": 1000000000000}}}',
+        '{"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": true}]}',
+        '{"model": {"vocab": {}}}',
+    ],
+)
+def test_token_ids_are_bounded_whole_numbers(tmp_path: Path, content: str):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*(no tokenizer\.json|too large: at most 16,777,216)"):
+        tokens_of(str(tmp_path))
+
+
 # --- JSON and TOML
 
 
@@ -259,6 +301,25 @@ def test_endless_template_times_out(monkeypatch):
     assert template.render(TURNS[:1]) == "ok"  # in a new process
 
 
+def test_an_interrupted_template_answers_no_later_request():
+    from meshwright.data.template_process import RenderProcess
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    slow = "{% if prompt %}{% endif %}{% if messages|length > 1 %}{% for a in range(999) %}{% for b in range(999) %}"
+    process = RenderProcess(slow + "{% endfor %}{% endfor %}{% endif %}{{ messages|length }}", {})
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            process.render_marked([{"content": "a"}, {"content": "b"}], False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert process.render_marked([{"content": "a"}], False) == "1"
+
+
 @pytest.mark.exhaustive
 def test_a_template_that_computes_for_ten_seconds_is_ended_by_the_kernel():
     source = "{% set n = 9**9 %}{{ 9**n }}"
@@ -323,14 +384,30 @@ def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line)
     assert outcome.code == 2 and "add --trust-recipe" in outcome.errors and outcome.errors.count("\n") == 1
 
 
-def test_mlflow_credentials_need_trusted_recipe(monkeypatch):
+@pytest.mark.parametrize("uri", ["http://evil.example", "HTTPS://evil.example", "databricks", "postgresql://h/db"])
+def test_mlflow_credentials_need_trusted_recipe(uri: str, tmp_path: Path, monkeypatch):
+    """Wherever MLflow would find credentials: here in a file, with none in the environment."""
     pytest.importorskip("mlflow")
-    options = '[track.options.mlflow]\nuri = "http://evil.example"\n'
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
-    with pytest.raises(UserError, match="would be sent your MLFLOW_TRACKING_TOKEN") as caught:
+    (tmp_path / ".mlflow").mkdir()
+    (tmp_path / ".mlflow" / "credentials").write_text("[mlflow]\nmlflow_tracking_password = secret\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = f'[track.options.mlflow]\nuri = "{uri}"\n'
+    with pytest.raises(UserError, match=r"options\.mlflow\.uri: the server .* could be sent your credentials"):
         tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
-    assert "secret" not in str(caught.value)
     assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml", trust=True), "mlflow")
+    for local in ("sqlite:///runs.db", "mlruns", "file:///tmp/runs"):
+        options = f'[track.options.mlflow]\nuri = "{local}"\n'
+        assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
+
+
+def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
+    """An entry point is the user's own choice; the server in its options is the recipe's."""
+    from meshwright.train import trackers
+
+    monkeypatch.setattr(trackers, "_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
+    options = '[track.options.theirs]\nuri = "http://evil.example"\n'
+    with pytest.raises(UserError, match=r"options\.theirs\.uri: the server .* could be sent your credentials"):
+        tracker_class(load_recipe_text(untrusted("theirs", options), "shared.toml"), "theirs")
 
 
 @pytest.mark.parametrize(
@@ -394,6 +471,32 @@ def test_error_lines_are_escaped_and_truncated(tmp_path: Path, command_line):
     assert outcome.errors.count("\n") == 1 and len(outcome.errors) < 2100
     outcome = command_line("train", f"{tmp_path}/\x1b[2J.toml")
     assert outcome.code == 2 and "\x1b" not in outcome.errors and "\\x1b[2J" in outcome.errors
+
+
+def test_generated_text_is_escaped_on_a_terminal_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert escape_on_terminal("a\x1b[2J") == "a\\x1b[2J"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert escape_on_terminal("a\x1b[2J") == "a\x1b[2J"
+
+
+def test_text_of_a_split_model_is_escaped_on_a_terminal(monkeypatch, shared_data: Path):
+    from meshwright.serve import split
+
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    split._on_rank(str(shared_data / "stories260k"), "dp1", "Once \x1b[2J", 1, None, False, echo=True)
+    assert out.getvalue().startswith("Once \\x1b[2J")
+
+
+def test_messages_are_escaped(capsys):
+    print_message("a\x1b[2J")
+    assert capsys.readouterr().err == "a\\x1b[2J\n"
 
 
 def test_report_page_escapes_html(tmp_path: Path):

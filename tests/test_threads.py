@@ -11,7 +11,13 @@ import pytest
 from meshwright import threads
 from meshwright.errors import UserError
 from meshwright.limits import limit_of
-from meshwright.threads import child_environment, choose_threads, prepare_process, threads_from_environment
+from meshwright.threads import (
+    child_environment,
+    choose_threads,
+    prepare_process,
+    threads_from_environment,
+    threads_set_by_user,
+)
 
 
 @pytest.mark.parametrize(("said", "count"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
@@ -54,13 +60,31 @@ def test_the_waiting_policy_reaches_libgomp():
     assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
+def test_command_sets_the_waiting_policy_before_torch_is_loaded(tmp_path):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    command = [sys.executable, "-m", "meshwright", "generate", str(tmp_path), "--prompt", "x"]
+    code = (
+        "import sys; from meshwright.cli.main import main; assert 'torch' not in sys.modules; "
+        "main(sys.argv[1:]); import torch"
+    )
+    command[1:3] = ["-c", code]
+    ended = subprocess.run(command, env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
+
+
 def test_a_child_has_the_policy_and_its_threads(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     found = child_environment(2)
-    assert found["OMP_NUM_THREADS"] == "2" and threads.OPENMP_SPIN_POLICY.items() <= found.items()
-    assert child_environment()["OMP_NUM_THREADS"] == "5"
+    assert (
+        found["OMP_NUM_THREADS"] == "2"
+        and not threads_set_by_user(found)
+        and threads.OPENMP_SPIN_POLICY.items() <= found.items()
+    )
+    assert child_environment()["OMP_NUM_THREADS"] == "5" and threads_set_by_user()
+    assert threads_set_by_user({**found, "OMP_NUM_THREADS": "3"})  # changed afterwards
     assert "GOMP_SPINCOUNT" not in os.environ
 
 

@@ -21,9 +21,12 @@ third of their speed (bench/threads.py)."""
 
 _SPIN_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # any of them is a person's own choice
 
+THREADS_VARIABLE = "MESHWRIGHT_THREADS"
+"""An environment variable: the OMP_NUM_THREADS that Meshwright has set for a process that it started."""
+
 FLOPS_PER_THREAD = 2e8
-"""Model FLOPs of one layer, forward and backward of a micro-batch, that keep a thread busy: with fewer for each, one
-thread more costs as much as it saves (bench/threads.py)."""
+"""Model FLOPs of one layer (the LM head's shared out among layers), forward and backward of a micro-batch, that keep a
+thread busy: with fewer for each, one thread more costs as much as it saves (bench/threads.py)."""
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
@@ -41,7 +44,7 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     environment = dict(os.environ)
     prepare_process(environment)
     if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = environment[THREADS_VARIABLE] = str(threads)
     return environment
 
 
@@ -59,6 +62,13 @@ def threads_from_environment(environment: Mapping[str, str] | None = None) -> in
     return int(first)
 
 
+def threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether OMP_NUM_THREADS is a person's choice, and not what `child_environment` has set."""
+    environment = os.environ if environment is None else environment
+    said = threads_from_environment(environment)
+    return said is not None and environment.get(THREADS_VARIABLE) != str(said)
+
+
 def available_cores() -> int:
     """Processors that this process may use: its affinity, and a container's quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,8 +83,8 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
     """Threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if a person has set it, else `cores` (unless
     given, those available) shared out, but no more than the work keeps busy.
 
-    layer_flops: model FLOPs of one layer, forward and backward of a micro-batch on one rank; None where the work is
-    unknown.
+    layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
+    rank; None where the work is unknown.
     """
     said = threads_from_environment()
     if said is not None:

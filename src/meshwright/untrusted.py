@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from meshwright.limits import limit_of
 
@@ -33,10 +33,19 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode) and not (pipe and stat.S_ISFIFO(found.st_mode)):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
-        data = b"" if found.st_size > largest else file.read(largest + 1)
+        data = b"" if found.st_size > largest else _read_at_most(file, largest + 1)
         if max(found.st_size, len(data)) > largest:
             raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the most that is read of such", str(path))
     return data
+
+
+def _read_at_most(file: IO[bytes], count: int) -> bytes:
+    """The first `count` bytes of a file; `file.read(count)` would allocate as many, however small the file is."""
+    parts: list[bytes] = []
+    while count and (part := file.read(min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:

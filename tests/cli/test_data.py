@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.terminal import printable
 from meshwright.data.cleaning import asked
 from meshwright.recipe import CleanRecipe
+from meshwright.terminal import printable
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
 def test_of_ranks_that_others_started_rank_0_alone_says_that_all_were_stopped(
     recipe, command_line, monkeypatch, capsys, stopped, code
 ):
-    def join(*_: object) -> None:
+    def join(*_: object, **__: object) -> None:
         raise stopped
 
     monkeypatch.setattr(worker, "join", join)

@@ -105,5 +105,6 @@ def test_an_unknown_encoding_is_answered_with_the_nearest():
     check_encoding("utf-8")
     with pytest.raises(UserError, match='unknown encoding "utf-9"; did you mean "utf-8"'):
         check_encoding("utf-9")
-    with pytest.raises(UserError, match="unknown encoding"):
-        check_encoding("hex")  # Python knows it, but not for text
+    for name in ("hex", "undefined", "idna", "punycode", "a\0b"):  # Python knows most of them, but not for text
+        with pytest.raises(UserError, match="unknown encoding"):
+            check_encoding(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -109,3 +110,16 @@ def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> st.SearchSt
     texts = [json.dumps(seed).encode() for seed in seeds]
     values = wrong_values(seeds, words).map(lambda value: json.dumps(value).encode())
     return st.one_of(values, values, spoiled(texts, [json.dumps(word).encode() for word in words]))
+
+
+def write_input(directory: Path, name: str, data: bytes) -> Path:
+    """Write `data` to the file `name` of `directory`, whose folders are made; its path."""
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def decode(data: bytes) -> str:
+    """`data` as text; what is not UTF-8 becomes U+FFFD."""
+    return data.decode("utf-8", "replace")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.parsers import INDEX, METRICS, PARSERS, RESULT, SLICES, TOKENIZER_CONFIG
+from tests.fuzz.model_parsers import INDEX, TOKENIZER_CONFIG
+from tests.fuzz.parsers import PARSERS
+from tests.fuzz.run_parsers import METRICS, RESULT, SLICES
 from tests.model.test_config import LLAMA
 
 STEP = json.loads(METRICS.split(b"\n")[0])

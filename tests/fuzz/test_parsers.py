@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from tests.fuzz.parsers import PARSERS
 
 FEW, MANY = 60, int(os.environ.get("MESHWRIGHT_FUZZ", 100_000))
+SECONDS = 10.0  # of processor time for an input, also where it is the first and its reader imports PyTorch
 MEMORY_BYTES = 4 << 30  # beside what the process has already mapped
 
 
@@ -27,6 +31,28 @@ def bounded_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+class TooSlow(BaseException):
+    """The timer's; a reader that takes any `Exception` for a refusal must not take this for one."""
+
+
+@contextmanager
+def bounded_time(text: bytes) -> Iterator[None]:
+    """AssertionError where the block takes more than `SECONDS` of processor time."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    except TooSlow:
+        raise AssertionError(f"an input takes more than {SECONDS} s: {text[:1000]!r}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def read_or_refuse(name: str, count: int, directory: Path) -> None:
     parser = PARSERS[name]
 
@@ -38,7 +64,8 @@ def read_or_refuse(name: str, count: int, directory: Path) -> None:
     def check(data: st.DataObject) -> None:
         text = data.draw(inputs)
         try:
-            parser.read(text, directory)
+            with bounded_time(text):
+                parser.read(text, directory)
         except parser.refusals as error:
             line = " ".join(str(error).split())
             assert line and len(line) < 10_000, "a refusal is one line that a person can read"
@@ -57,3 +84,15 @@ def test_a_spoiled_input_is_read_or_refused_in_a_line(name: str, tmp_path: Path,
 @pytest.mark.parametrize("name", PARSERS)
 def test_many_spoiled_inputs_are_read_or_refused_in_a_line(name: str, tmp_path: Path, bounded_memory: None):
     read_or_refuse(name, MANY, tmp_path)
+
+
+def test_an_input_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.05)
+
+    def read() -> None:
+        while True:
+            with suppress(Exception):
+                list(range(100))
+
+    with pytest.raises(AssertionError, match=r"more than 0\.05 s: b'slow'"), bounded_time(b"slow"):
+        read()

@@ -133,6 +133,19 @@ def test_a_key_of_plain_rope_that_is_not_known_is_refused(kind: str | None):
         ModelConfig.from_huggingface({**LLAMA, "rope_scaling": {"rope_type": kind, "mrope_section": [16, 24, 24]}})
 
 
+@pytest.mark.parametrize(
+    ("base", "field", "value"),
+    [
+        (LLAMA, "_num_labels", 2), (LLAMA, "max_sequence_length", 2048), (LLAMA, "problem_type", "regression"),
+        (GPT2, "n_special", 0), (GPT2, "predict_special_tokens", True),
+    ],
+)  # fmt: skip
+def test_fields_of_published_configurations_that_change_nothing_raise_no_warning(base, field: str, value: object):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ModelConfig.from_huggingface({**base, field: value}) == ModelConfig.from_huggingface(base)
+
+
 def test_unknown_fields_are_named_in_one_warning():
     data = {**LLAMA, "temperature_of_scores": 2.0, "extra_norm": True, "said_nothing": None}
     with pytest.warns(ModelWarning) as found:

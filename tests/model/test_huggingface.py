@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,14 @@ def cut(file: Path, size: int) -> None:
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def in_place(path: Path) -> Path:
+    """The file, empty."""
+    path.write_bytes(b"")
+    return path
+
+
 DAMAGES = {
     "missing": (lambda at: rewrite(at, lambda t: t.pop(NAME)), [NAME, r"\[100, 48\]", "missing"]),
     "left over": (
@@ -250,6 +259,10 @@ DAMAGES = {
     "integers": (retyped(torch.int8), ["model.safetensors", NAME, "is of type I8; weights are F64, F32, BF16, F16"]),
     "booleans": (retyped(torch.bool), [NAME, "is of type BOOL; .* save the unquantised one"]),
     "floats of 8 bits": (retyped(torch.float8_e4m3fn), [NAME, "is of type F8_E4M3"]),
+    "index of gigabytes": (
+        lambda at: os.truncate(in_place(at / "model.safetensors.index.json"), 10**10),
+        ["index.json: cannot be read: it has more than 67,108,864 bytes"],
+    ),
     "no index": (lambda at: (at / "model.safetensors.index.json").write_text("[]"), ["index.json", "weight_map"]),
 }
 

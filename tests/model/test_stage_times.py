@@ -105,4 +105,4 @@ def test_whoever_has_a_model_asks_for_its_program(repository: Path):
             if isinstance(node, ast.ImportFrom) and node.module == "meshwright.schedules.library":
                 place = path.relative_to(repository / "src" / "meshwright").as_posix()
                 asking |= {place for alias in node.names if alias.name == "program_of"}
-    assert asking == {"model/stage_times.py", "verify/run.py", "train/module/trainer.py"}
+    assert asking == {"model/stage_times.py", "verify/cases.py", "train/module/trainer.py"}

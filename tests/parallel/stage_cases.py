@@ -26,7 +26,8 @@ from meshwright.schedules.library import program_of
 from meshwright.train.loop import model_config
 from meshwright.train.trainer import Trainer
 from meshwright.verify.problem import Problem
-from meshwright.verify.samples import Batch, make_batch, share_of
+from meshwright.verify.samples import Batch
+from tests.batches import make_batch, share_of
 
 
 def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:

@@ -22,7 +22,7 @@ from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.verify.problem import Problem, scaled_down
-from meshwright.verify.samples import make_batch, share_of
+from tests.batches import make_batch, share_of
 
 LLAMA, GPT2 = scaled_down(preset("llama-3-8b")), scaled_down(preset("gpt2"))
 TABLE = parameter_table(LLAMA)

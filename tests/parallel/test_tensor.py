@@ -20,7 +20,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import flat_unit, pieces_of
 from meshwright.verify.problem import Problem, scaled_down
-from meshwright.verify.samples import make_batch, share_of
+from tests.batches import make_batch, share_of
 from tests.parallel.stage_cases import tensors_of
 
 LLAMA = scaled_down(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499

@@ -205,6 +205,17 @@ def test_jobs_answer_line_by_line():
     assert len(searched["layouts"]) == 2 and searched["searched"] > 100
 
 
+def test_jobs_answer_their_own_warnings():
+    """Two requests with the same fault both say so: neither hears what was printed for the other."""
+    model = preset("llama-tiny").to_huggingface() | {"unheard_of": 1}
+    line = json.dumps({"model": model, "cluster": "1xa100-80", "sequence": 64, "batch": 1, "layout": "dp1"})
+    for _ in range(2):
+        found = answer(line)
+        assert len(found["warnings"]) == 1 and '"unheard_of"' in found["warnings"][0] and found["layouts"]
+    refused = answer(json.dumps(json.loads(line) | {"layout": "dp9"}))
+    assert '"unheard_of"' in refused["warnings"][0] and "error" in refused
+
+
 def test_layouts_may_be_objects():
     one = evaluate("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64)
     assert one.layout.precision == "bf16"

@@ -15,6 +15,7 @@ from meshwright.plan.cluster import cluster
 from meshwright.plan.machine_profile import (
     HardwareProfile,
     HardwareProfileKey,
+    measurement_lock,
     profile_directory,
     read_profile,
     write_profile,
@@ -33,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def profile(tmp_path: Path) -> HardwareProfile:
     tables = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file")
-    return HardwareProfile(("bf16",), ("tp",), None, tables)
+    return HardwareProfile(("bf16",), ("tp",), tables)
 
 
 KEY = HardwareProfileKey.here(2, 2, 1)
@@ -73,9 +74,8 @@ def test_profile_of_another_version_is_none(profile: HardwareProfile):
 
 
 def test_profile_covers_its_precisions_and_axes_alone(profile: HardwareProfile):
-    assert profile.covers("bf16", ()) and profile.covers("bf16", ("tp",))
-    assert not profile.covers("fp32", ()) and not profile.covers("bf16", ("tp", "cp"))
-    assert not profile.covers(None, ()) and replace(profile, default="bf16").covers(None, ())
+    assert profile.covers(["bf16"], ()) and profile.covers(["bf16"], ("tp",))
+    assert not profile.covers(["fp32", "bf16"], ()) and not profile.covers(["bf16"], ("tp", "cp"))
 
 
 def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
@@ -92,10 +92,39 @@ def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
     assert len(list(profile_directory().iterdir())) == 1
 
 
-def test_this_is_the_measured_machine_where_there_is_no_cluster_file(profile: HardwareProfile):
+def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(profile: HardwareProfile, monkeypatch):
+    monkeypatch.setattr("meshwright.plan.machine_profile.available_cores", lambda: 2)
     with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")
-    write_profile(replace(KEY, ranks=1), replace(profile, cluster={**profile.cluster, "name": "alone"}))
-    write_profile(KEY, profile)
-    write_profile(replace(KEY, processor="another", ranks=9), replace(profile, cluster={}))
-    assert cluster("this").name == profile.cluster["name"]  # that of the most ranks here
+
+    def keep(name: str, **key: object) -> None:
+        write_profile(replace(KEY, **key), replace(profile, cluster={**profile.cluster, "name": name}))
+
+    keep("too many", ranks=4)
+    assert cluster("this").name == "too many"  # better than none
+    keep("alone", ranks=1)
+    assert cluster("this").name == "alone"
+    keep("both", ranks=2)
+    keep("elsewhere", ranks=2, processor="another")
+    keep("of more cores", ranks=2, cores=8)
+    write_profile(replace(KEY, ranks=2, threads=1), replace(profile, cluster={**profile.cluster, "name": "both"}))
+    assert cluster("this").name == "both"
+
+
+def test_damaged_tables_are_passed_over(profile: HardwareProfile, monkeypatch):
+    monkeypatch.setattr("meshwright.plan.machine_profile.available_cores", lambda: 2)
+    write_profile(KEY, replace(profile, cluster={"device": 7}))
+    with pytest.raises(UserError, match="no hardware profile of this machine"):
+        cluster("this")
+    write_profile(replace(KEY, ranks=1), profile)
+    assert cluster("this").name == profile.cluster["name"]
+
+
+def test_measurement_lock_gives_up_on_one_that_never_ends():
+    lines: list[str] = []
+    with measurement_lock(lines.append), pytest.raises(UserError, match="still holds"):
+        with measurement_lock(lines.append, seconds=0.2):
+            pytest.fail("two at a time")
+    assert lines == ["another start measures this machine, waiting"]
+    with measurement_lock(pytest.fail):
+        pass

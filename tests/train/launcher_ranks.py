@@ -40,6 +40,7 @@ def until(path: Path) -> None:
 def case_tell(description: dict[str, Any], start: Place) -> dict[str, Any]:
     print("something on standard output")
     kept = {key: description[key] for key in ("threads", "ranks", "method")}
+    kept["spin"] = os.environ.get("GOMP_SPINCOUNT")
     return {**kept, "rank": start.rank, "group": os.getpgid(0), "process": os.getpid(), "long": "x" * 300_000}
 
 

@@ -46,7 +46,8 @@ def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
 
 def test_a_machine_that_nobody_measured_is_answered_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="run `meshwright probe`, or name a layout"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match='run "meshwright probe", or "meshwright train" without --no-probe'):
         chosen_layout(Recipe.from_tables(TABLES), None, print)
 
 

@@ -285,6 +285,8 @@ def test_a_model_whose_vocabulary_is_padded_is_trained_and_one_that_is_too_small
     for vocabulary in (700, 300):
         source = tmp_path / str(vocabulary)
         base = Transformer(config(vocabulary), dtype=torch.bfloat16)
+        for parameter in base.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
         save_huggingface(base, source, tokenizer_from=chats, largest_file_bytes=20_000)
         assert len(list(source.glob("*.safetensors"))) > 1
         changes: dict[str, Any] = {

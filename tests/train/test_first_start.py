@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.cluster import cluster
-from meshwright.plan.machine_profile import PROBE_VARIABLE, HardwareProfileKey
+from meshwright.plan.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
 from meshwright.plan.step_time import step_time
 from meshwright.probe.points import Effort
 from meshwright.threads import available_cores
@@ -25,10 +27,13 @@ from meshwright.train.automatic import chosen_layout
 from meshwright.train.first_start import find_hardware_profile, measure_first_start
 from meshwright.train.launcher import launch_recipe
 from meshwright.train.prediction import machine_of
+from meshwright.train.process_constants import ProcessConstants, ProcessKey
 from meshwright.train.rendezvous import Place
+from meshwright.train.run_directory import RunDirectory
 from meshwright.train.worker import join
 from tests.plan.calibration_cases import cluster_file
 from tests.train import training_cases as cases
+from tests.train.test_process_memory import CONSTANTS
 
 DP2, TP2 = Layout.parse("dp2 bf16"), Layout.parse("tp2 bf16")
 
@@ -39,7 +44,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv(PROBE_VARIABLE)
-    monkeypatch.setattr(first_start, "_on_processors", lambda device: device != "cuda")
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device != "cuda")
 
 
 @pytest.fixture
@@ -49,12 +54,23 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
 
     def probe(ranks: int, device: str, directory: Path, *, threads: int, short: dict[str, Any], log: Any) -> Any:
         found.append({"ranks": ranks, "threads": threads, **short})
-        precision = short["precision"] or "bf16"
-        precisions = [*dict.fromkeys((precision, *short["also"]))]
         named = {**tables, "name": f"{ranks} x {threads}", "devices": ranks, "devices_per_node": ranks}
-        return {"kind": "cpu", "precision": precision, "precisions": precisions, "cluster": named}
+        return {"kind": "cpu", "failed": None, "cluster": named}
 
     monkeypatch.setattr(probe_ranks, "probe", probe)
+    return found
+
+
+@pytest.fixture
+def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
+    """Processes of which the memory was measured, at once."""
+    found: list[ProcessKey] = []
+
+    def measure(key: ProcessKey, log: Any) -> ProcessConstants:
+        found.append(key)
+        return CONSTANTS
+
+    monkeypatch.setattr(first_start, "measure_process_memory", measure)
     return found
 
 
@@ -68,7 +84,7 @@ def started(layout: Layout, **more: Any) -> list[str]:
 def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]]):
     assert find_hardware_profile(2, 1) is None
     lines = started(DP2)
-    assert asked == [{"ranks": 2, "threads": 1, "precision": "bf16", "also": [], "axes": []}]
+    assert asked == [{"ranks": 2, "threads": 1, "precisions": ["bf16"], "axes": []}]
     assert str(HardwareProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
     assert len(lines) == 2 and lines[1].startswith("measured in ")
     assert started(DP2) == [] and len(asked) == 1
@@ -80,10 +96,10 @@ def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]
 def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):
     for layout in (DP2, TP2, Layout.parse("dp2 fp32"), TP2, Layout.parse("dp2 fp32"), DP2):
         started(layout)
-    assert [(each["precision"], each["also"], each["axes"]) for each in asked] == [
-        ("bf16", [], []),
-        ("bf16", ["bf16"], ["tp"]),
-        ("fp32", ["bf16"], ["tp"]),
+    assert [(each["precisions"], each["axes"]) for each in asked] == [
+        (["bf16"], []),
+        (["bf16"], ["tp"]),
+        (["bf16", "fp32"], ["tp"]),
     ]
 
 
@@ -95,16 +111,22 @@ def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layo
     assert asked[0]["axes"] == axes
 
 
-def test_layout_without_precision_is_measured_in_the_machines_own(asked: list[dict[str, Any]]):
+def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(asked: list[dict[str, Any]]):
     started(Layout.parse("dp2 fp32"))
     started(Layout.parse("dp2"))
-    assert [each["precision"] for each in asked] == ["fp32", None]
-    started(Layout.parse("dp2"))
-    started(Layout.parse("dp2 fp32"))
+    assert [each["precisions"] for each in asked] == [["fp32"], ["bf16", "fp32"]]
+    for layout in ("dp2", "dp2 fp32", "dp2 bf16"):
+        started(Layout.parse(layout))
     assert len(asked) == 2
-    started(TP2)
-    started(Layout.parse("dp2"))
-    assert len(asked) == 3
+
+
+def test_failed_measurement_is_a_line_and_not_kept(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    inner, failed = probe_ranks.probe, {"rank": 1, "line": "RuntimeError: no room", "at": 0.0}
+    monkeypatch.setattr(probe_ranks, "probe", lambda *args, **more: inner(*args, **more) | {"failed": failed})
+    lines = started(DP2)
+    assert "rank 1: RuntimeError: no room" in lines[1] and find_hardware_profile(2, 1) is None
+    started(DP2)
+    assert len(asked) == 2
 
 
 def test_probe_that_fits_wins_and_one_of_other_threads_does_not(asked: list[dict[str, Any]], tmp_path: Path):
@@ -137,7 +159,7 @@ def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str
 def test_failure_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
     monkeypatch.setattr(probe_ranks, "probe", raising(error))
     lines = started(DP2)
-    assert "hardware measurement failed" in lines[-1] and str(error).strip("'") in lines[-1]
+    assert "hardware measurement failed" in lines[1] and str(error).strip("'") in lines[1]
     assert find_hardware_profile(2, 1) is None
 
 
@@ -161,47 +183,60 @@ def test_directory_that_takes_no_file_is_a_line(asked: list[dict[str, Any]], tmp
     assert len(lines) == 1 and "hardware measurement failed" in lines[0] and asked == []
 
 
-def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]]):
     """Whoever comes second finds what the first has kept."""
-    inner = first_start.measurement_lock
+    waiting: list[str] = []
+    with measurement_lock(pytest.fail):
+        others = [threading.Thread(target=measure_first_start, args=(DP2, "cpu", 1, waiting.append)) for _ in range(2)]
+        for other in others:
+            other.start()
+        while waiting.count("another start measures this machine, waiting") < 2:
+            time.sleep(0.01)
+        assert asked == []
+    for other in others:
+        other.join()
+    assert len(asked) == 1 and sum(line.startswith("measured in ") for line in waiting) == 1
 
-    def after_another(key: HardwareProfileKey) -> Any:
-        monkeypatch.setattr(first_start, "measurement_lock", inner)
-        started(DP2)
-        return inner(key)
 
-    monkeypatch.setattr(first_start, "measurement_lock", after_another)
-    assert started(DP2) == [] and len(asked) == 1
-
-
-def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]]):
-    trainer: Any = SimpleNamespace(device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2))
+def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]], tmp_path: Path):
+    trainer: Any = SimpleNamespace(
+        device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2), recipe=cases.recipe(tmp_path, "dp2 bf16")
+    )
     threads = torch.get_num_threads()
-    with pytest.raises(
-        UserError, match=r'no hardware profile for 2 ranks x \d+ threads?; run "meshwright probe".*--no-probe'
-    ):
+    with pytest.raises(UserError, match=r"no hardware profile for 2 ranks x \d+ threads?; .*without --no-probe"):
         machine_of(trainer)
     measure_first_start(DP2, "cpu", threads, lambda line: None)
     assert machine_of(trainer).name == f"2 x {threads}"
 
 
-def test_automatic_layout_measures_an_unknown_machine_if_it_may(asked: list[dict[str, Any]]):
+def test_automatic_layout_measures_an_unfind_hardware_profile_if_it_may(asked: list[dict[str, Any]]):
     from tests.train.test_automatic import TABLES, Recipe
 
     recipe = Recipe.from_tables(TABLES)
-    with pytest.raises(UserError, match="no hardware profile of this machine"):
+    with pytest.raises(UserError, match="no hardware profile"):
         chosen_layout(recipe, None, print)
     assert Layout.parse(chosen_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
-    assert [(each["ranks"], each["precision"], each["axes"]) for each in asked] == [(2, None, ["cp", "tp"])]
+    assert [(each["ranks"], each["precisions"], each["axes"]) for each in asked] == [
+        (2, ["bf16", "fp32"], ["cp", "tp"])
+    ]
 
 
-def test_launcher_measures_unless_told_not_to(asked: list[dict[str, Any]], tmp_path: Path, monkeypatch):
-    """With as many threads as the ranks will have."""
+def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
+    """With as many threads as the ranks will have; not beside a run that has the directory, nor after the last step."""
     recipe = cases.recipe(tmp_path, "dp1 fp32", run_threads=3)
-    monkeypatch.setattr("meshwright.train.launcher.launch", lambda spec: {"threads": spec.threads})
+    monkeypatch.setattr("meshwright.train.launcher._attempts", lambda spec, directory: {"threads": spec.threads})
     assert launch_recipe(recipe, probe=False) == {"threads": 3} and asked == []
+    with RunDirectory(recipe.run_directory), pytest.raises(UserError, match="is in use"):
+        launch_recipe(recipe)
+    assert asked == measured_memory == []
+    done = SimpleNamespace(step=recipe.train.steps)
+    monkeypatch.setattr(first_start, "newest", lambda directory: done)
     launch_recipe(recipe)
-    assert [(each["ranks"], each["threads"], each["precision"]) for each in asked] == [(1, 3, "fp32")]
+    assert asked == measured_memory == []
+    done.step -= 1
+    launch_recipe(recipe)
+    assert [(each["ranks"], each["threads"], each["precisions"]) for each in asked] == [(1, 3, ["fp32"])]
+    assert measured_memory == [ProcessKey("fp32", 3, False)] and measured_memory[0].read() == CONSTANTS
 
 
 @pytest.mark.parametrize(
@@ -209,7 +244,7 @@ def test_launcher_measures_unless_told_not_to(asked: list[dict[str, Any]], tmp_p
     [(0, 2, True, True), (1, 2, True, False), (0, 1, True, False), (0, 2, False, False)],
 )
 def test_rank_that_others_started_measures_if_all_are_on_its_host(
-    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
+    asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
 ):
     place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
     monkeypatch.setattr("meshwright.train.rendezvous.place", lambda method: place)
@@ -217,6 +252,25 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
     recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
     assert join(recipe, probe=probe) == {"done": True}
     assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
+
+
+def test_rank_with_cores_of_its_own_measures_nothing(asked, measured_memory, tmp_path: Path, monkeypatch):
+    """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
+    monkeypatch.setattr("meshwright.train.rendezvous.place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2))
+    monkeypatch.setattr("meshwright.train.worker._train", lambda *_, **__: {"done": True})
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert join(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    join(cases.recipe(tmp_path, "dp2 fp32"))
+    assert len(asked) == len(measured_memory) == 1
+
+
+def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
+    assert first_start.measurement_advice("auto") == "start once without --no-probe"
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # a GPU is there
+    assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
+    monkeypatch.setenv(PROBE_VARIABLE, "0")
+    assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"
 
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
@@ -228,7 +282,7 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
         return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
 
     monkeypatch.setattr(Effort, "short", shorter)
-    wanted = {"precision": "fp32", "also": [], "axes": ["tp"]}
+    wanted = {"precisions": ["fp32"], "axes": ["tp"]}
     found = probe_ranks._measure(
         Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
     )

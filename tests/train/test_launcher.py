@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
-from meshwright.threads import available_cores
+from meshwright.threads import available_cores, child_environment
 from meshwright.train import launcher
 from meshwright.train.launcher import LaunchSpec, RankFault, launch
 from meshwright.train.started_rank import start_rank
@@ -50,6 +50,7 @@ def test_the_result_is_that_of_rank_0(tmp_path, capfd):
     result = start(tmp_path, "tell", ranks=3)
     assert (result["rank"], result["ranks"]) == (0, 3) and len(result["long"]) == 300_000
     assert result["threads"] == max(1, available_cores() // 3)
+    assert result["spin"] == child_environment()["GOMP_SPINCOUNT"]
     written = json.loads((tmp_path / "ranks.json").read_text())
     assert list(written) == ["0", "1", "2"] and written["0"] == result["process"]
     assert result["group"] == os.getpgid(0)  # children stay in the launcher's process group

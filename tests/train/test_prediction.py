@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.presets import preset
 from meshwright.plan.estimate import evaluate
+from meshwright.plan.machine_profile import PROBE_VARIABLE, profile_directory
 from meshwright.plan.measured import ReferenceStep
 from meshwright.plan.step_time import StepTime
 from meshwright.train import prediction
+from meshwright.train.launcher import launch_recipe
 from meshwright.train.metrics import peak_memory_bytes
 from meshwright.train.prediction import Prediction, StepTimes, compared, measured_memory
 from meshwright.train.step_memory import StepMemory
@@ -104,6 +107,21 @@ def test_process_peak_is_itemised_and_predicted_as_measured(ran):
     assert uncalibrated == pytest.approx(measured["process_peak"], rel=0.10)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_process_peak_is_predicted_by_constants_measured_here(tmp_path, monkeypatch):
+    """By the real launcher: the start measures, its rank reads what was kept."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(PROBE_VARIABLE)
+    result = launch_recipe(cases.recipe(tmp_path / "run", "dp1 bf16", train_steps=5), show_progress=False)
+    predicted, measured = (result[which]["memory_bytes"]["process_peak"] for which in ("predicted", "measured"))
+    kept = [json.loads(file.read_text())["tables"] for file in profile_directory().glob("memory-*.json")]
+    items = result["predicted"]["process_memory_bytes"]
+    assert [each["first_use_bytes"] for each in kept] == [items["library workspaces"]]
+    assert predicted == pytest.approx(measured, rel=0.10)
+
+
 def test_memory_is_that_of_the_rows_of_the_first_steps(tmp_path):
     """Where documents begin in them is what the micro-batches say."""
     told, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
@@ -149,8 +167,8 @@ def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monk
     assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
     said = [line for line in outcome["said"] if "not predicted" in line]
     assert said == [
-        "the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; "
-        'run "meshwright probe", or start without --no-probe',
+        'the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
+        "start once without MESHWRIGHT_PROBE=0",
         "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
     ]
 

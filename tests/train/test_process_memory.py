@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.plan.ledger import Item, Ledger
-from meshwright.plan.machine_profile import PROBE_VARIABLE
-from meshwright.train import process_memory
-from meshwright.train.memory import LARGEST_MMAP_THRESHOLD
-from meshwright.train.process_memory import (
-    FORMAT,
-    ProcessConstants,
-    constants_file,
-    predict_process_memory,
-    process_constants,
-)
+from meshwright.plan.machine_profile import VERSION
+from meshwright.train import process_constants, process_memory
+from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
+from meshwright.train.process_constants import ProcessConstants, ProcessKey, measure_process_memory
+from meshwright.train.process_memory import predict_process_memory
 
 MIB = 2**20
 CONSTANTS = ProcessConstants(16 * MIB, 0.4, MIB // 2, 50 * MIB, 30 * MIB)
 
 
 def keep_constants() -> None:
-    """Have this machine's file say `CONSTANTS` of runs in float32 and bf16."""
-    path = constants_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    keys = [process_memory._key(precision, False) for precision in ("fp32", "bf16")]
-    keys += [f"{precision} 1 threads" for precision in ("fp32", "bf16")]
-    table = {"format": FORMAT, **process_memory._machine(), "constants": dict.fromkeys(keys, asdict(CONSTANTS))}
-    path.write_text(json.dumps(table))
+    """Have this machine's store say `CONSTANTS` of runs in float32 and bf16."""
+    for precision in ("fp32", "bf16"):
+        for threads in {1, torch.get_num_threads()}:
+            ProcessKey(precision, threads, False).write(CONSTANTS)
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch) -> list[tuple[str, bool]]:
-    """What was measured, on a machine of which nothing is known; it may be measured."""
+def key(tmp_path, monkeypatch) -> ProcessKey:
+    """A key, on a machine of which nothing is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(PROBE_VARIABLE, raising=False)
-    asked: list[tuple[str, bool]] = []
-
-    def measure(precision: str, compiled: bool, limit_seconds: float = 0.0) -> ProcessConstants:
-        asked.append((precision, compiled))
-        return CONSTANTS
-
-    monkeypatch.setattr(process_memory, "measure_process_memory", measure)
-    return asked
+    return ProcessKey("fp32", 2, False)
 
 
-def test_constants_are_measured_once_for_each_precision_and_compiler(measured):
-    for _ in range(2):
-        assert process_constants("fp32", False, probe=True) == CONSTANTS
-        assert process_constants("bf16", True, probe=True) == CONSTANTS
-    assert measured == [("fp32", False), ("bf16", True)]
+def test_constants_are_kept_for_each_key_alone(key):
+    others = [replace(key, precision="bf16"), replace(key, threads=1), replace(key, compiled=True)]
+    key.write(CONSTANTS)
+    assert key.read() == CONSTANTS and [each.read() for each in others] == [None] * 3
+
+
+def test_constants_of_two_torch_versions_stand_side_by_side(key, monkeypatch):
+    key.write(CONSTANTS)
+    with monkeypatch.context() as other:
+        other.setattr(process_constants, "torch_version", lambda: "1.0")
+        key.write(replace(CONSTANTS, kernel_bytes=1))
+    assert key.read() == CONSTANTS
 
 
 @pytest.mark.parametrize(
@@ -65,38 +54,20 @@ def test_constants_are_measured_once_for_each_precision_and_compiler(measured):
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'),
-        lambda text: text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
+        lambda text: text.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}'),
+        lambda text: text.replace('"precision": "fp32"', '"precision": "bf16"'),
         lambda text: text.replace('"first_use_bytes": ', '"first_use_bytes": -'),
         lambda text: text.replace('"heap_overhead_fraction": 0.4', '"heap_overhead_fraction": NaN'),
         lambda text: text.replace('"kernel_bytes"', '"colonel_bytes"'),
     ],
-    ids=["cut", "no-table", "format", "torch", "negative", "not-a-number", "unknown-field"],
+    ids=["cut", "no-table", "version", "another-key", "negative", "not-a-number", "unknown-field"],
 )
-def test_constants_of_a_damaged_or_foreign_file_are_measured_again(measured, damage):
-    process_constants("fp32", False, probe=True)
-    path = constants_file()
-    text = path.read_text()
+def test_damaged_constants_are_none(key, damage):
+    key.write(CONSTANTS)
+    text = key.path.read_text()
     assert damage(text) != text
-    path.write_text(damage(text))
-    assert process_constants("fp32", False, probe=True) == CONSTANTS
-    assert len(measured) == 2
-    assert path.read_text() == text
-
-
-def test_nothing_is_measured_where_that_is_not_wanted(measured, monkeypatch):
-    with pytest.raises(UserError, match="no process-memory profile"):
-        process_constants("fp32", False, probe=False)
-    monkeypatch.setenv(PROBE_VARIABLE, "0")
-    with pytest.raises(UserError, match="no process-memory profile"):
-        process_constants("fp32", False, probe=True)
-    assert measured == [] and not constants_file().exists()
-
-
-def test_a_directory_that_cannot_be_written_stops_no_prediction(measured, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert process_constants("fp32", False, probe=True) == CONSTANTS
+    key.path.write_text(damage(text))
+    assert key.read() is None
 
 
 def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 0) -> Any:
@@ -154,18 +125,28 @@ def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
     assert (small["compiler workspace"], large["compiler workspace"]) == (30 * MIB - 14 * MIB, 0)
 
 
-def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept():
+def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     few, many, plain = (
         predict_process_memory(trainer(layout, experts=experts), peak_of(MIB), MIB, CONSTANTS).items
         for layout, experts in (("dp1 bf16", 2), ("dp1 bf16", 64), ("dp1 fp32", 64))
     )
-    assert few["oneDNN kernel cache"] == 9 * 2 * 2 * 4 * CONSTANTS.kernel_bytes
-    assert many["oneDNN kernel cache"] == process_memory.KERNELS_KEPT * CONSTANTS.kernel_bytes
+    assert few["oneDNN kernel cache"] == 6 * 2 * 2 * 4 * CONSTANTS.kernel_bytes
+    assert many["oneDNN kernel cache"] == KERNELS_KEPT * CONSTANTS.kernel_bytes
     assert plain["oneDNN kernel cache"] == 0
+
+
+def test_kernels_follow_the_cache_capacity_and_the_steps_left(monkeypatch):
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "50")
+    run = trainer("dp1 bf16", experts=2)
+    run.steps_done = 3
+    assert process_memory._kernels(run) == 9 * 2 * 2
+    run.steps_done = 0
+    assert process_memory._kernels(run) == 50
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_process_of_this_machine_is_measured():
-    found = process_memory.measure_process_memory("bf16", False)
+def test_process_of_this_machine_is_measured():
+    found = measure_process_memory(ProcessKey("bf16", 1, False), print)
     assert MIB < found.first_use_bytes < 200 * MIB and 0 <= found.heap_overhead_fraction < 2 and found.kernel_bytes > 0

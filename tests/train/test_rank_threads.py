@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 import pytest
 
-from meshwright.recipe import load_recipe
+from meshwright.errors import UserError
+from meshwright.recipe import Recipe, load_recipe
 from meshwright.train import rank_threads
 from meshwright.train.rank_threads import (
+    agree_on_threads,
     cores_of_rank,
     layer_flops,
     local_threads,
     resolve_threads,
+    share_this_host,
     smallest_share,
     thread_change_note,
 )
+from meshwright.train.rendezvous import Place
 
 
 @pytest.fixture
@@ -43,6 +50,52 @@ def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew
     assert resolve_threads(recipe(), 1, None) == rank_threads.ThreadChoice(1)
     for absurd in (10**9, 0, -1, "2", 1.5):
         assert resolve_threads(recipe(), 1, state | {"threads": absurd}) == rank_threads.ThreadChoice(1)
+    for layout in ({}, {"layout": "nonsense"}, {"layout": 5}):
+        assert resolve_threads(recipe(), 1, {"threads": 2, **layout}) == rank_threads.ThreadChoice(1)
+
+
+def test_note_does_not_blame_what_meshwright_set_itself(recipe, monkeypatch):
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("MESHWRIGHT_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    assert "1 available cores would give 1" in resolve_threads(recipe(), 1, {"layout": "dp1 fp32", "threads": 2}).note
+
+
+class Store(dict[str, bytes]):
+    """A store of one process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+@pytest.mark.parametrize("problem", [None, "the checkpoint's state is no JSON"])
+def test_every_rank_has_rank_0s_answer_or_its_error(recipe, monkeypatch, problem):
+    def state(recipe: Recipe) -> None:
+        if problem is not None:
+            raise UserError(problem)
+
+    monkeypatch.setattr(rank_threads, "resumed_state", state)
+    monkeypatch.setattr(rank_threads, "cores_of_rank", lambda _: {"host": "a", "cores": 6, "shared": True})
+    store, places = Store(), [Place(rank, 2, rank, "env://", "torchrun", 2) for rank in (1, 0)]
+    with suppress(KeyError):  # rank 1 comes first, and would wait
+        agree_on_threads(recipe("layout=dp2"), places[0], store)
+    for place in reversed(places):
+        if problem is None:
+            assert agree_on_threads(recipe("run.threads=3"), place, store).count == 3
+        else:
+            with pytest.raises(UserError, match=problem):
+                agree_on_threads(recipe(), place, store)
+
+
+def test_ranks_with_cores_of_their_own_do_not_share_their_host(monkeypatch):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    place = Place(0, 4, 0, "env://", "SLURM", 4)
+    assert share_this_host(place) and not share_this_host(replace(place, host_ranks=2))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert not share_this_host(place)
 
 
 def test_another_number_of_threads_is_one_line_about_the_last_bits():

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.train.rendezvous_directory import rendezvous_directory
+from meshwright.train.rendezvous_directory import UNLOCKED_PREFIX, UNLOCKED_SECONDS, rendezvous_directory
 
 
 @pytest.fixture
@@ -61,3 +62,11 @@ def test_nothing_but_own_rendezvous_directories_is_removed(temporary: Path) -> N
         "kept", "meshwright-rendezvous-file", "meshwright-rendezvous-link",
     ]  # fmt: skip
     assert (kept / "file").exists()
+
+
+def test_a_directory_whose_maker_died_before_locking_it_is_removed_after_a_minute(temporary: Path) -> None:
+    old, young = temporary / f"{UNLOCKED_PREFIX}old", temporary / f"{UNLOCKED_PREFIX}young"
+    old.mkdir(), young.mkdir()
+    os.utime(old, (0, time.time() - 2 * UNLOCKED_SECONDS))
+    with rendezvous_directory():
+        assert young.exists() and not old.exists()

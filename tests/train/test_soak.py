@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -20,3 +21,19 @@ def test_a_soak_of_a_few_trials_finds_every_end_equal(repository: Path, tmp_path
     found = json.loads(result.read_text())
     assert [record["failure"] for record in found["records"]] == [None] * 4
     assert found["faults_struck"] >= 3
+
+
+def test_records_of_another_version_are_dropped_on_request_alone(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    soak = importlib.import_module("soak")
+    trials = soak.Soak(0, 4, tmp_path, tmp_path / "soak.json", False, {"source_tree": "new", "commit": "c2"})
+    record = {"layout": "dp1", "forks": True, "faults": [], "failure": None}
+    old = [{"trial": 0} | record, {"trial": 1, "source_tree": "old", "commit": "c1"} | record]
+    trials.records([*old, {"trial": 2} | record | trials.source])
+    assert [each["trial"] for each in trials.records([])] == [0, 1, 2]
+    assert json.loads(trials.result.read_text())["by_commit"] == {"c1": 1, "c2": 1, "not recorded": 1}
+    assert [each["trial"] for each in trials.records([], drop_other_sources=True)] == [0, 2]
+    assert json.loads(trials.result.read_text())["by_commit"] == {"c2": 1, "not recorded": 1}

@@ -11,6 +11,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.rank_report import Snapshot
 from meshwright.verify import cases, mutations, run
 from meshwright.verify.local_faults import LOCAL_FAULTS
+from tests.verify.local_fault_names import NEEDS_RANKS
 
 
 class KeptRanks:
@@ -50,10 +51,7 @@ def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> No
 @pytest.fixture
 def fewer_local_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local faults that need several ranks: test_verify_step.py plants the others on one."""
-    needing = ("local norm", "all-gathered after", "rank 0's samples", "ring attention")
-    monkeypatch.setattr(
-        mutations, "LOCAL_FAULTS", {n: p for n, p in LOCAL_FAULTS.items() if any(part in n for part in needing)}
-    )
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {name: LOCAL_FAULTS[name] for name in sorted(NEEDS_RANKS)})
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.plan.data_calls import Work
 from meshwright.plan.traffic import predicted_traffic
 from meshwright.verify import mutations, verify
+from meshwright.verify.cases import CaseBuilder
 from meshwright.verify.compare import compare, relative_errors
 from meshwright.verify.grid import MIXTURES, grid
 from meshwright.verify.local_faults import LOCAL_FAULTS
@@ -34,8 +35,9 @@ from meshwright.verify.problem import Problem, scaled_down, scaled_layout, seque
 from meshwright.verify.ranks import RankResult, StepResult
 from meshwright.verify.reference import Reference
 from meshwright.verify.run import _default_models
-from meshwright.verify.samples import make_batch, share_of
+from tests.batches import make_batch, share_of
 from tests.model.transformers_names import row_in_transformers
+from tests.verify.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
 LLAMA = scaled_down(preset("llama-3-8b"))
 
@@ -69,7 +71,8 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
         }
         optimizer = [piece for kind, rows in reference.optimizer.items() for piece in cut(kind, rows)]
         parameters = cut("parameter", reference.parameters(reference.weights[-1]))
-        results.append(RankResult(steps, optimizer, parameters, reference.counters(), reference.final_loss))
+        counters = {step: reference.counters(step) for step in range(reference.problem.steps + 1)}
+        results.append(RankResult(steps, optimizer, parameters, counters, [], reference.final_loss))
     return results
 
 
@@ -190,6 +193,20 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
     }
 
 
+@pytest.mark.parametrize("layout", BY_LAYOUT)
+def test_every_local_fault_that_needs_ranks_is_planted_and_caught(
+    layout: str, monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None
+):
+    monkeypatch.setattr(mutations, "KINDS", ())
+    found = verify(layout, model="llama-3-8b", mutate=True)["mutations"]
+    assert {fault["fault"] for fault in found["faults"] if fault["outcome"] == "caught"} == BY_LAYOUT[layout]
+    assert found["missed"] == []
+
+
+def test_each_local_fault_that_needs_ranks_has_a_layout():
+    assert set().union(*BY_LAYOUT.values()) == NEEDS_RANKS
+
+
 def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest.MonkeyPatch):
     """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
     monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
@@ -250,6 +267,32 @@ def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
         assert all(config.experts for _, config in _default_models(layout, mixture=True))
         assert not any(config.experts for _, config in _default_models(layout, mixture=False))
     assert any(layout.zero == 3 for layout in MIXTURES)
+
+
+@pytest.mark.parametrize(
+    "notation", ["dp4 zero1 hs2 tp4 mb2", "cp2 pp2 mb2", "tp2 pp2 mb2", "dp2 tp2 ep4", "dp2 tp2:nosp cp2 ep2:etp2"]
+)
+def test_the_model_of_one_layout_makes_every_call_of_its_kind(notation: str):
+    """Without --thorough and without a model, one of three kinds is verified."""
+    layout = Layout.parse(notation)
+
+    def sites(config: ModelConfig) -> set[str]:
+        small = scaled_down(config, layout.tp, ep=layout.ep, etp=layout.etp)
+        work = Work(batch=8, sequence=sequence_of(layout))
+        return {site for rank in range(layout.world_size) for site in predicted_traffic(small, layout, work, rank)}
+
+    (only,) = _default_models(layout, mixture=False, one=True)
+    every = _default_models(layout, mixture=False)
+    assert only in every and len(every) == 3
+    assert sites(only[1]) == set().union(*(sites(config) for _, config in every))
+
+
+def test_one_layout_is_verified_with_one_model_and_thoroughly_with_three(monkeypatch: pytest.MonkeyPatch):
+    right, one = CaseBuilder.default, CaseBuilder.thorough
+    monkeypatch.setattr(CaseBuilder, "default", lambda maker: right(maker)[:1])
+    monkeypatch.setattr(CaseBuilder, "thorough", lambda maker: one(maker)[:1])
+    for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
+        assert {entry["model"] for entry in verify("dp2", thorough=thorough)["layouts"]} == models
 
 
 def test_mixtures_that_nothing_balances_have_stages_too():

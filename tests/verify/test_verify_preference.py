@@ -20,7 +20,7 @@ from meshwright.verify.compare import compare
 from meshwright.verify.problem import Problem, scaled_down, sequence_of
 from meshwright.verify.ranks import run_rank
 from meshwright.verify.reference import Reference
-from meshwright.verify.samples import make_batch
+from tests.batches import make_batch
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
 

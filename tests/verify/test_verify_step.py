@@ -4,6 +4,7 @@ in local code is found."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from meshwright.data.order import SampleOrder
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model import experts, layers
 from meshwright.model.chunks import loss_chunks
@@ -19,21 +21,17 @@ from meshwright.model.config import ModelConfig
 from meshwright.model.presets import preset
 from meshwright.model.tiled_attention import TILE_QUERIES
 from meshwright.train import optimizer, trainer
-from meshwright.verify.cases import TILE, Case, CaseBuilder, another_layout
+from meshwright.train.checkpoint import Checkpointer
+from meshwright.verify.cases import Case, CaseBuilder, another_layout
 from meshwright.verify.compare import TOLERANCES, Comparison, compare
-from meshwright.verify.local_faults import LOCAL_FAULTS, LocalFault
+from meshwright.verify.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
 from meshwright.verify.problem import Problem
 from meshwright.verify.ranks import RankResult, StepRange, run_rank
 from meshwright.verify.reference import Reference, learning_rate, shuffled
 from meshwright.verify.samples import make_sequences
+from tests.verify.local_fault_names import NEEDS_RANKS
 
 LAYOUT = Layout.parse("dp1 mb2")
-NEEDS_RANKS = {
-    "gradient clipping uses the local norm",
-    "parameters not all-gathered after the update",
-    "all ranks read rank 0's samples",
-    "ring attention drops a KV block",
-}
 
 
 def maker(model: str = "llama-3-8b", layout: Layout = LAYOUT, **changes: Any) -> CaseBuilder:
@@ -81,11 +79,51 @@ def test_the_case_of_float32_passes(tmp_path: Path):
 
 def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
     problem, other = maker().updates(), another_layout(LAYOUT)
-    assert other != LAYOUT and problem.resumed_at == 3
+    assert other != LAYOUT and problem.resumed_at == (2, 3)
     for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
         (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
         found = compare(reference(problem), [result], layout)
         assert found.passed and sorted(result.steps) == list(range(span.first, span.stop or 4)), found.failure
+
+
+# --- what a resume restores
+
+
+@pytest.mark.parametrize("key", ["skipped_in_a_row", "threads", "data_sha256"])
+def test_a_resume_compares_every_key_of_the_state(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The state of the trainer that goes on is that of the one that saved, whatever a key says."""
+    problem, right, calls = PROBLEMS["updates"], trainer.Trainer.state, iter(range(100))
+    monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), key: f"not the same {next(calls)}"})
+    (result,) = run_rank(problem, str(LAYOUT), None, [None], str(tmp_path))
+    assert [text.partition(" is ")[0] for text in result.not_restored] == [key, key]
+    result.counters = {steps: reference(problem).counters(steps) for steps in result.counters}
+    assert str(compare(reference(problem), [result], LAYOUT).failure).startswith(f"{key} is not the same")
+
+
+def test_counters_that_a_checkpoint_holds_wrongly_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A value that is saved wrongly is restored as it was saved: the reference knows what it must be."""
+    right = trainer.Trainer.state
+    monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), "skipped_in_a_row": 0})
+    result, found = run(PROBLEMS["updates"], tmp_path)
+    assert result.not_restored == [] and found.failure == "skipped_in_a_row is 0 after 2 steps, not 1"
+
+
+def test_checkpoints_are_taken_where_each_counter_is_not_zero():
+    right, problem = reference(PROBLEMS["updates"]), PROBLEMS["updates"]
+    saved = [right.counters(steps) for steps in problem.resumed_at]
+    assert any(each["skipped_in_a_row"] for each in saved) and any(each["loss_scale"]["finite_steps"] for each in saved)
+    assert right.counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
+
+
+def test_a_checkpoint_that_cannot_be_saved_or_is_gone_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Checkpointer, "failed", lambda self: "no space left on device")
+    line = f"verify cannot save its checkpoint in {tmp_path}: no space left on device"
+    with pytest.raises(UserError, match=re.escape(line)):
+        run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(Checkpointer, "save", lambda *arguments, **options: None)
+    with pytest.raises(UserError, match="verify cannot load its checkpoint: there is none in"):
+        run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path / "other"))
 
 
 # --- what is planted is found
@@ -96,6 +134,14 @@ def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
     result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
     assert (result.struck == 0) == (name in NEEDS_RANKS)
     assert found.passed == (name in NEEDS_RANKS), found.failure
+
+
+def test_an_object_is_met_again_only_if_it_is_the_same_one():
+    """Each object is freed before the next is made, whose id would be the same."""
+    strikes = FaultCounter()
+    assert not any(strikes.again([]) for _ in range(50))
+    kept: list[int] = []
+    assert not strikes.again(kept) and strikes.again(kept)
 
 
 def mutant(owner: Any, name: str, wrong: Any) -> Any:
@@ -153,11 +199,10 @@ def test_a_step_crosses_the_end_of_an_epoch_and_the_loss_scale_changes():
 
 @pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
 def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layout: str):
-    assert TILE == TILE_QUERIES
     problem = maker(layout=Layout.parse(layout)).long()
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
-    assert piece > TILE
+    assert piece > TILE_QUERIES
     numbers = [shuffled(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
     batch = make_sequences(problem, numbers)
     counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]

@@ -11,8 +11,8 @@ import click
 from meshwright.cli import data_records
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, write_file
 from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.terminal import printable, rendered
 from meshwright.cli.tokenizer_text import tables, tokens_line
+from meshwright.terminal import print_message, printable, rendered
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -133,7 +133,7 @@ def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[Prepa
     from meshwright.recipe import load_recipe
 
     loaded = load_recipe(recipe, list(overrides))
-    data = prepare_data(loaded.data, loaded.run.seed, lambda line: click.echo(line, err=True), check=check)
+    data = prepare_data(loaded.data, loaded.run.seed, print_message, check=check)
     return data, loaded.train.steps * loaded.train.batch
 
 

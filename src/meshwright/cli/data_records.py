@@ -10,9 +10,9 @@ import click
 
 from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.terminal import printable, rendered
 from meshwright.errors import UserError
 from meshwright.names import unknown
+from meshwright.terminal import print_message, printable, rendered
 
 if TYPE_CHECKING:
     from meshwright.data.asking import Asker
@@ -234,21 +234,21 @@ def vary(
         with _asker(served, output) as asker:
             if method == _METHODS[0]:
                 warmth = 0.7 if temperature is None else temperature
-                outcome = self_instruct(rows, asker, count, served["seed"], warmth, max_tokens, instances, _log)
+                outcome = self_instruct(
+                    rows, asker, count, served["seed"], warmth, max_tokens, instances, print_message
+                )
                 records, summary = outcome.records, outcome.summary()
             else:
                 warmth = 1.0 if temperature is None else temperature
-                records, summary = evol_instruct(rows, asker, rounds, served["seed"], warmth, max_tokens, log=_log)
+                records, summary = evol_instruct(
+                    rows, asker, rounds, served["seed"], warmth, max_tokens, log=print_message
+                )
             summary |= {"usage": _usage(asker, served), "output": output}
             write_rows(output, records)
         answer(summary, rendered([_facts(summary)]))
 
 
 COMMANDS = (label, balance, export, import_, vary)
-
-
-def _log(line: str) -> None:
-    click.echo(printable(line), err=True)
 
 
 def _asker(served: Mapping[str, Any], output: Path) -> Asker:
@@ -258,7 +258,7 @@ def _asker(served: Mapping[str, Any], output: Path) -> Asker:
     key = key_from(served["key_variable"])
     endpoint = Endpoint(served["url"], served["model"], key, served["timeout"], served["tries"])
     journal = served["journal"] or output.with_name(f"{output.name}.journal")
-    return Asker(endpoint, journal, served["concurrency"], _log)
+    return Asker(endpoint, journal, served["concurrency"], print_message)
 
 
 def _usage(asker: Asker, served: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from meshwright.cli.plumbing import (
     reading_layout_option,
     refuse_overrides,
 )
+from meshwright.terminal import print_message
 
 
 @plumbing.command(
@@ -58,14 +59,10 @@ def command(
             "layout": layout,
             "overrides": overrides,
             "progress": _progress,
-            "log": _say,
+            "log": print_message,
         }
         result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, **options)
         answer(result, _text(result))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _progress(done: int, total: int) -> None:

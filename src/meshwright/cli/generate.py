@@ -10,8 +10,8 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
-from meshwright.cli.terminal import printable
 from meshwright.errors import UserError
+from meshwright.terminal import escape_on_terminal, print_message
 
 
 @plumbing.command(
@@ -60,15 +60,15 @@ def command(
         if layout is not None:
             device_or_layout(device, layout)
             generation, directory = generate_split(
-                checkpoint, layout, prompt, max_tokens, sampling, chat=chat, echo=not as_json, log=_say
+                checkpoint, layout, prompt, max_tokens, sampling, chat=chat, echo=not as_json, log=print_message
             )
         else:
-            generator = Generator.from_directory(checkpoint, device=device, log=_say)
+            generator = Generator.from_directory(checkpoint, device=device, log=print_message)
             directory = generator.directory
             pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
             for number, (piece, generation) in enumerate(pieces):  # noqa: B007
                 if not as_json:
-                    print(_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
+                    print(escape_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
             if not as_json:
                 print(flush=True)
         if not as_json:
@@ -88,15 +88,6 @@ def command(
             "checkpoint": directory,
         }
         answer(document, "")
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def _on_terminal(text: str) -> str:
-    """What a model writes, as it is for files and pipes; what could steer a terminal is written out there."""
-    return printable(text) if sys.stdout.isatty() else text
 
 
 def _standard_input() -> str:

@@ -12,7 +12,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option
-from meshwright.cli.terminal import printable, rendered
+from meshwright.terminal import print_message, printable, rendered
 
 _WIDTH = 160
 
@@ -44,16 +44,12 @@ def command(
     with answering(as_json) as answer:
         document = inspect_model(
             path, names=names, layout=layout, sequence=sequence, values=values if statistics else 0,
-            with_statistics=statistics, progress=_progress, log=_say,
+            with_statistics=statistics, progress=_progress, log=print_message,
         )  # fmt: skip
         parts = [_sums(document), "", _tensors(document["tensors"])]
         if layout is not None:
             parts += ["", _ranks(document["placement"])]
         answer(document, rendered(parts, _WIDTH))
-
-
-def _say(line: str) -> None:
-    click.echo(printable(line), err=True)
 
 
 def _progress(done: int, total: int) -> None:

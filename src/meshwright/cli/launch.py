@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Literal
 
@@ -10,6 +9,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
+from meshwright.terminal import print_message
 
 
 @plumbing.command(
@@ -73,5 +73,5 @@ def command(
             trust=trust,
         )
         for line in made.warnings:
-            print(f"meshwright: warning: {line}", file=sys.stderr)
+            print_message(f"meshwright: warning: {line}")
         answer(asdict(made), made.script.rstrip("\n"))

@@ -14,8 +14,8 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
-from meshwright.cli.terminal import printable
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory_message
+from meshwright.terminal import print_message, printable
 from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
@@ -139,7 +139,7 @@ def _model_warnings_as_lines() -> Iterator[None]:
                 show(message, category, *place, **more)
             elif (text := " ".join(str(message).split())) not in printed:
                 printed.add(text)
-                click.echo(f"meshwright: warning: {text}", err=True)
+                print_message(f"meshwright: warning: {text}")
 
         warnings.simplefilter("always", ModelWarning)
         warnings.showwarning = show_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.cli.terminal import printable
+from meshwright.terminal import printable
 
 _ROWS = 10
 

@@ -10,8 +10,8 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
-from meshwright.cli.terminal import printable
 from meshwright.errors import Terminated, ignore_model_warnings
+from meshwright.terminal import print_message
 
 
 @plumbing.command(
@@ -63,9 +63,11 @@ def train(
         ignore_model_warnings()
     if recipe.layout == "auto":
         from meshwright.train.automatic import chosen_layout
+        from meshwright.train.rank_threads import share_this_host
 
-        say = _say if started is None or started.rank == 0 else _say_nothing
-        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=probe)
+        say = print_message if started is None or started.rank == 0 else _say_nothing
+        measure = probe and (started is None or share_this_host(started))
+        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=measure)
         recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
     if started is not None:
         from meshwright.train.worker import join
@@ -83,7 +85,7 @@ def train(
     named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
     RunDirectory(recipe.run_directory).create()
     check_resume(recipe)
-    prepared = prepare(recipe.data, recipe.run.seed, log=_say)
+    prepared = prepare(recipe.data, recipe.run.seed, log=print_message)
     check_resume(recipe, prepared.sha256)
     check_recipe(recipe, prepared.vocabulary)
     return launch_recipe(recipe, restarts=restarts, probe=probe)
@@ -91,10 +93,6 @@ def train(
 
 def _say_nothing(line: str) -> None:
     """Rank 0 says it."""
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import click
 from meshwright.cli.plumbing import answering, json_option, refuse_overrides, split_overrides
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import CheckFailed, UserError
+from meshwright.terminal import print_message
 
 
 @a_command(
@@ -20,7 +21,11 @@ from meshwright.errors import CheckFailed, UserError
 )
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
-@click.option("--model", metavar="M", help="A preset, a Hugging Face directory, a config.json or a recipe.")
+@click.option(
+    "--model",
+    metavar="M",
+    help="A preset, a Hugging Face directory, a config.json or a recipe; else qwen3-0.6b (experts: qwen1.5-moe-a2.7b).",
+)
 @click.option(
     "--dtype",
     default="float64",
@@ -32,7 +37,8 @@ from meshwright.errors import CheckFailed, UserError
 @click.option(
     "--thorough",
     is_flag=True,
-    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout.",
+    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; without "
+    "--model three models.",
 )
 @json_option
 def command(
@@ -74,7 +80,7 @@ def command(
             dtype=dtype,
             mutate=mutate,
             thorough=thorough,
-            log=lambda line: click.echo(line, err=True),
+            log=print_message,
         )
         answer(document, _summary(document))
     if not document["passed"]:

@@ -140,7 +140,7 @@ class Reader:
 
     def _not_text(self, head: bytes) -> str | None:
         """Why a file that begins with `head` is not text in this encoding, or None."""
-        wide = self.encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32", "utf16", "utf32"))
+        wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
                 "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by suffix or "
@@ -180,7 +180,8 @@ def check_encoding(encoding: str) -> None:
     """`UserError` unless Python knows `encoding` as an encoding of text."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding).close()
-    except LookupError:
+        codecs.getincrementaldecoder(encoding)("surrogateescape").decode(b"a")
+    except (LookupError, ValueError, TypeError):  # "undefined" decodes nothing and "idna" no bytes of this kind
         close = nearest(encoding, ("utf-8", "utf-16", "utf-32", "latin-1", "ascii", "cp1252", "iso-8859-15", "koi8-r"))
         hint = f'; did you mean "{close}"?' if close else '; the usual one is "utf-8"'
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None

@@ -66,6 +66,9 @@ class RenderProcess:
             line = self._read_line()
         except BrokenPipeError:
             line = b""
+        except BaseException:  # an interrupt: the answer that is still to come must not go to the next request
+            self._stop()
+            raise
         if not line.endswith(b"\n"):
             raise LimitReached(self._exit_reason())
         answer = json.loads(line)

@@ -43,6 +43,7 @@ _AS_WINDOWED = NeutralValue(
     lambda value, fields: value is (fields.get("sliding_window") is not None),
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
+_EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
 _SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
@@ -54,6 +55,7 @@ _METADATA = """_attn_implementation _attn_implementation_autoset _attn_implement
     _post_init_done attn_implementation architectures auto_map dtype finetuning_task ignore_keys_at_rope_validation
     is_llama_config model_type revision task_specific_params tokenizer_class torch_dtype torchscript
     transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 id2label label2id num_labels
+    _num_labels problem_type
     initializer_range gradient_checkpointing chunk_size_feed_forward pretraining_tp tie_encoder_decoder """
 _DROPOUT = """attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
     hidden_dropout_prob resid_pdrop summary_first_dropout """
@@ -103,7 +105,6 @@ _NEUTRAL: dict[str, NeutralValue] = {
     "no_rope_layers": _EVERY_LAYER_ROTATES,
     "layer_types": _FULL_ATTENTION,
     "position_embedding_type": _only("absolute"),
-    "problem_type": _only("single_label_classification"),
 }  # fmt: skip
 
 _EVERY = "vocab_size tie_word_embeddings hidden_size num_hidden_layers num_attention_heads "
@@ -137,7 +138,9 @@ _READ: dict[str, str] = {
 # Family -> fields that change nothing in it. Of families that are only planned: what no size or operation hangs on.
 _OWN_IGNORED: dict[str, str] = {
     # Sizes of a summarising head, an old name of n_positions, and the precision of an intermediate result.
-    "gpt2": "summary_type summary_use_proj summary_activation summary_proj_to_labels n_ctx reorder_and_upcast_attn",
+    "gpt2": "summary_type summary_use_proj summary_activation summary_proj_to_labels n_ctx reorder_and_upcast_attn "
+    "n_special predict_special_tokens",
+    "llama": "max_sequence_length",  # an old name of max_position_embeddings
     "bert": "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head "
     "pooler_type",
     "bloom": "slow_but_exact masked_softmax_fusion offset_alibi attention_softmax_in_fp32 bias_dropout_fusion "
@@ -149,6 +152,7 @@ _OWN_IGNORED: dict[str, str] = {
 }
 
 _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
+    "bert": {"problem_type": _only("single_label_classification")},  # the loss of an encoder's head
     "qwen2": {"attention_bias": _only(True), "qkv_bias": _only(True)},
     "qwen2_moe": {"attention_bias": _only(True)},
     "qwen3": {name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
@@ -157,6 +161,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "dots1": {
         **{name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
         "scoring_func": _only("sigmoid", "noaux_tc"), "topk_method": _only("noaux_tc"),
+        "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,  # its other names in transformers
     },
 }  # fmt: skip
 
@@ -173,8 +178,9 @@ class FieldTable:
 def field_table(family: str) -> FieldTable:
     """The known fields of a family's ``config.json``."""
     read = frozenset(_READ[family].split())
-    ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read
-    neutral = _NEUTRAL | _OWN_NEUTRAL.get(family, {})
+    own = _OWN_NEUTRAL.get(family, {})
+    ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read - own.keys()
+    neutral = _NEUTRAL | own
     return FieldTable(read, ignored, {name: one for name, one in neutral.items() if name not in read | ignored})
 
 

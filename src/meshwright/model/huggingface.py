@@ -123,7 +123,9 @@ class CheckpointFiles:
         try:
             weight_map = read_json(index, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except OSError as error:
+            raise UserError(f"{index}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None
         held: dict[Path, set[str]] = {}
         found: dict[str, Path] = {}

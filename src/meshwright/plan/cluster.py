@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from meshwright.names import PRECISIONS, unknown
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.calibration import read as read_calibration
 from meshwright.plan.devices import DEVICES, Device, find_device
-from meshwright.plan.machine_profile import largest_profile
+from meshwright.plan.machine_profile import profiles_here
 from meshwright.plan.measured import Measured
 from meshwright.plan.measured import read as read_measured
 from meshwright.toml import read_toml
@@ -106,8 +107,9 @@ def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     if text.lower() == "this":
         path = this_machine()
         if not path.exists():
-            if (started := largest_profile()) is not None:
-                return _from_mapping(started, where)
+            for kept, tables in profiles_here():
+                with suppress(UserError):  # a damaged one is as good as none
+                    return _from_mapping(tables, str(kept))
             raise UserError(
                 f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
                 '"meshwright train" without --no-probe'

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import ModelWarning, UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten, shorten_repr
 from meshwright.names import unknown
@@ -28,14 +29,26 @@ NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """What `plan --json` says of one request, or {"error": ...} in a line: no request ends those after it."""
-    try:
-        return _answer(_request(line))
-    except UserError as error:
-        reason = str(error)
-    except Exception as error:
-        reason = f"a fault of the planner: {type(error).__name__}: {error}"
-    return {"error": " ".join(reason.split())[:1000]}
+    """What `plan --json` says of one request, or {"error": ...} in a line: no request ends those after it.
+
+    "warnings": the texts of the request's `ModelWarning`s, where there are any."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ModelWarning)
+        try:
+            found = _answer(_request(line))
+        except UserError as error:
+            found = {"error": _one_line(str(error))}
+        except Exception as error:
+            found = {"error": _one_line(f"a fault of the planner: {type(error).__name__}: {error}")}
+    for other in caught:
+        if not issubclass(other.category, ModelWarning):
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    lines = [_one_line(str(each.message)) for each in caught if issubclass(each.category, ModelWarning)]
+    return found | ({"warnings": list(dict.fromkeys(lines))} if lines else {})
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:1000]
 
 
 def _request(line: str) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.limits import limit_error
 from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.config_fields import foreign_architecture_note
 from meshwright.model.config_json import read_config
@@ -125,7 +126,12 @@ def tokens_of(tokenizer: str) -> int:
         found = read_json(file)
         vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return int(max((*ids, *(token["id"] for token in found.get("added_tokens") or ())))) + 1
+        ids = [*ids, *(token["id"] for token in found.get("added_tokens") or ())]
+        if any(type(each) is not int or each < 0 for each in ids):
+            raise ValueError("a token id is a whole number from 0")
+        if too_large := limit_error("vocabulary", max(ids) + 1):
+            raise UserError(f"data.tokenizer: {file}: {too_large}")
+        return max(ids) + 1
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
     except (ValueError, TypeError, KeyError, AttributeError):

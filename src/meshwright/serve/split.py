@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from meshwright.model.config import ModelConfig
 from meshwright.parallel.inference import SplitModel, reading_layout
 from meshwright.serve.generate import Generation, Generator
 from meshwright.serve.sampling import Sampling
+from meshwright.terminal import escape_on_terminal
 from meshwright.threads import choose_threads
 from meshwright.train.checkpoint import find_checkpoint
 
@@ -54,8 +54,7 @@ def _on_rank(
     pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
     for number, (piece, generation) in enumerate(pieces):  # noqa: B007
         if echo:
-            sys.stdout.write(piece if number or chat else prompt + piece)
-            sys.stdout.flush()
+            print(escape_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
     if echo:
         print(flush=True)
     mesh.close()

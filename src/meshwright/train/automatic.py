@@ -9,12 +9,12 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.estimate import problem_of
-from meshwright.plan.machine_profile import largest_profile
 from meshwright.plan.models import config_of
 from meshwright.plan.search import search
 from meshwright.recipe import Recipe
 from meshwright.threads import choose_threads
-from meshwright.train.first_start import SYNCHRONOUS_AXES, measure_first_start
+from meshwright.train.first_start import SYNCHRONOUS_AXES, find_hardware_profile, measure_first_start
+from meshwright.train.rank_threads import layer_flops
 
 
 def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
@@ -54,14 +54,12 @@ def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | Non
         local = torch.cuda.device_count()
         table = {"device": name, "devices": ranks or local, "devices_per_node": min(local, ranks or local)}
         return cluster(table, 'layout = "auto"')
-    if not this_machine().exists() and say is not None:
+    where = None
+    if not this_machine().exists():
         many = ranks or 2
-        threads = recipe.run.threads or choose_threads(many)
-        measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
-    if not this_machine().exists() and largest_profile() is None:
-        raise UserError(
-            f'layout = "auto": no hardware profile of this machine ({this_machine()}); run "meshwright probe", or '
-            '"meshwright train" without --no-probe, or name a layout'
-        )
-    where = cluster("this", 'layout = "auto"')
+        threads = recipe.run.threads or choose_threads(many, None, layer_flops(recipe, Layout.parse(f"dp{many}")))
+        if say is not None:
+            measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
+        where = find_hardware_profile(many, threads)
+    where = where or cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

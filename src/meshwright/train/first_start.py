@@ -1,15 +1,19 @@
-"""Measures a hardware profile before the ranks of a run start, if none fits. Free of torch."""
+"""Measures what predictions of a run lack of this machine, before its ranks start: a hardware profile, by as many
+processes and threads as the run has, and the memory of a process beyond its tensors. Free of torch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError, Terminated
+from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster, this_machine
 from meshwright.plan.machine_profile import (
+    PROBE_VARIABLE,
     HardwareProfile,
     HardwareProfileKey,
     may_measure,
@@ -17,11 +21,18 @@ from meshwright.plan.machine_profile import (
     read_profile,
     write_profile,
 )
+from meshwright.recipe import Recipe
 from meshwright.threads import available_cores
+from meshwright.train.checkpoint import newest
+from meshwright.train.process_constants import ProcessKey, measure_process_memory
+from meshwright.train.run_directory import RunDirectory
 
 SYNCHRONOUS_AXES = ("tp", "cp")
-"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts count as tp
+"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
 (`plan/reference_step.py`)."""
+
+CANDIDATE_PRECISIONS = ("bf16", "fp32")
+"""Of a layout that names no precision the ranks take one of these, whichever is faster: both are measured."""
 
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
@@ -29,63 +40,118 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
     if (probed := _probed(ranks, threads)) is not None:
         return probed
-    profile = read_profile(HardwareProfileKey.here(available_cores(), ranks, threads))
-    return None if profile is None else _usable(profile)
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    profile = read_profile(key)
+    return None if profile is None else _usable(profile, key.path)
+
+
+def measurement_advice(device: str) -> str:
+    """What to do so that a start of a recipe with this `run.device` measures this machine."""
+    if not may_measure():
+        return f"start once without {PROBE_VARIABLE}=0"
+    if not on_processors(device):  # a GPU's device file, and a torch that does not use it
+        return "start once with run.device=cpu"
+    return "start once without --no-probe"
+
+
+def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
+    """Measure what the predictions of a run need, as `measure_first_start`; nothing where it has no steps left."""
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    if checkpoint is None or checkpoint.step < recipe.train.steps:
+        layout, device = recipe.parsed_layout, recipe.run.device
+        measure_first_start(layout, device, threads, log, compiled=recipe.train.compile)
 
 
 def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
-    axes: tuple[str, ...] | None = None,
+    axes: tuple[str, ...] | None = None, compiled: bool | None = None,
 ) -> None:  # fmt: skip
-    """Measure what the prediction of a step of this layout needs, unless it is known; keep it for later starts. device:
-    the recipe's; ranks, axes: unless given, the layout's.
+    """Measure what the predictions of a run of this layout need, unless it is known; keep it for later starts. device:
+    the recipe's; ranks, axes: unless given, the layout's; compiled: whether blocks are, None: process memory is not
+    measured.
 
     What goes wrong is a line, and the run goes on without a prediction; only an interrupt or SIGTERM ends it.
     """
-    if not may_measure() or not _on_processors(device):
+    if not may_measure() or not on_processors(device):
         return
     ranks = ranks or layout.world_size
-    axes = _waiting(layout) if axes is None else axes
+    axes = _synchronous(layout) if axes is None else axes
+    precisions = CANDIDATE_PRECISIONS if layout.precision is None else (layout.precision,)
     key = HardwareProfileKey.here(available_cores(), ranks, threads)
-    try:
-        if _probed(ranks, threads) is not None or _covered(key, layout.precision, axes):
+    processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
+
+    def profile_known() -> bool:
+        return _probed(ranks, threads) is not None or _covered(key, precisions, axes)
+
+    def unknown() -> list[ProcessKey]:
+        return [each for each in processes if each.read() is None]
+
+    with _log_failure("hardware measurement failed, so step time is not predicted", log):
+        if profile_known() and not unknown():
             return
-        with measurement_lock(key):
-            if not _covered(key, layout.precision, axes):  # by who measured before
-                _measure(key, layout.precision, axes, log)
-    except (Terminated, KeyboardInterrupt):
+        with measurement_lock(log):
+            profile, memory = not profile_known(), unknown()  # another may have measured before
+            if profile or memory:
+                _measure(key if profile else None, precisions, axes, memory, log)
+
+
+@contextmanager
+def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Make a line of what goes wrong inside, stop signals aside."""
+    try:
+        yield
+    except Terminated:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        log(f"hardware measurement failed, so step time is not predicted: {reason}")
+        last = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+        log(f"{what}: {' '.join(last.split())[:200]}")
 
 
-def _waiting(layout: Layout) -> tuple[str, ...]:
+def _synchronous(layout: Layout) -> tuple[str, ...]:
     """Which of `SYNCHRONOUS_AXES` price this layout."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
 
-def _measure(key: HardwareProfileKey, precision: str | None, axes: tuple[str, ...], log: Callable[[str], None]) -> None:
+def _measure(
+    key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
+    log: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Measure a hardware profile unless `key` is None, and the memory of these processes."""
+    what, paths = [], [str(each.path) for each in processes]
+    if key is not None:
+        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_threads(key.threads)})")
+        paths.insert(0, str(key.path))
+    if processes:
+        what.append(f"process memory ({_threads(processes[0].threads)})")
+    log(f"measuring {' and '.join(what)}: a few seconds, once (stored in {' and '.join(paths)}; skip with --no-probe)")
+    begun = time.monotonic()
+    if key is not None:
+        with _log_failure("hardware measurement failed, so step time is not predicted", log):
+            _measure_profile(key, precisions, axes, log)
+    for each in processes:
+        with _log_failure("process memory overhead could not be measured", log):
+            each.write(measure_process_memory(each, log))
+    log(f"measured in {time.monotonic() - begun:.1f} s")
+
+
+def _measure_profile(
+    key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
+) -> None:
+    """Measure a profile and keep it; what an earlier one covers is measured again with it. `UserError` where a part of
+    the measurement failed."""
     from meshwright.train.probe_ranks import probe
 
     earlier = read_profile(key)
-    precisions, measured_axes = ((), ()) if earlier is None else (earlier.precisions, earlier.axes)
-    axes = tuple(sorted({*axes, *measured_axes}))
-    wanted = {"precision": precision, "also": [*precisions], "axes": [*axes]}
-    log(
-        f"measuring hardware profile: {_ranks(key.ranks)} x {key.threads} thread{'s' * (key.threads > 1)}, "
-        f"a few seconds, once (stored in {key.path}; skip with --no-probe)"
-    )
-    begun = time.monotonic()
+    if earlier is not None:
+        precisions, axes = (*precisions, *earlier.precisions), (*axes, *earlier.axes)
+    wanted = {"precisions": sorted({*precisions}), "axes": sorted({*axes})}
     found = probe(key.ranks, key.device, Path(), threads=key.threads, short=wanted, log=log)
-    if found["kind"] != key.device:
-        return
-    default = found["precision"] if precision is None else None if earlier is None else earlier.default
-    profile = HardwareProfile(tuple(found["precisions"]), axes, default, found["cluster"])
-    _usable(profile)
+    if found["failed"] is not None:
+        raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
+    profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
+    _usable(profile, key.path)
     write_profile(key, profile)
-    log(f"measured in {time.monotonic() - begun:.1f} s")
 
 
 def _probed(ranks: int, threads: int) -> Cluster | None:
@@ -97,27 +163,27 @@ def _probed(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _covered(key: HardwareProfileKey, precision: str | None, axes: tuple[str, ...]) -> bool:
+def _covered(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
     profile = read_profile(key)
-    if profile is None or not profile.covers(precision, axes):
+    if profile is None or not profile.covers(precisions, axes):
         return False
     try:
-        _usable(profile)
+        _usable(profile, key.path)
     except MeshwrightError:
         return False
     return True
 
 
-def _usable(profile: HardwareProfile) -> Cluster:
+def _usable(profile: HardwareProfile, path: Path) -> Cluster:
     """The cluster of its tables. `UserError` where they are damaged."""
-    return cluster(profile.cluster, "measurements of this machine")
+    return cluster(profile.cluster, str(path))
 
 
-def _on_processors(device: str) -> bool:
+def on_processors(device: str) -> bool:
     """Whether ranks will compute on processors: without a look into torch, which would take a second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

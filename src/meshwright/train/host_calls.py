@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from meshwright.comm.call_ring import attach, named_file
 from meshwright.comm.rank_report import Snapshot, write_report
 from meshwright.comm.verdict import Verdict
 from meshwright.errors import RankLost
+from meshwright.terminal import print_message
 from meshwright.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class HostCalls:
         if verdict is not None:
             text = snapshot.text(when + verdict.line)
             kept = write_report(self.report_path, text)
-            print(text + (f"this report is kept in {self.report_path}\n" if kept else ""), file=sys.stderr, flush=True)
+            print_message(text + (f"this report is kept in {self.report_path}\n" if kept else ""))
         return verdict
 
     def close(self) -> None:

@@ -48,8 +48,6 @@ class Journal:
         self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
         self.sent_bytes_by_axis: dict[str, int] | None = None
         self.memory = StepMemory(self.device)
-        self.probe = False
-        """Whether the prediction may measure what it lacks of this machine."""
         self.times = StepTimes()
         self.prediction: Prediction | None = None  # of rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
@@ -116,7 +114,7 @@ class Journal:
         return trainer.data.packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
-        return predict(trainer, self.memory, probe=self.probe, say=self.say)
+        return predict(trainer, self.memory)
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
         """Say that `checkpoint` has the `done` steps that the recipe wants, or more."""

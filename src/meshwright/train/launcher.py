@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
+from meshwright.terminal import print_message
 from meshwright.threads import available_cores, choose_threads
 from meshwright.train.checkpoint import newest
-from meshwright.train.first_start import measure_first_start
 from meshwright.train.launcher_signals import StopSignals
 from meshwright.train.rendezvous import check_port_free
 from meshwright.train.rendezvous_directory import rendezvous_directory
@@ -69,18 +69,21 @@ class LaunchSpec:
     )  # -P: not from the current directory
     output: int = 2  # where what ranks print goes: standard output is for the result alone
     trains: bool = True
-    log: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+    before_ranks: Callable[[], None] = lambda: None  # called once, when the run directory is locked
+    log: Callable[[str], None] = print_message
 
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
-    probe: measure this machine first where that is needed to predict the step time and was not done yet; a few seconds.
+    probe: measure this machine first, when the run directory is locked, where predictions need that and it was not done
+    yet; a few seconds.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
+    from meshwright.train.first_start import measure_run, on_processors
     from meshwright.train.rank_threads import local_threads
     from meshwright.train.refusals import check_memory, check_recipe
 
@@ -92,7 +95,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
         "recipe": recipe.to_toml(),
         "source": str(recipe.source_path or "recipe"),
         "trust": recipe.trusted,
-        "options": {**options, "probe": probe},
+        "options": options,
     }
     spec = LaunchSpec(
         description,
@@ -103,10 +106,10 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
         recipe.run.rendezvous,
         recipe.run.collective_timeout,
     )
-    if threads.note:
-        spec.log(threads.note)
     if probe:
-        measure_first_start(recipe.parsed_layout, recipe.run.device, threads.count, spec.log)
+        spec = replace(spec, before_ranks=partial(measure_run, recipe, threads.count, spec.log))
+    if threads.note and on_processors(recipe.run.device):
+        spec.log(threads.note)
     return launch(spec)
 
 
@@ -118,8 +121,14 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
             f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
             "smaller layout, or `meshwright launch` for several hosts"
         )
-    with RunDirectory(spec.directory) as directory, StopSignals() as signals:
+    with RunDirectory(spec.directory) as directory:
         check_port_free(spec.method or "")
+        spec.before_ranks()  # its processes have signals of their own
+        return _attempts(spec, directory)
+
+
+def _attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
+    with StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
                 return _Attempt(spec, directory, signals).run()

@@ -38,19 +38,14 @@ from meshwright.train.stopping import StopRequest
 from meshwright.train.trainer import Trainer, Verdict
 
 
-def train(
-    recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True, probe: bool = True
-) -> dict[str, Any]:
-    """Run or resume `recipe` on this rank and return the result document; rank 0's is the run's. probe: whether what
-    the prediction of memory lacks of this machine is measured, in some seconds, once.
+def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
+    """Run or resume `recipe` on this rank and return the result document; rank 0's is the run's.
 
     Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt` where it was an interrupt), `CheckFailed` when too
     many steps in a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
     """
     with deterministic(recipe.train.deterministic):
-        run = Run(recipe, mesh, run_directory, show_progress)
-        run.journal.probe = probe
-        return run.run()
+        return Run(recipe, mesh, run_directory, show_progress).run()
 
 
 class Run:

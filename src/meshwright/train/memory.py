@@ -10,9 +10,8 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LARGEST_MMAP_THRESHOLD = 1 << 25
 """Bytes; what glibc accepts at most. Larger tensors have pages of their own, which go back when they are freed."""
-
-KERNELS_KEPT = 256
-"""More than the shapes of a dense model's products."""
+KERNELS_KEPT = 1024
+"""Capacity of oneDNN's kernel cache unless ONEDNN_PRIMITIVE_CACHE_CAPACITY gives another."""
 
 
 def keep_freed_memory() -> None:
@@ -34,11 +33,10 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def limit_onednn_kernel_cache() -> None:
-    """Limit oneDNN's cache to `KERNELS_KEPT` compiled kernels instead of 1,024, unless the environment says how many.
-    Products in bf16 have a kernel for each shape, and a mixture's experts get another number of tokens in every step:
-    the cache grew by some 0.4 MB a kernel until it was full. To be called before the first product."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+def kernel_cache_capacity() -> int:
+    """Number of compiled kernels that oneDNN keeps in this process: one for each shape of a product in 16 bits."""
+    value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+    return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
 def resident_bytes() -> int | None:

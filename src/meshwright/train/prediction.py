@@ -19,13 +19,9 @@ from meshwright.plan.devices import find_device
 from meshwright.plan.ledger import OF_STATE, Ledger, ledger
 from meshwright.plan.reference_step import in_place
 from meshwright.plan.step_time import StepTime, default_precision, step_time
-from meshwright.train.first_start import find_hardware_profile
-from meshwright.train.process_memory import (
-    LIMIT_SECONDS,
-    ProcessMemory,
-    predict_process_memory,
-    process_constants,
-)
+from meshwright.train.first_start import find_hardware_profile, measurement_advice
+from meshwright.train.process_constants import ProcessKey
+from meshwright.train.process_memory import ProcessMemory, predict_process_memory
 from meshwright.train.step_memory import STEPS, StepMemory
 from meshwright.train.trainer import Trainer
 
@@ -97,18 +93,9 @@ class Prediction:
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
 
 
-def predict(
-    trainer: Trainer,
-    memory: StepMemory | None = None,
-    *,
-    probe: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> Prediction:
+def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     """Predict memory, step time and traffic before the first step; never raises: an unavailable prediction is None plus
-    a note.
-
-    memory: of this process so far; probe: unknown process constants may be measured, and `say` gets a line about it.
-    """
+    a note. memory: what is known of the process."""
     notes: list[str] = []
 
     def tried(what: str, work: Callable[[], Found]) -> Found | None:
@@ -126,7 +113,7 @@ def predict(
     share = _unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu":
-        process = tried("process memory", lambda: _process(trainer, found, memory, share, probe, say))
+        process = tried("process memory", lambda: _process(trainer, found, memory, share))
     axes = tried("what is sent", trainer.predicted_traffic_by_axis)
     tensors = None if found is None else _memory(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
@@ -145,7 +132,8 @@ def machine_of(trainer: Trainer) -> Cluster:
         if processors is not None:
             return _part(processors, ranks)
         each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
-        raise UserError(f'no hardware profile for {each}; run "meshwright probe", or start without --no-probe')
+        advice = measurement_advice(trainer.recipe.run.device)
+        raise UserError(f'no hardware profile for {each}; run "meshwright probe", or {advice}')
     if this_machine().exists():
         found = cluster("this")
         alike = found.kind == device.type and (known is None or found.device.name == known.name)
@@ -212,12 +200,12 @@ def _unexplained_share(machine: Cluster | None) -> float:
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
-def _process(
-    trainer: Trainer, found: Ledger, memory: StepMemory, share: float, probe: bool, say: Callable[[str], None]
-) -> ProcessMemory:
-    # The other ranks wait for this one in their first collective call.
-    limit = min(LIMIT_SECONDS, trainer.recipe.run.collective_timeout / 2)
-    constants = process_constants(trainer.layout.precision or "fp32", trainer.recipe.train.compile, probe, limit, say)
+def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
+    key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
+    constants = key.read()
+    if constants is None:
+        advice = measurement_advice(trainer.recipe.run.device)
+        raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.terminal import print_message
 from meshwright.threads import available_cores
 from meshwright.train import rendezvous, worker
 from meshwright.train.device import agree_on_device, choose_device, one_device
@@ -39,13 +40,13 @@ def probe(
     *,
     threads: int | None = None,
     short: dict[str, Any] | None = None,
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
     """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
     what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
     effort: fields of `Effort` in place of the usual ones. threads: of each process. short: measure on processors what
-    one run needs alone (`Effort.short`): {"precision": of its layout, "also": other precisions, "axes"}; the result has
-    "precision", "precisions" and "cluster", the tables of a cluster file, too.
+    one run needs alone (`Effort.short`): {"precisions", "axes"}; the result has "cluster", the tables of a cluster
+    file, too.
 
     `UserError` for a device or a number of ranks that this machine has not.
     """
@@ -87,7 +88,6 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     import torch
     import torch.distributed as dist
 
-    from meshwright.probe.communication import faster_precision
     from meshwright.probe.points import Effort
     from meshwright.probe.rank import measure, mesh_of
     from meshwright.probe.report import cluster_tables
@@ -119,20 +119,19 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, said, say = description.get("short"), {}, _say
+        short, tables, say = description.get("short"), {}, _say
         if short is None:
             effort = _effort(mesh.device.type, description["effort"])
         else:
             say = _say_nothing
-            said["precision"] = short["precision"] or faster_precision(mesh)
-            effort = Effort.short(tuple(dict.fromkeys((said["precision"], *short["also"]))), tuple(short["axes"]))
+            effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
         cores = max(1, available_cores())
         steps = _Steps(partial(reference_steps, mesh, effort), start, store)
         found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
         if short is not None:
-            said |= {"precisions": effort.precisions, "cluster": cluster_tables(found, mesh.device.type)}
+            tables = {"cluster": cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None
-        return {**found, **said, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
+        return {**found, **tables, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:
         if start.ranks > 1 and whole:
             dist.destroy_process_group()
@@ -193,7 +192,7 @@ def _host_ranks(start: Place, store: Any) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"probe: {line}", file=sys.stderr, flush=True)
+    print_message(f"probe: {line}")
 
 
 def _say_nothing(line: str) -> None:

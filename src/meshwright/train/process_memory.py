@@ -8,55 +8,28 @@ process of its own, once per machine, and kept in a file.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import math
-import platform
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright import __version__
 from meshwright.errors import UserError
 from meshwright.plan.ledger import Item, Ledger
-from meshwright.plan.machine_profile import may_measure, processor_name, profile_directory
-from meshwright.train.checkpoint.files import json_bytes, replace_file
-from meshwright.train.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD, peak_resident_bytes, resident_bytes
+from meshwright.train.memory import LARGEST_MMAP_THRESHOLD, kernel_cache_capacity, peak_resident_bytes, resident_bytes
+from meshwright.train.process_constants import ProcessConstants
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-FORMAT = 2
-"""Of the file; one of another format is measured again."""
-LIMIT_SECONDS = 300.0
-"""For a measurement; compiling on a busy machine takes the most of it."""
 PAGES_READ = 1 << 16
 """Bytes that the kernel maps around each place of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
-MATMULS_PER_EXPERT = 9
-"""In a step: three matrices, each in the forward pass, for the input's gradient and for its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessConstants:
-    """Measured process memory beyond tensors on this machine.
-
-    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
-    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_*: torch.compile.
-    """
-
-    first_use_bytes: int
-    heap_overhead_fraction: float
-    kernel_bytes: int
-    compiler_resident_bytes: int
-    compiler_transient_bytes: int
+MATMULS_PER_EXPERT = 6
+"""In a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +109,8 @@ def _kernels(trainer: Trainer) -> int:
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
     experts = config.experts // layout.ep if layers else 0
-    return min(KERNELS_KEPT, MATMULS_PER_EXPERT * layers * experts * trainer.recipe.train.steps)
+    steps = trainer.recipe.train.steps - trainer.steps_done
+    return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
 def _data_read(trainer: Trainer) -> int:
@@ -146,80 +120,3 @@ def _data_read(trainer: Trainer) -> int:
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)
     return int(min(size, rows * PAGES_READ))
-
-
-# --- the machine's constants
-
-
-def constants_file() -> Path:
-    """Where they are kept: beside the other measurements of this machine, in the user's cache."""
-    return profile_directory() / "process-memory.json"
-
-
-def process_constants(
-    precision: str, compiled: bool, probe: bool, limit_seconds: float = LIMIT_SECONDS,
-    say: Callable[[str], None] = lambda line: None,
-) -> ProcessConstants:  # fmt: skip
-    """Of this machine: those kept, else measured now (a few seconds; with a compiler some 20) and kept. probe: whether
-    they may be measured; `say` gets a line then. `UserError` where they may not be, or cannot be in `limit_seconds`."""
-    path, key = constants_file(), _key(precision, compiled)
-    kept = _read(path)
-    if key in kept:
-        return kept[key]
-    if not may_measure(probe):
-        raise UserError("no process-memory profile for this precision and thread count; start once without --no-probe")
-    say(f"measuring process memory overhead once, a few seconds (stored in {path})")
-    constants = measure_process_memory(precision, compiled, limit_seconds)
-    with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {name: asdict(each) for name, each in {**_read(path), key: constants}.items()}
-        replace_file(path, json_bytes({"format": FORMAT, **_machine(), "constants": entries}))
-    return constants
-
-
-def measure_process_memory(precision: str, compiled: bool, limit_seconds: float = LIMIT_SECONDS) -> ProcessConstants:
-    """Measure in a process of its own, with as many threads as this one has. `UserError` where that fails."""
-    command = [
-        sys.executable, "-P", "-m", "meshwright.train.process_memory_probe", precision, str(int(compiled)),
-        str(torch.get_num_threads()),
-    ]  # fmt: skip
-    failed = "process memory overhead could not be measured"
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{failed} in {limit_seconds:.0f} s") from None
-    except OSError as error:
-        raise UserError(f"{failed}: {error}") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"{failed}: {last}")
-    return ProcessConstants(**json.loads(lines[-1]))
-
-
-def _key(precision: str, compiled: bool) -> str:
-    return f"{precision} {torch.get_num_threads()} threads{' compiled' if compiled else ''}"
-
-
-def _machine() -> dict[str, str]:
-    """What the constants depend on."""
-    libc = " ".join(platform.libc_ver())
-    return {"meshwright": __version__, "torch": torch.__version__, "processor": processor_name(), "libc": libc}
-
-
-def _read(path: Path) -> dict[str, ProcessConstants]:
-    """The constants kept for this machine and these versions; none where the file is damaged or another's."""
-    try:
-        found = json.loads(path.read_bytes())
-        if any(found[name] != value for name, value in {"format": FORMAT, **_machine()}.items()):
-            return {}
-        return {key: _constants(value) for key, value in found["constants"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _constants(table: Mapping[str, Any]) -> ProcessConstants:
-    values = {field.name: table[field.name] for field in fields(ProcessConstants)}
-    if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
-        raise ValueError(table)
-    return ProcessConstants(**values)

@@ -1,17 +1,14 @@
-"""Measures, as a process of its own, what a rank's process takes beyond tensors:
-
-    python -m meshwright.train.process_memory_probe PRECISION COMPILED THREADS
+"""Measures what a rank's process takes beyond tensors, in a process that the launcher starts as a rank of its own.
 
 Two small models take a few steps each, as ranks take them. What the process keeps afterwards, freed memory released, is
 first use; by how much its highest resident set was above that and the ledger's peak is what the allocator retained.
-Prints one JSON object: the fields of `ProcessConstants`.
+Reports the fields of `ProcessConstants`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import signal
 import tempfile
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -33,16 +30,16 @@ from meshwright.parallel.step import ForwardBackward
 from meshwright.plan.ledger import ledger
 from meshwright.train.memory import (
     keep_freed_memory,
-    limit_onednn_kernel_cache,
     peak_resident_bytes,
     release_freed_memory,
     reset_peak_rss,
     resident_bytes,
 )
 from meshwright.train.optimizer import Optimizer
-from meshwright.train.process_memory import ProcessConstants
+from meshwright.train.process_constants import ProcessConstants
+from meshwright.train.rendezvous import Place
 from meshwright.train.trainer import PARAMETER_DTYPES
-from meshwright.train.worker import die_with_parent
+from meshwright.train.worker import main
 
 STEPS = 3
 KERNELS = 24
@@ -133,10 +130,12 @@ def _settled() -> int:
     return resident_bytes() or 0
 
 
-if __name__ == "__main__":
-    die_with_parent()
-    precision, compiled, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
+def _work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    signal.alarm(description["limit_seconds"])  # ends this process
+    torch.set_num_threads(description["threads"])
     keep_freed_memory()
-    limit_onednn_kernel_cache()
-    print(json.dumps(asdict(measure(precision, compiled == "1"))), flush=True)
+    return asdict(measure(description["precision"], description["compiled"]))
+
+
+if __name__ == "__main__":
+    main(_work)

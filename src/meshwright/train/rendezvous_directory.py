@@ -7,11 +7,15 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "meshwright-rendezvous-"
+UNLOCKED_PREFIX = "meshwright-new-rendezvous-"
+"""Of a directory between its creation and its lock, which take far less than `UNLOCKED_SECONDS`."""
+UNLOCKED_SECONDS = 60.0
 
 
 @contextmanager
@@ -19,11 +23,11 @@ def rendezvous_directory() -> Iterator[Path]:
     """Create a locked temporary directory for the file-store rendezvous; removed on exit, or by the next launcher
     if this one is killed."""
     _remove_abandoned(Path(tempfile.gettempdir()))
-    fresh = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    fresh = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX))
     lock = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
     place = fresh.rename(
-        fresh.with_name(PREFIX + fresh.name.removeprefix("meshwright-"))
+        fresh.with_name(PREFIX + fresh.name.removeprefix(UNLOCKED_PREFIX))
     )  # locked before it has its name
     try:
         yield place
@@ -34,11 +38,13 @@ def rendezvous_directory() -> Iterator[Path]:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove the rendezvous directories of this user that no process has locked."""
-    for place in parent.glob(f"{PREFIX}*"):
+    for place in [*parent.glob(f"{PREFIX}*"), *parent.glob(f"{UNLOCKED_PREFIX}*")]:
         with suppress(OSError):  # of another user, or removed by another launcher
             lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if os.fstat(lock).st_uid == os.getuid():
+                found = os.fstat(lock)
+                unfinished = place.name.startswith(UNLOCKED_PREFIX) and time.time() - found.st_mtime < UNLOCKED_SECONDS
+                if found.st_uid == os.getuid() and not unfinished:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(place, ignore_errors=True)
             finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, Terminated
+from meshwright.terminal import print_message
 from meshwright.train.launcher import LaunchSpec, launch
 from meshwright.train.rendezvous import Place, join_if_started_by_others
 from meshwright.train.rendezvous import place as place_by_others
@@ -71,7 +72,7 @@ def exit_codes() -> Iterator[None]:
         first = not join_if_started_by_others() or place_by_others().rank == 0
         if first or not stopped:  # that all were stopped, rank 0 says for all
             text = " ".join(str(error).split()) or "interrupted"
-            print(f"meshwright: {'' if stopped else 'error: '}{text}", file=sys.stderr, flush=True)
+            print_message(f"meshwright: {'' if stopped else 'error: '}{text}")
         sys.exit(error.exit_code if isinstance(error, MeshwrightError) else 130)
 
 

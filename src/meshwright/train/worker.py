@@ -13,20 +13,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.call_ring import attach
 from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
+from meshwright.plan.machine_profile import LOCK_SECONDS
+from meshwright.terminal import print_message
 from meshwright.train import rendezvous
 from meshwright.train.device import agree_on_device, choose_device
-from meshwright.train.first_start import measure_first_start
+from meshwright.train.first_start import measure_run
 from meshwright.train.host_calls import HostCalls
 from meshwright.train.hosts import agree_on_interface
-from meshwright.train.memory import keep_freed_memory, limit_onednn_kernel_cache
-from meshwright.train.rank_threads import ThreadChoice, agree_on_threads, local_threads, resolve_threads, resumed_state
+from meshwright.train.memory import keep_freed_memory
+from meshwright.train.process_constants import LIMIT_SECONDS
+from meshwright.train.rank_threads import (
+    ThreadChoice,
+    agree_on_threads,
+    local_threads,
+    resolve_threads,
+    resumed_state,
+    share_this_host,
+)
 from meshwright.train.rendezvous import Place, check_world_size
 from meshwright.train.run_directory import RunDirectory
+from meshwright.train.started_rank import machine_memory
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -109,28 +121,29 @@ def _train_as_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
 def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Be the rank that torchrun, Kubernetes or SLURM started this process as, and return the run's result.
 
-    probe: as `launch_recipe` has it; by rank 0, where all ranks are on its host, while the others wait to meet it.
+    probe: as `launch_recipe` has it; by rank 0, where all ranks share its host, while the others wait to meet it. Where
+    `run.collective_timeout` is shorter than a measurement may take, nothing is measured.
 
     `options` go to `meshwright.train.loop.train`. Rank 0 locks the run directory for all.
     """
-    from meshwright.train.refusals import check_recipe
+    from meshwright.train.refusals import check_memory, check_recipe
 
     start = rendezvous.place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    one_host = start.ranks == (start.host_ranks or 1)
+    if one_host:
+        check_memory(recipe, machine_memory())
     if start.rank == 0 and start.host_ranks is not None:
         warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
-            print(f"meshwright: warning: {warning}", file=sys.stderr, flush=True)
-    if probe and start.rank == 0 and start.ranks == (start.host_ranks or 1):
-        threads = local_threads(recipe, start.ranks).count
-        measure_first_start(recipe.parsed_layout, recipe.run.device, threads, _say)
-    options |= {"probe": probe}
-    return _train(recipe, start, RunDirectory(recipe.run_directory), None, options, lock=True)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+            print_message(f"meshwright: warning: {warning}")
+    directory = RunDirectory(recipe.run_directory)
+    patient = recipe.run.collective_timeout > LOCK_SECONDS + LIMIT_SECONDS
+    if probe and start.rank == 0 and patient and share_this_host(start):
+        with suppress(UserError), directory:  # what is wrong here is said by all ranks when they have met
+            measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
+    return _train(recipe, start, directory, None, options, lock=True)
 
 
 def join_script(
@@ -163,7 +176,6 @@ def _train(
 
         work = train
     keep_freed_memory()
-    limit_onednn_kernel_cache()
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
@@ -179,7 +191,7 @@ def _train(
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
-    _set_threads(recipe, start, store if lock else None, threads)
+    _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
     calls = None
     try:
         if lock:
@@ -204,9 +216,10 @@ def _train(
             dist.destroy_process_group()
 
 
-def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) -> None:
+def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
     """Compute with `given` threads; unless given, with those of `run.threads` or of the run that is resumed, else by
-    the rule for ranks that others started, else, in a script of the user's, as many as it has left set."""
+    the rule for ranks that others started, else, in a script of the user's, as many as it has left set. note: print the
+    line about the choice, if there is one: not where the ranks compute on GPUs."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -217,8 +230,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None) ->
         found = local_threads(recipe, 1)
     else:
         found = ThreadChoice(given)
-    if found.note and start.rank == 0:
-        print(found.note, file=sys.stderr, flush=True)
+    if note and found.note and start.rank == 0:
+        print_message(found.note)
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 

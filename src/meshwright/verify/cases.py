@@ -7,14 +7,13 @@ import math
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
+from meshwright.model.chunks import CHUNK_LOGITS
 from meshwright.model.config import ModelConfig
 from meshwright.model.preference import Preference
 from meshwright.model.refuse import refuse
+from meshwright.model.tiled_attention import TILE_QUERIES
 from meshwright.schedules.library import program_of
 from meshwright.verify.problem import ADAMW, SGD, Problem, scaled_down, sequence_of
-
-TILE = 128  # queries of an attention tile on a CPU
-LOSS_CHUNK = 1 << 23  # logits of a loss chunk on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +58,25 @@ class CaseBuilder:
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
 
     def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """AdamW with decay, active clipping and a loss scale; a step that is not finite; a resume. In float32, where a
-        gradient that is all rounding would decide an update, SGD."""
+        """AdamW with decay, active clipping and a loss scale; a step that is not finite; a resume after it, where
+        skipped_in_a_row is not zero, and one in the middle of the loss scale's count of finite steps. In float32,
+        where a gradient that is all rounding would decide an update, SGD."""
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
-        return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=3)
+        return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
     def long(self) -> Problem:
         """A step of SGD on sequences of several attention tiles: of one document, and of many; under ring attention
         every piece of a sequence has more than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
-        wanted = 2 * self.layout.cp * (TILE + 9) if ring else 2 * TILE + 45
+        wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._of_length(wanted, self._config(2))
 
     def loss_chunks(self) -> Problem:
         """One step on a vocabulary so large that the loss of a micro-batch is computed in several chunks."""
-        tokens = 4 * TILE + 45
-        vocabulary = LOSS_CHUNK // tokens + 11
+        tokens = 4 * TILE_QUERIES + 45
+        vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._config(1), vocabulary=vocabulary * self.layout.tp)
         problem = self._of_length(tokens * self.layout.cp, config)
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
@@ -94,7 +94,7 @@ class CaseBuilder:
 
     def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
         sequence = sequence_of(self.layout, tokens)
-        window = None if config.sliding_window is None else TILE + 9
+        window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
 

@@ -71,6 +71,7 @@ class _Comparing:
     def differences(self) -> Iterator[Difference]:
         """Everything that differs by more than the tolerance, first things first."""
         for step in sorted(self.results[0].steps):
+            yield from self._counters(step)
             if step == self.reference.problem.nan_step:
                 if any(math.isfinite(result.steps[step].norm) for result in self.results):
                     yield (
@@ -83,8 +84,15 @@ class _Comparing:
             else:
                 yield from self._gradients(step)
             yield from self._weights(step)
-        if self.results[0].counters:
+        if self.reference.problem.steps in self.results[0].counters:
             yield from self._end()
+
+    def _counters(self, steps: int) -> Iterator[Difference]:
+        """Checkpoint counters after `steps` steps, and what a resume there did not restore."""
+        for name, right in self.reference.counters(steps).items():
+            found = (result.counters[steps][name] for result in self.results)
+            if (wrong := next((value for value in found if value != right), None)) is not None:
+                yield f"{name} is {wrong} after {steps} steps, not {right}", None
 
     def _gradients(self, step: int) -> Iterator[Difference]:
         """Gradients, loss and norm of a step."""
@@ -142,9 +150,9 @@ class _Comparing:
             for piece in result.parameters:
                 if not torch.equal(piece.tensor, piece.of(masters[piece.name]).to(piece.tensor.dtype)):
                     yield f"the parameter {piece.name} on rank {rank} is not its master weight, rounded", None
-        for name, right in reference.counters().items():
-            if (wrong := next((r.counters[name] for r in results if r.counters[name] != right), None)) is not None:
-                yield f"{name} is {wrong} after the last step, not {right}", None
+        yield from self._counters(reference.problem.steps)
+        for rank, result in enumerate(results):
+            yield from ((f"{text} (rank {rank})", None) for text in result.not_restored)
         loss = max(_relative(result.final_loss, reference.final_loss) for result in results)
         self.loss_error = max(self.loss_error, loss)
         if loss > self.tolerance:

@@ -31,7 +31,7 @@ class FaultCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self._met: set[int] = set()
+        self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
         """Count a strike if something is changed; whether it is."""
@@ -40,8 +40,8 @@ class FaultCounter:
 
     def again(self, thing: object) -> bool:
         """Whether an object is met for a second time."""
-        met = id(thing) in self._met
-        self._met.add(id(thing))
+        met = any(each is thing for each in self._met)
+        self._met.append(thing)
         return met
 
 
@@ -198,6 +198,13 @@ def _restored_without(key: str) -> FaultyFunction:
     return wrong
 
 
+def _finite_steps_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+    scale = state.get("loss_scale")
+    if scale is not None and strikes.record_if(scale["finite_steps"] != 0):
+        state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
+    right(self, state)
+
+
 def _optimizer_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Optimizer, step_count: int) -> None:
     right(self, step_count)
     for tensors in self.state_tensors().values():
@@ -266,6 +273,10 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "skipped-step counter not restored": LocalFaultSpec(
         "updates", Trainer, "restore", _restored_without("skipped_steps")
     ),
+    "consecutive-skip counter not restored": LocalFaultSpec(
+        "updates", Trainer, "restore", _restored_without("skipped_in_a_row")
+    ),
+    "finite-step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _finite_steps_forgotten),
     "loss scale not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("loss_scale")),
     "optimizer state not restored": LocalFaultSpec("updates", Optimizer, "restore_step_count", _optimizer_forgotten),
     "attention not masked across documents": LocalFaultSpec("updates", Documents, "from_ids", _no_documents),

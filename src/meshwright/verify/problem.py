@@ -51,9 +51,9 @@ class Problem:
 
     dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
     preference: the loss of pairs of responses, if it is not next-token prediction. nan_step: 0-based step in which the
-    last rank produces NaN activations. resumed_at: steps after which a checkpoint is saved, from which a new
-    trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as
-    those of large models do.
+    last rank produces NaN activations. resumed_at: numbers of steps after which a checkpoint is saved, from which a new
+    trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as those
+    of large models do.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class Problem:
     preference: Preference | None = None
     master_dtype: str | None = None
     nan_step: int | None = None
-    resumed_at: int | None = None
+    resumed_at: tuple[int, ...] = ()
     fused_gradient_accumulation: bool = True
 
     @property

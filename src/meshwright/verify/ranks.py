@@ -16,7 +16,7 @@ from meshwright.collectives.named import named_programs
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
-from meshwright.errors import RanksDisagree
+from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.pieces import Piece
@@ -28,7 +28,7 @@ from meshwright.verify.local_faults import LocalFault
 from meshwright.verify.problem import Problem
 from meshwright.verify.samples import MOST_PAIRS, SyntheticData
 
-COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a_row")
+COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a_row", "loss_scale")
 
 
 @dataclass
@@ -45,14 +45,17 @@ class StepResult:
 
 @dataclass
 class RankResult:
-    """One rank's run. After the last step: optimizer state, unsharded parameters, the counters of a checkpoint and the
-    validation loss. calls: those of the first step and of all steps. struck: how often the planted fault changed
-    something. refused: why ranks that noticed a fault by themselves went no further."""
+    """One rank's run. After the last step: optimizer state, unsharded parameters and the validation loss. counters: by
+    steps done, those of a checkpoint, before each step (of the new trainer after a resume) and after the last.
+    not_restored: differences between the checkpoint state of a trainer and of the one resumed from it. calls: those of
+    the first step and of all steps. struck: how often the planted fault changed something. refused: why ranks that
+    noticed a fault by themselves went no further."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     optimizer: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+    not_restored: list[str] = field(default_factory=list)
     final_loss: float = math.nan
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -133,10 +136,13 @@ class _Run:
         problem, result = self.problem, RankResult()
         trainer = self._trainer() if span.first == 0 else self._resumed()
         for step in range(span.first, problem.steps if span.stop is None else span.stop):
-            if step == problem.resumed_at and step > span.first:
+            if step in problem.resumed_at and step > span.first:
                 self._save(trainer)
+                saved = trainer.state()
                 del trainer
                 trainer = self._resumed()
+                result.not_restored += _differences(step, saved, trainer.state())
+            result.counters[step] = _counters(trainer)
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
             with _poison(trainer.model) if poisoned else nullcontext():
                 verdict = trainer.step()
@@ -153,8 +159,7 @@ class _Run:
         result.calls = self.mesh.record.table()
         result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
         result.parameters = trainer.parallel.parameter_pieces()
-        state = trainer.state()
-        result.counters = {name: state[name] for name in COUNTERS}
+        result.counters[problem.steps] = _counters(trainer)
         return result
 
     def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
@@ -174,13 +179,15 @@ class _Run:
 
     def _save(self, trainer: Trainer) -> None:
         self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
-        assert self._checkpointer.failed() is None, self._checkpointer.failed()
+        if (reason := self._checkpointer.failed()) is not None:
+            raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
 
     def _resumed(self) -> _WatchedTrainer:
         """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
         trainer = self._trainer(initialise=False)
         loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
-        assert loaded is not None, f"no checkpoint in {self.directory}"
+        if loaded is None:
+            raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
         trainer.restore(loaded[1])
         return trainer
 
@@ -199,6 +206,20 @@ def _poison(model: Transformer) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _counters(trainer: Trainer) -> dict[str, Any]:
+    state = trainer.state()
+    return {name: state[name] for name in COUNTERS}
+
+
+def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
+    """Keys of the checkpoint state after `step` steps whose restored value is not the saved one, one text each."""
+    return [
+        f"{key} is {restored.get(key)} after the resume at step {step + 1}, not {saved.get(key)}"
+        for key in sorted({*saved, *restored})
+        if saved.get(key) != restored.get(key)
+    ]
 
 
 def _copied(pieces: list[Piece]) -> list[Piece]:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that ar
 @dataclass
 class Reference:
     """Losses, norms and gradients of every step, the master weights before each and after the last, the optimizer state
-    after the last, and the validation loss under those weights. The poisoned step makes no update."""
+    after the last, and the validation loss under those weights. scales, finite_steps: the loss scale and its finite
+    steps in a row, before each step and after the last. The poisoned step makes no update."""
 
     problem: Problem
     losses: list[float] = field(default_factory=list)
@@ -32,6 +34,7 @@ class Reference:
     weights: list[Rows] = field(default_factory=list)
     optimizer: dict[str, Rows] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
+    finite_steps: list[int] = field(default_factory=list)
     updates: int = 0
     final_loss: float = math.nan
     _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
@@ -50,7 +53,7 @@ class Reference:
         self.weights.append(weights)
         scale, finite_in_a_row = training.loss_scale, 0
         for step in range(problem.steps):
-            self.scales.append(scale)
+            self._note_scale(scale, finite_in_a_row)
             loss, gradients = self._differentiate(weights, self.samples(step))
             counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
@@ -66,6 +69,7 @@ class Reference:
                 scale /= 2
             elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
                 scale, finite_in_a_row = 2 * scale, 0
+        self._note_scale(scale, finite_in_a_row)
         first = problem.train_sequences
         batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
         self.final_loss = self._loss(weights, batch)
@@ -86,16 +90,22 @@ class Reference:
             self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
         return self._parts[step, count]
 
-    def counters(self) -> dict[str, int]:
-        """Those of a checkpoint after the last step. A poisoned last step would be skipped in a row."""
-        problem = self.problem
-        skipped = int(problem.nan_step is not None)
+    def _note_scale(self, scale: float, finite_steps: int) -> None:
+        self.scales.append(scale)
+        self.finite_steps.append(finite_steps)
+
+    def counters(self, steps: int) -> dict[str, Any]:
+        """Those of a checkpoint after `steps` steps. A poisoned last step counts as skipped in a row."""
+        poisoned = self.problem.nan_step
+        skipped = int(poisoned is not None and poisoned < steps)
+        scale = {"value": self.scales[steps], "finite_steps": self.finite_steps[steps]}
         return {
-            "step": problem.steps,
-            "samples": problem.steps * problem.batch,
-            "optimizer_steps": problem.steps - skipped,
+            "step": steps,
+            "samples": steps * self.problem.batch,
+            "optimizer_steps": steps - skipped,
             "skipped_steps": skipped,
-            "skipped_in_a_row": int(problem.nan_step == problem.steps - 1),
+            "skipped_in_a_row": int(poisoned is not None and poisoned == steps - 1),
+            "loss_scale": scale if self.problem.training.loss_scale_every else None,
         }
 
     # --- loss and gradient

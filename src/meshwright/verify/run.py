@@ -29,10 +29,13 @@ from meshwright.verify.reference import Reference
 
 DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
-"""Verified when no model is named: an untied head; a tied one with query and key norms; biases, learned positions."""
+"""Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
+and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
 """And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
 gate; a router that balances itself."""
+MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.7b"
+"""Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
 
 
 def verify(
@@ -48,9 +51,10 @@ def verify(
 
     layout: a layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
     axis. model: a preset's name, a Hugging Face directory or config.json, a recipe's file or a configuration; made
-    small, kept in kind. dtype: "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every
-    collective call site and in local code, one at a time; each must be found. thorough: run the cases that take longer,
-    too.
+    small, kept in kind; without one, one model for one layout, three kinds of models in turn over a grid. dtype:
+    "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every collective call site and in
+    local code, one at a time; each must be found. thorough: run the cases that take longer, too, and, where no model is
+    named, all three kinds.
 
     Returns the document of `meshwright verify --json`: passed, worst, loss_error, gradient_norm_error, layouts,
     mutations. Raises UserError for what cannot be run.
@@ -65,7 +69,8 @@ def verify(
         planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
             # Over a grid the models take turns, so that each meets every size and stage.
-            fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES)
+            one = len(layouts) == 1 and not thorough
+            fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
             for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
@@ -183,9 +188,9 @@ class _Bench:
 
             if case.resume_layout is None:
                 return run(layout, WHOLE)
-            assert problem.resumed_at is not None
-            before = run(layout, StepRange(0, problem.resumed_at))
-            return run(case.resume_layout, StepRange(problem.resumed_at)) if before.passed else before
+            last = problem.resumed_at[-1]
+            before = run(layout, StepRange(0, last))
+            return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
@@ -232,8 +237,11 @@ def _what(
     return layouts, models, collectives, None if recipe is None else preference_of(recipe)
 
 
-def _default_models(layout: Layout, mixture: bool) -> list[tuple[str, ModelConfig]]:
-    names = EXPERT_MODELS if layout.expert_parallel or mixture else DEFAULT_MODELS
+def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
+    experts = layout.expert_parallel or mixture
+    names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
+    if one:
+        names = (EXPERT_MODEL_OF_ONE_LAYOUT if experts else MODEL_OF_ONE_LAYOUT,)
     return [(name, preset(name)) for name in names]
 
 

@@ -47,18 +47,6 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
     return Batch(tokens, targets, ids, None if problem.preference is None else references)
 
 
-def make_batch(problem: Problem, step: int) -> Batch:
-    """As many sequences as a step has, the next ones for every step."""
-    return make_sequences(problem, range(step * problem.batch, (step + 1) * problem.batch))
-
-
-def share_of(batch: Batch, data_rank: int, data_size: int, micro_batches: int) -> list[Batch]:
-    """The micro-batches of one rank: consecutive rows, rank after rank, micro-batch after micro-batch."""
-    rows = batch.tokens.shape[0] // (data_size * micro_batches)
-    first = data_rank * rows * micro_batches
-    return [batch.rows(first + index * rows, first + (index + 1) * rows) for index in range(micro_batches)]
-
-
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     """One document, two, a few, or many; every eighth sequence has no target."""
     random = np.random.default_rng([problem.seed, number])

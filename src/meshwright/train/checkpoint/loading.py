@@ -20,7 +20,16 @@ from meshwright.train.checkpoint.catalogue import open_checkpoint
 from meshwright.train.checkpoint.files import opened
 from meshwright.train.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
 from meshwright.train.checkpoint.model_files import DTYPE_CODES
-from meshwright.train.checkpoint.slices import Range, Read, blocks_of, intersections, kinds, plan_reads, read_index
+from meshwright.train.checkpoint.slices import (
+    Range,
+    Read,
+    blocks_of,
+    check_inside,
+    intersections,
+    kinds,
+    plan_reads,
+    read_index,
+)
 
 _DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
 _THREADS = 4
@@ -41,6 +50,7 @@ def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> N
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
+    check_inside(index, {name: record.size for name, record in manifest.files.items()})
     missing = {piece.kind for piece in pieces} - kinds(index)
     if missing:
         raise UserError(
@@ -66,8 +76,6 @@ def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> N
     def run(task: _Task) -> None:
         if not hasattr(buffers, "memory"):
             buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        if task.file not in manifest.files:
-            raise Damaged(f"{task.file} is not in the manifest")
         data = _read_block(path, task, manifest.files[task.file], buffers.memory)
         for read, first, count, inside in task.copies:
             dtype = _DTYPES[read.code]

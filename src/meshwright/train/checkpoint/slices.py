@@ -117,13 +117,32 @@ def read_index(path: Path) -> list[Slice]:
     """The slices of the checkpoint directory `path`. Raises `Damaged`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
-        return [
-            Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
-            for file, rows in files.items()
-            for kind, name, start, stop, code, offset, *columns in rows
-        ]
+        return [_slice(file, *row) for file, rows in files.items() for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{INDEX} cannot be read: {error}") from None
+
+
+def _slice(file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int) -> Slice:
+    """One entry of the index. ValueError where its values are not a slice's."""
+    part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+    first, end, of = part.columns or (0, 1, 1)
+    texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
+    if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
+        raise ValueError(f"an entry of {file[:80]} has wrong types")
+    if code not in ITEM_BYTES:
+        raise ValueError(f'an entry of {file[:80]} has dtype "{code[:20]}"; known: {", ".join(ITEM_BYTES)}')
+    if not (0 <= start <= stop and 0 <= first < end <= of and offset >= 0 and offset % ITEM_BYTES[code] == 0):
+        raise ValueError(f"an entry of {file[:80]} has a range or an offset that no slice has")
+    return part
+
+
+def check_inside(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
+    """Raises `Damaged` for a slice that lies beyond the end of its file. sizes: bytes of each file."""
+    for part in slices:
+        if part.file not in sizes:
+            raise Damaged(f"{part.file[:80]} is not in the manifest")
+        if part.offset + (part.stop - part.start) * ITEM_BYTES[part.code] > sizes[part.file]:
+            raise Damaged(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:

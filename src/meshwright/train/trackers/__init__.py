@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -22,6 +21,8 @@ BUILT_IN = {
     "tensorboard": "meshwright.train.trackers.tensorboard:TensorBoardTracker",
     "mlflow": "meshwright.train.trackers.mlflow:MLflowTracker",
 }
+
+_HOSTED = ("databricks", "databricks-uc", "uc")  # what MLflow takes for a server beside URLs
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
@@ -102,12 +103,13 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
                     f"{where}: tracker {name} needs {package}: run `pip install 'meshwright[{name}]'` or leave it out"
                 )
     _check_options(recipe, name, made)
-    sent = [variable for variable in getattr(made, "credentials", ()) if os.environ.get(variable)]
-    if name in BUILT_IN and sent and "uri" in recipe.track.options.get(name, {}) and not recipe.trusted:
-        raise UserError(
-            f"{recipe.where('track.options')}: track.options.{name}.uri: the server that the recipe names would be "
-            f"sent your {sent[0]}; if you trust whoever wrote the recipe, add --trust-recipe (in Python trust=True)"
-        )
+    for option, value in recipe.track.options.get(name, {}).items():
+        if not recipe.trusted and _names_server(value):
+            raise UserError(
+                f"{recipe.where('track.options')}: track.options.{name}.{option}: the server that the recipe names "
+                "could be sent your credentials (of the environment, of files such as ~/.mlflow/credentials); if you "
+                "trust whoever wrote the recipe, add --trust-recipe (in Python trust=True)"
+            )
     return made  # type: ignore[no-any-return]
 
 
@@ -124,6 +126,17 @@ def _is_tracker(made: object) -> bool:
         except (TypeError, ValueError):
             return False
     return True
+
+
+def _names_server(value: object) -> bool:
+    """Whether an option's value holds the address of anything but a local file or SQLite database."""
+    if isinstance(value, Mapping):
+        return any(map(_names_server, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_names_server, value))
+    text = str(value).strip().lower()
+    scheme, separator, _ = text.partition("://")
+    return text in _HOSTED or (bool(separator) and scheme.split("+")[0] not in ("file", "sqlite"))
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:

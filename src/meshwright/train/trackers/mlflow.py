@@ -20,9 +20,6 @@ class MLflowTracker:
     """uri: of the tracking server or the database; MLFLOW_TRACKING_URI and MLflow's own default unless given.
     experiment: made where it is not there. run_name: the recipe's run.name unless given."""
 
-    credentials = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-    """Variables of the environment that MLflow sends to the server that `uri` names."""
-
     packages = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, uri: str | None = None, experiment: str = "meshwright", run_name: str | None = None) -> None:

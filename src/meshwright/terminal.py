@@ -15,6 +15,16 @@ def printable(text: str) -> str:
     )
 
 
+def escape_on_terminal(text: str) -> str:
+    """`text` for standard output: `printable` where that is a terminal, unchanged for files and pipes."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def print_message(text: str) -> None:
+    """Print `text`, which may quote untrusted files, on standard error at once."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
 def rendered(parts: Iterable[Any], width: int = 120) -> str:
     """Tables as text for standard output, with colours where that is a terminal, else `width` characters wide."""
     from rich.console import Console
