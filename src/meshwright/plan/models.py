@@ -126,7 +126,7 @@ def tokens_of(tokenizer: str) -> int:
         found = read_json(file)
         vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
         listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        ids = [*listed, *(token["id"] for token in found.get("added_tokens") or ())]
+        ids: list[int] = [*listed, *(token["id"] for token in found.get("added_tokens") or ())]
         if any(type(each) is not int or each < 0 for each in ids):
             raise ValueError("a token id is a whole number from 0")
         if too_large := limit_error("vocabulary", max(ids) + 1):
