@@ -37,8 +37,8 @@ from meshwright.terminal import print_message
 @click.option(
     "--thorough",
     is_flag=True,
-    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; without "
-    "--model three models.",
+    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; "
+    "without --model, three models.",
 )
 @json_option
 def command(
