@@ -126,7 +126,7 @@ DIRECT_READS = {
         "/proc, /sys and caches and traces of its own",
     ),
     **dict.fromkeys(
-        ("train.checkpoint.checkpointer", "train.checkpoint.meeting", "train.process_memory"),
+        ("train.checkpoint.checkpointer", "train.checkpoint.meeting"),
         "files that this run or this machine wrote",
     ),
     **dict.fromkeys(
