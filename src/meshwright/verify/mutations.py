@@ -26,6 +26,15 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     for kind in ("double", "drop", "stale")
 } | {("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays"}
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
+NEUTRAL_UNDER_TP_ALONE: dict[tuple[str, str, str], str] = {
+    (
+        "validation.loss",
+        "all_reduce",
+        kind,
+    ): "all ranks have the same quotient of loss and targets before they are summed"
+    for kind in ("skip", "drop")
+}
+"""The same where all ranks are of one group of tp."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
 SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
@@ -50,13 +59,19 @@ def plant_all(
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
     for fault, found in planting.collective_faults(before):
-        neutral = NEUTRAL.get((fault.site, fault.operation, fault.kind))
+        neutral = neutral_reason(fault, maker.layout)
         _note(report, maker.layout, str(fault), found.failure, neutral, log)
     for local, found in planting.local_faults(before):
         _note(report, maker.layout, str(local), found.failure, None, log)
     if planted is not None:
         planted |= planting.planted
     return report
+
+
+def neutral_reason(fault: Fault, layout: Layout) -> str | None:
+    """Why the fault changes nothing on the layout; None if it must be found."""
+    known = NEUTRAL | (NEUTRAL_UNDER_TP_ALONE if layout.tp == layout.world_size else {})
+    return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _Planting:
