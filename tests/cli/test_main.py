@@ -63,7 +63,7 @@ from meshwright.cli.main import main
 assert main(["--help"]) == 0
 heavy = {"torch", "numpy", "pydantic", "rich", "tokenizers", "safetensors"} & set(sys.modules)
 commands = {name for name in sys.modules if name.startswith("meshwright.cli.")}
-light = {"meshwright.cli.main", "meshwright.cli.plumbing", "meshwright.cli.terminal"}
+light = {"meshwright.cli.main", "meshwright.cli.plumbing"}
 assert not heavy and commands == light, (heavy, commands)
 """
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
