@@ -202,7 +202,7 @@ def test_one_that_cannot_be_written_stops_nothing(two, home):
     (place / "run").mkdir(parents=True)
     (place / "run/profile").write_text("somebody's file")
     [outcome, _] = cases.run_without_error(two, place, "dp2 fp32", train_profile="2")
-    [said] = [line for line in outcome["said"] if "profile" in line]
+    [said] = [line for line in outcome["said"] if line.startswith("the profile")]
     assert said.startswith(f"the profile in {place}/run/profile/steps-000002-000002 cannot be written: ")
     assert outcome["result"]["step"] == 6
 

@@ -69,7 +69,7 @@ class Crash(Exception):
 def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     """Train on this rank: the result, this rank's part of the state. `crash_after`: a step after which it ends at
     once. `fault`: a function of this module, called with the run before it begins."""
-    wanted = load_recipe_text(text, "recipe")
+    wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
     journal.device_peak_flops = lambda mesh, precision: 1e9
@@ -291,7 +291,7 @@ def planned_validation(run: loop.Run) -> None:
 
 def first_gradients(text: str) -> list[torch.Tensor]:
     """The gradients of the first step on this rank, as the optimizer gets them."""
-    wanted = load_recipe_text(text, "recipe")
+    wanted = load_recipe_text(text, "recipe", trust=True)
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     from meshwright.data import prepare
 
@@ -311,7 +311,7 @@ def first_gradients(text: str) -> list[torch.Tensor]:
 
 def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     """Where documents begin in the rows of the first steps: as a prediction asks, and of each micro-batch."""
-    wanted = load_recipe_text(text, "recipe")
+    wanted = load_recipe_text(text, "recipe", trust=True)
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     from meshwright.data import prepare
 
@@ -328,7 +328,7 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
 
 def train_and_show(text: str) -> list[Piece]:
     """Train on this rank: all masters that it holds."""
-    wanted = load_recipe_text(text, "recipe")
+    wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)
     journal.device_peak_flops = lambda mesh, precision: 1e9
     mesh = Mesh.create(wanted.parsed_layout, "cpu")

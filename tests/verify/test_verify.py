@@ -221,7 +221,7 @@ def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest
 def test_the_neutral_faults_are_these():
     """A common shift of all logits changes no softmax; what every rank agrees on is such a shift."""
     shifts = {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
-    assert set(NEUTRAL) == shifts | {("validation.loss", "all_reduce", "double")}
+    assert set(NEUTRAL) == shifts | {(site, "all_reduce", "double") for site in ("validation.loss", "start.program")}
     assert all(len(reason) > 20 for reason in NEUTRAL.values())
 
 

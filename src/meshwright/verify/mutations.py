@@ -24,17 +24,17 @@ _SHIFT = "the log of a sum of exponentials does not depend on what is subtracted
 NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same"
     for kind in ("double", "drop", "stale")
-} | {("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays"}
+} | {
+    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays",
+    ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
+}
 """(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
-NEUTRAL_UNDER_TP_ALONE: dict[tuple[str, str, str], str] = {
-    (
-        "validation.loss",
-        "all_reduce",
-        kind,
-    ): "all ranks have the same quotient of loss and targets before they are summed"
+NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
+    ("validation.loss", "all_reduce", kind): "all ranks have the same quotient of loss and targets before the sum"
     for kind in ("skip", "drop")
 }
-"""The same where all ranks are of one group of tp."""
+"""The same where every rank holds an equal share of the same loss: all are in one group of tp, and for preference pairs
+of tp x cp."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
 SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
@@ -59,7 +59,7 @@ def plant_all(
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
     for fault, found in planting.collective_faults(before):
-        neutral = neutral_reason(fault, maker.layout)
+        neutral = neutral_reason(fault, maker.layout, paired=maker.preference is not None)
         _note(report, maker.layout, str(fault), found.failure, neutral, log)
     for local, found in planting.local_faults(before):
         _note(report, maker.layout, str(local), found.failure, None, log)
@@ -68,9 +68,10 @@ def plant_all(
     return report
 
 
-def neutral_reason(fault: Fault, layout: Layout) -> str | None:
-    """Why the fault changes nothing on the layout; None if it must be found."""
-    known = NEUTRAL | (NEUTRAL_UNDER_TP_ALONE if layout.tp == layout.world_size else {})
+def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
+    """Why the fault changes nothing on the layout; None if it must be found. paired: for preference pairs."""
+    sharing = layout.tp * (layout.cp if paired else 1)
+    known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 

@@ -98,7 +98,9 @@ def run_rank(
             with planted as strikes:
                 try:
                     result = _Run(problem, layout, mesh, below).run(span)
-                except RanksDisagree as error:  # on all of them, and nobody waits for anybody
+                except (RanksDisagree, UserError) as error:  # on all of them, and nobody waits for anybody
+                    if fault is None and isinstance(error, UserError):
+                        raise
                     result = RankResult(refused=str(error))
             result.struck = mesh.faults.struck if strikes is None else strikes.count
             results.append(result)
