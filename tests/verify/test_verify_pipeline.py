@@ -88,7 +88,7 @@ def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
     report = plant_all(maker, reference, two, lambda line: None)
-    assert report["missed"] == [] and report["neutral"] <= 1  # validation.loss (all_reduce): double
+    assert report["missed"] == [] and report["neutral"] <= 2  # double: validation.loss, start.program
     struck = {fault["fault"].split(" ")[0] for fault in report["faults"]}
     assert {"pipeline.activations", "pipeline.gradients", "pipeline.gradients.shared", "step.verdict"} <= struck
     apart = [fault["said"] for fault in report["faults"] if fault["fault"].startswith("pipeline.gradients.shared")]
