@@ -99,7 +99,7 @@ class Effort:
 
     @classmethod
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
-        """What the prediction of one run on processors needs, in about four seconds: its ``precisions``, and the
+        """What the prediction of one run on processors needs, in some 10 seconds: its ``precisions``, and the
         reference steps of those of its ``axes`` whose ranks wait for each other in every layer."""
         sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
         shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]

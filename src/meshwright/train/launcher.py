@@ -78,7 +78,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
     probe: measure this machine first, when the run directory is locked, where predictions need that and it was not done
-    yet; a few seconds.
+    yet; some 10 seconds.
     `options` go to `meshwright.train.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
