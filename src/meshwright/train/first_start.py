@@ -124,7 +124,7 @@ def _measure(
         paths.insert(0, str(key.path))
     if processes:
         what.append(f"process memory ({_threads(processes[0].threads)})")
-    log(f"measuring {' and '.join(what)}: some 10 seconds, once (stored in {' and '.join(paths)}; skip with --no-probe)")
+    log(f"measuring {' and '.join(what)}: about 10 s, once (stored in {' and '.join(paths)}; skip with --no-probe)")
     begun = time.monotonic()
     if key is not None:
         with _log_failure("hardware measurement failed, so step time is not predicted", log):
