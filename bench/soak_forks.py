@@ -29,7 +29,7 @@ def load() -> None:
 
 
 def fork_command(arguments: Sequence[str], environment: Mapping[str, str], errors: IO[str]) -> Forked:
-    """Run `meshwright ARGUMENTS` in a session of its own; its ranks are forked as well."""
+    """Run `meshwright ARGUMENTS` in a new POSIX session (setsid); its ranks are forked as well."""
 
     def work() -> int:
         from meshwright.cli.main import main

@@ -50,10 +50,8 @@ _EXAMPLES = {
 }
 
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
-
 LARGEST_COUNT = limit_of("ranks")
 """The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have 200,000 devices."""
-
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 """For each rank of the pipeline, where a schedule needs some."""
 

@@ -51,8 +51,6 @@ LIMITS: dict[str, Limit] = {
     "ranks": Limit(2**20, "published clusters have up to 200,000 devices"),
     "local_ranks": Limit(64, "processes on one machine, or 4 for each of its processors where those are more"),
     "micro_batches": Limit(2**20, "micro-batches of a step and pipeline"),
-    "pipeline_steps": Limit(2**24, "forward and backward steps of a pipeline program: stages x micro-batches x chunks"),
-    "collective_ranks": Limit(2**14, "ranks of a collective program, whose steps are up to ranks squared"),
     "bytes": Limit(2**60, "bytes of a vector"),
     "new_tokens": Limit(2**30, "as max_positions"),
     # --- files
