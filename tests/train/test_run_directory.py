@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -85,3 +86,15 @@ def test_the_last_step_is_read_over_a_half_written_line(tmp_path):
     lines = "".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(1, 2000))
     directory.metrics.write_text(lines + '{"event": "slow"}\n{"step": 20')
     assert directory.last_step() == 1999
+
+
+def test_a_full_disk_at_the_lock_is_a_line(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="cannot be written: .*[Nn]o space left"):
+        RunDirectory(tmp_path / "run").lock()
+    monkeypatch.undo()
+    with RunDirectory(tmp_path / "run"):  # the failed attempt holds no lock
+        pass

@@ -89,8 +89,12 @@ class RunDirectory:
             os.close(descriptor)
             raise
         we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(we).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(we).encode(), 0)
+        except OSError as error:  # a full disk
+            os.close(descriptor)
+            raise UserError(f"run directory {self.path} cannot be written: {_reason(error)}") from None
         self._lock = descriptor
         return descriptor
 
