@@ -327,7 +327,8 @@ if __name__ == "__main__":
         calls = {"all_reduce": posted, "broadcast": posted, "all_to_all_single": posted, "barrier": posted}
         with (
             mock.patch.multiple(dist, **calls, batch_isend_irecv=exchanged, P2POp=lambda *end: end),
-            mock.patch.object(dist, "get_backend", lambda group: "nccl"),
+            mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+            mock.patch.object(torch.cuda, "current_stream"),  # which the barrier waits for
             mock.patch.multiple(transport, _native_reduce_scatter=posted, _native_all_gather=posted),
         ):
             yield

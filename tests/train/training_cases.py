@@ -94,7 +94,7 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     error = ""
     try:
-        with loop.deterministic(wanted.train.deterministic):
+        with loop.deterministic(wanted.train.deterministic, wanted.train.compile):
             result = run.run()
     except Crash:
         pass

@@ -24,7 +24,7 @@ from meshwright.errors import RankLost
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
     """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, the same on all of them."""
-    if axis.size == 1:
+    if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
     sent = 2 * size * (axis.size - 1) // axis.size
@@ -36,7 +36,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         tensor.zero_()
     over, _ = axis.communicator.faults.over(fault, axis, ordered=False)
-    if over.size == 1:
+    if over.trivial:
         return DONE
     return _run(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
 
@@ -48,7 +48,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
-    if axis.size == 1:
+    if axis.trivial:
         _copy(output, mine)
         return DONE
     size = source.numel() * source.element_size()
@@ -70,7 +70,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
-    if axis.size == 1:
+    if axis.trivial:
         _copy(mine, source)
         return DONE
     size = output.numel() * output.element_size()
@@ -93,7 +93,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
     """Give every rank the `tensor` of the rank at place `source` of the axis."""
-    if axis.size == 1:
+    if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
     call, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
@@ -116,7 +116,7 @@ def all_to_all(
 ) -> Handle:
     """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to the i-th rank of the axis and
     receive theirs into `output`, in order."""
-    if axis.size == 1:
+    if axis.trivial:
         _copy(output, source)
         return DONE
     size = source.numel() * source.element_size()
@@ -180,7 +180,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
     """Send `source` to the next rank of the axis, of the last one to the first, and receive that of the rank before
     into `output`. On an axis of size 1 `output` is a copy of `source`."""
-    if axis.size == 1:
+    if axis.trivial:
         _copy(output, source)
         return DONE
     size = source.numel() * source.element_size()
@@ -197,7 +197,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
     """output = the ranks' `source` one after the other along dim 0, of which the i-th rank's has sizes[i] rows."""
     mine = output.split(sizes)[axis.rank]
-    if axis.size == 1:
+    if axis.trivial:
         _copy(mine, source)
         return
     call, fault = _enter("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
@@ -215,7 +215,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     """output = the sum over ranks of the part of their `source` that is this rank's: the i-th rank's has sizes[i] rows
     (dim 0), in the order of the ranks."""
     mine = source.split(sizes)[axis.rank]
-    if axis.size == 1:
+    if axis.trivial:
         _copy(output, mine)
         return
     call, fault = _enter("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
@@ -229,12 +229,15 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Return when every rank of the axis has come here."""
-    if axis.size == 1:
+    """Return when every rank of the axis has come here: the host too, which on CUDA a collective call alone does not
+    hold up."""
+    if axis.trivial:
         return
     call, _ = _enter("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
     _run(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
+    if nothing.is_cuda:
+        torch.cuda.current_stream(nothing.device).synchronize()
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:

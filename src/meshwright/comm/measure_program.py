@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.cutting import OWNED
+from meshwright.comm.backend import group_backends
 from meshwright.comm.call_ring import process_calls
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
@@ -115,7 +116,7 @@ def measure_rank(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """One rank's part, wherever its process group reaches: exact, seconds of each run (ours, theirs), bytes_sent."""
-    executable = Executable(checked, group, timeout_seconds)
+    executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
     exact = _same(executable, native, numel, device)
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
@@ -139,7 +140,7 @@ def measure_rank(
         "exact": exact,
         **seconds,
         "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
-        "backend": dist.get_backend(group),
+        "backend": group_backends(group)[torch.device(device).type],
         "native": name,
     }
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import Named
+from meshwright.comm.backend import group_backends
 from meshwright.comm.call_ring import process_calls
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
@@ -52,13 +53,15 @@ class Communicator:
         timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], Named] | None = None,
     ) -> None:
-        self.programs = NamedPrograms(programs, timeout_seconds)
+        self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
         self.calls = process_calls()
         self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0  # of this process's host, in calls, since it started
+        self.trivial_calls = False
+        """Calls over one rank are made too: a test of a backend that one process can run (NCCL on one GPU)."""
         self.around: Callable[[str], AbstractContextManager[Any]] | None = None
         """While a profile is taken: what a call is posted in, by its site, so that a device's kernels bear its name."""
 
@@ -94,9 +97,19 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def trivial(self) -> bool:
+        """Calls over this axis are skipped: it has one rank."""
+        return len(self.ranks) == 1 and not self.communicator.trivial_calls
+
     def program(self, operation: str, size: int) -> Executable | None:
         """The program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here, if one does."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
+
+    @cached_property
+    def backends(self) -> dict[str, str]:
+        """The backend that carries this axis's calls, by type of device ("cpu", "cuda")."""
+        return group_backends(self.group)
 
     @cached_property
     def calls_group(self) -> int:
@@ -207,7 +220,7 @@ class Mesh:
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             if len(ranks) == 1:
-                return None
+                return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
                 with communicator.noted(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
                     group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))

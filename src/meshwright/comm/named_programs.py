@@ -56,8 +56,14 @@ class _OnStream:
 class NamedPrograms:
     """What serves the axes of one process. Made of nothing, it leaves every call to the backend."""
 
-    def __init__(self, named: Mapping[tuple[str, str], Named] | None = None, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        named: Mapping[tuple[str, str], Named] | None = None,
+        timeout_seconds: float = 600.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.named = dict(named or {})
+        self._device = device
         self._timeout_seconds = timeout_seconds
         self._buffers = Buffers()  # one run at a time
         self._executables: dict[tuple[tuple[int, ...], int], tuple[CheckedCollective, Executable]] = {}
@@ -75,7 +81,8 @@ class NamedPrograms:
         checked = named.for_bytes(size)
         key = (ranks, id(checked))
         if key not in self._executables:  # the program is kept too: its id must not be another's
-            self._executables[key] = (checked, Executable(checked, group, self._timeout_seconds, self._buffers))
+            made = Executable(checked, group, self._timeout_seconds, self._buffers, self._device)
+            self._executables[key] = (checked, made)
         return self._executables[key][1]
 
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _OnStream:

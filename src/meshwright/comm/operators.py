@@ -18,47 +18,47 @@ from meshwright.comm.mesh import Axis, axis_of
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
     """Enter a region where each rank computes its share from the whole `x`: forward x, backward the sum of the ranks'
     gradients (Megatron-LM's f: arXiv 1909.08053, section 3)."""
-    return x if axis.size == 1 else torch.ops.meshwright.copy_to(x, axis.key, site)
+    return x if axis.trivial else torch.ops.meshwright.copy_to(x, axis.key, site)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
     """Leave such a region: forward the sum of the ranks' `x`, backward the gradient as it is (Megatron-LM's g)."""
-    return x if axis.size == 1 else torch.ops.meshwright.reduce_from(x, axis.key, site)
+    return x if axis.trivial else torch.ops.meshwright.reduce_from(x, axis.key, site)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """Forward the ranks' `x` concatenated along `dim`; backward the sum of the ranks' gradients, each its own slice
     (sequence parallel: arXiv 2205.05198, section 4.2.2, g)."""
-    return x if axis.size == 1 else torch.ops.meshwright.gather_from(x, axis.key, site, dim)
+    return x if axis.trivial else torch.ops.meshwright.gather_from(x, axis.key, site, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """Forward this rank's slice along `dim` of the sum of the ranks' `x`; backward the gradients concatenated
     (sequence parallel: arXiv 2205.05198, section 4.2.2, the conjugate of g)."""
-    return x if axis.size == 1 else torch.ops.meshwright.reduce_scatter_to(x, axis.key, site, dim)
+    return x if axis.trivial else torch.ops.meshwright.reduce_scatter_to(x, axis.key, site, dim)
 
 
 def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """Forward this rank's slice of `x` (the same on all ranks) along `dim`; backward the gradients concatenated."""
-    return x if axis.size == 1 else torch.ops.meshwright.split_to(x, axis.key, site, dim)
+    return x if axis.trivial else torch.ops.meshwright.split_to(x, axis.key, site, dim)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
     """Forward part i of `x` along dim `split` goes to rank i, and what arrives is concatenated along dim `join`;
     backward the gradients go back the same way (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
-    return x if axis.size == 1 else torch.ops.meshwright.all_to_all(x, axis.key, site, split, join)
+    return x if axis.trivial else torch.ops.meshwright.all_to_all(x, axis.key, site, split, join)
 
 
 def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """Forward the ranks' `x` concatenated along `dim`; backward this rank's slice of the gradient, which is the same on
     all ranks (the conjugate of `split_to`)."""
-    return x if axis.size == 1 else torch.ops.meshwright.join_from(x, axis.key, site, dim)
+    return x if axis.trivial else torch.ops.meshwright.join_from(x, axis.key, site, dim)
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
     """Forward: source_sizes[i] rows of `x` to the i-th rank, output_sizes[i] rows from it, in the order of the ranks;
     backward the gradients the way back."""
-    if axis.size == 1:
+    if axis.trivial:
         return x
     return torch.ops.meshwright.exchange(x, axis.key, site, source_sizes, output_sizes)
 
@@ -66,13 +66,13 @@ def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], ou
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
     """Forward the ranks' `x` concatenated along dim 0, sizes[i] rows of the i-th; backward the sum of the ranks'
     gradients of this rank's rows."""
-    return x if axis.size == 1 else torch.ops.meshwright.gather_rows(x, axis.key, site, sizes)
+    return x if axis.trivial else torch.ops.meshwright.gather_rows(x, axis.key, site, sizes)
 
 
 def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
     """Forward this rank's rows of the sum of the ranks' `x`, sizes[i] rows for the i-th; backward the gradients
     concatenated."""
-    return x if axis.size == 1 else torch.ops.meshwright.reduce_scatter_rows(x, axis.key, site, sizes)
+    return x if axis.trivial else torch.ops.meshwright.reduce_scatter_rows(x, axis.key, site, sizes)
 
 
 def _sum(x: torch.Tensor, key: str, site: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
+from meshwright.comm.backend import group_backends
 from meshwright.comm.call_ring import process_calls
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
@@ -65,6 +66,7 @@ class Executable:
 
     group: a process group with as many ranks as the program, in its order; None: the world.
     timeout_seconds: how long one wait may last (CPU tensors); then `RankLost` says who waits for whom, in which step.
+    device: where the vectors are.
     batched: whether each group is posted as one call, in the order of the current stream (NCCL).
     """
 
@@ -74,6 +76,7 @@ class Executable:
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
         buffers: Buffers | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         program = self.program = checked.program
         self.checked = checked
@@ -87,7 +90,7 @@ class Executable:
         self._slot_by_slot: RankProgram | None = None
         self._combine = _COMBINE[program.reduction]
         self._buffers = Buffers() if buffers is None else buffers
-        self.batched = dist.get_backend(self.group) == "nccl"
+        self.batched = group_backends(self.group)[torch.device(device).type] == "nccl"
         self._first = cutting.first_chunks(program)
 
     @property

@@ -35,8 +35,8 @@ class Message:
 
 
 def native(axis: Axis, tensor: torch.Tensor) -> bool:
-    """Whether the backend's own reduce-scatter and all-gather are used (everywhere but gloo on CPU tensors)."""
-    return tensor.device.type != "cpu" or dist.get_backend(axis.group) != "gloo"
+    """True where the backend's own reduce-scatter, all-gather are used: not for CPU tensors of several gloo ranks."""
+    return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
 # torch 2.13 renamed these two.
@@ -57,7 +57,9 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
         return [axis.communicator.programs.post(run, source, program.batched)], None
     if native(axis, source):
-        return [_native_reduce_scatter(output, source, group=axis.group, async_op=True)], None
+        # Flat: gloo on CUDA tensors refuses an output and a source whose shapes differ in more than dim 0.
+        flat, parts = output.view(-1), source.view(-1)
+        return [_native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
     arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
     works = _exchange(list(parts), arrived, axis)
@@ -76,7 +78,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
     """output = concatenation over ranks of source. `source` may be this rank's place in `output`."""
     program = axis.program("all_gather", output.nbytes)
     if program is None and native(axis, source):
-        return [_native_all_gather(output, source, group=axis.group, async_op=True)], None
+        whole, part = output.view(-1), source.view(-1)
+        return [_native_all_gather(whole, part, group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)
     if parts[axis.rank].data_ptr() != source.data_ptr():
         parts[axis.rank].copy_(source.view(-1))
@@ -113,7 +116,7 @@ def all_to_all(
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     """Post all messages together. Contiguous tensors; for each message its own (works, finish)."""
-    if dist.get_backend(axis.group) != "gloo":
+    if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv if m.arrives else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
@@ -142,6 +145,9 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """`source` goes to the next rank of the axis, that of the rank before arrives in `output`."""
+    if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
+        output.copy_(source)
+        return [], None
     before, following = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     ends = [Message(output, before, True, "", "rotate"), Message(source, following, False, "", "rotate")]
     (works, finish), (sent, _) = transfer(ends, axis)

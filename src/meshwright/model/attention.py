@@ -158,7 +158,7 @@ class Attention(nn.Module):
             k, v = cache.append(layer, k, v)
         if self.encoder:
             out_BNSD = attend_both_ways(q, k, v, visible)
-        elif self.axes.cp.size == 1:
+        elif self.axes.cp.trivial:
             out_BNSD = attend(q, k, v, visible)
         elif self.axes.layout.cp_method == "ring":
             out_BNSD = ring_attention(q, k, v, visible, self.axes.cp)

@@ -55,7 +55,7 @@ class RowParallelLinear(Linear):
         self.axes, self.site = axes, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.axes.tp.size == 1:
+        if self.axes.tp.trivial:
             return super().forward(x)
         y = linear(x, self.weight, None, self.weight_gradients, self.taps)
         y = leave_tensor_parallel(y, self.axes, self.site)
@@ -138,7 +138,7 @@ class Embedding(nn.Module):
         self.axes = axes
 
     def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
-        if self.axes is None or self.axes.tp.size == 1:
+        if self.axes is None or self.axes.tp.trivial:
             return _Lookup.apply(self.weight, numbers_BS)
         places_BS = numbers_BS - self.axes.tp.rank * self.weight.shape[0]
         elsewhere_BS = (places_BS < 0) | (places_BS >= self.weight.shape[0])

@@ -325,7 +325,7 @@ class Transformer(nn.Module):
         """What each token may see, by window; `sequence` tokens of every row are on this rank."""
         ranks = self.axes.cp.size
         assert ranks == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
-        ring = ranks > 1 and self.axes.layout.cp_method == "ring"
+        ring = not self.axes.cp.trivial and self.axes.layout.cp_method == "ring"
         return {window: visibility(documents, ranks * sequence, window, device, cached, ring) for window in windows}
 
     def _learned_positions(

@@ -29,7 +29,7 @@ def part_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Of whole rows what this rank has: tokens and targets [B, S / cp], and the documents, which know where they are.
     Without context parallelism everything, as it is."""
-    if mesh.cp.size == 1:
+    if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = places_of(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
     return tokens_BS[:, places_C], targets_BS[:, places_C], documents.at(places_C)

@@ -165,7 +165,7 @@ class DataParallel:
 
     def _buffers(self, name: str, part: Part, between: Mapping[Part, FlatAxes]) -> UnitBuffers:
         mesh, axes = self.mesh, between[part]
-        zero = mesh.layout.zero if axes.shard.size > 1 else 0
+        zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
         flat = flat_unit(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), part)
         return UnitBuffers(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)

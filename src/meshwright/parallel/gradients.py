@@ -214,7 +214,7 @@ class GradientSums:
         whole.stale.clear()
         del self._open[name]  # the next pass must not write into what is on its way
         if unit.zero == 0:
-            if axes.data.size > 1:
+            if not axes.data.trivial:
                 handle = all_reduce(whole.buffer, axes.data, GRADIENT_SITE, async_op=True)
                 self._in_flight.append(_Reduction(unit, handle))
             return
@@ -236,7 +236,7 @@ class GradientSums:
             self._transient.give(reduction.whole)
         if reduction.output is not unit.gradient:
             unit.gradient.add_(reduction.output)
-        if reduction.last and unit.axes.replica.size > 1:
+        if reduction.last and not unit.axes.replica.trivial:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:

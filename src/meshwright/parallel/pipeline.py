@@ -119,7 +119,7 @@ class Pipeline:
         self.program, self.axis = with_transfers(program), axis
         self.checked = check_pipeline(self.program)
         self._groups = _groups_of(self.program, axis.rank)
-        if axis.size > 1 and axis.communicator.device.type == "cuda":
+        if not axis.trivial and axis.communicator.device.type == "cuda":
             barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
 
     def run(self, compute: Compute) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
     Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt` where it was an interrupt), `CheckFailed` when too
     many steps in a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
     """
-    with deterministic(recipe.train.deterministic):
+    with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
 
@@ -312,9 +312,18 @@ def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
     return config
 
 
+def _kernels_by_rule() -> Any:
+    from torch._inductor import config  # takes a second to load
+
+    return config.patch(deterministic=True)
+
+
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, the same inputs give the same bits on CUDA too, and operations that cannot promise it are refused."""
+def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
+    """Inside, the same inputs give the same bits on CUDA too, and operations that cannot promise it are refused.
+
+    Where blocks are `compiled`, Inductor chooses kernels without timing them: a restart would time them anew and could
+    choose others."""
     if not wanted:
         yield
         return
@@ -325,6 +334,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     fresh_memory: Any = torch.utils.deterministic
     fresh_memory.fill_uninitialized_memory = False  # for debugging; costs time
     try:
-        yield
+        with _kernels_by_rule() if compiled else nullcontext():
+            yield
     finally:
         torch.use_deterministic_algorithms(before)

@@ -34,7 +34,7 @@ def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, task: Task, show_progress: bool = True
 ) -> dict[str, Any]:
     """As `meshwright.train.loop.train`, for a module of the caller's."""
-    with deterministic(recipe.train.deterministic):
+    with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, task, show_progress).run()
 
 
