@@ -56,6 +56,7 @@ class Effort:
     rounds: repetitions in which reference layouts alternate
     axes: tp/cp axes measured
     single_rank: also measure a single rank
+    compare: seconds for which the ranks are compared with each other (0: not at all)
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -69,6 +70,7 @@ class Effort:
     rounds: int = 3
     axes: tuple[str, ...] = ("tp", "cp")
     single_rank: bool = True
+    compare: float = 4.0
 
     @classmethod
     def of(cls, device: str) -> Effort:
@@ -115,6 +117,7 @@ class Effort:
             rounds=1,
             axes=axes,
             single_rank=False,
+            compare=0.0,
         )
 
     def points(self) -> list[Point]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import collectives
+from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.plan.machine_profile import processor_name
@@ -68,7 +69,6 @@ def measure(
         phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
-    compared: list[list[float]] = []
     yardstick, level = Yardstick(mesh.device), 0.0
     for busy, each in phases:
         if leader:
@@ -78,13 +78,12 @@ def measure(
             points = effort.points()
         by_rank, usual = _compute(mesh, points, busy, each, effort.seconds, yardstick)
         level = level or usual
-        compared = compared or by_rank
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
         products += _products(points, seconds, busy, each)
         passes += _passes(points, seconds, busy, each)
     torch.set_num_threads(threads)
     measured = Measured(
-        backend=dist.get_backend() if dist.is_initialized() else "none",
+        backend=group_backends(None)[mesh.device.type] if dist.is_initialized() else "none",
         ranks=mesh.tp.size,
         threads=threads,
         products=tuple(products),
@@ -97,11 +96,12 @@ def measure(
     if leader and effort.steps:
         say("steps of a reference model")
     measured = replace(measured, steps=tuple(steps(yardstick, level)))
+    if leader and effort.compare and mesh.world.size > 1:
+        say("ranks compared")
     slow, compared_as = [], {}
-    for what, kind in (("products", "product"), ("memory", "pass")):
-        chosen = [[rank[at] for at, point in enumerate(effort.points()) if point.kind == kind] for rank in compared]
-        slow += find_slow(what, chosen, hosts)
-        compared_as[what] = ratios(chosen)
+    for what, by_rank in _compare(mesh, effort).items():
+        slow += find_slow(what, by_rank, hosts)
+        compared_as[what] = ratios(by_rank)
     rates = None
     if leader and effort.disk:
         say("the disk")
@@ -143,6 +143,32 @@ def _compute(
             taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(beside), strict=True)]
         found.append(taken if any(taken) else [])
     return found, statistics.mean(levels)
+
+
+def _compare(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
+    """Seconds of products and of memory, by rank; nothing where ranks are not to be compared. In rounds over all
+    points, each of which all ranks begin at once.
+
+    Rounds are short and go on for `effort.compare` seconds: a shared machine slows now one rank, now another, for half
+    a second at a time. One long visit to each point would fall into one such time.
+    """
+    if not effort.compare:
+        return {}
+    kinds = {"products": "product", "memory": "pass"}
+    found: dict[str, list[list[float]]] = {what: [[] for _ in range(mesh.world.size)] for what in kinds}
+    points = effort.points()
+    begun = time.perf_counter()
+    while mesh.world.size > 1:
+        times = []
+        for point in points:
+            collectives.barrier(mesh.world, _SITE)
+            times.append(time_point(point, mesh.device, effort.seconds / 4))
+        for rank, taken in enumerate(_gathered(mesh, times)):
+            for what, kind in kinds.items():
+                found[what][rank] += [one for one, point in zip(taken, points, strict=True) if point.kind == kind]
+        if max(rank[0] for rank in _gathered(mesh, [time.perf_counter() - begun])) >= effort.compare:
+            break
+    return found
 
 
 def _smooth(times: list[float]) -> list[float]:

@@ -175,7 +175,7 @@ def summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> s
     rows.append(
         ("starting", ", ".join(f"{name.replace('_', ' ')} {_seconds(value)}" for name, value in starts.items()))
     )
-    if len(found["hosts"]) > 1:
+    if len(found["hosts"]) > 1 and found["ratios"]:
         worst = {what: max(range(len(by)), key=by.__getitem__) for what, by in found["ratios"].items()}
         said = [f"{what}: rank {at} at {found['ratios'][what][at]:.2f}" for what, at in worst.items()]
         rows.append(("slowest", f"{', '.join(said)} times the others (named above {THRESHOLD:g})"))
