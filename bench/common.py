@@ -116,9 +116,10 @@ def peak_resident_bytes() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def write_result(name: str, result: dict[str, Any]) -> None:
-    """Write `bench/results/NAME.json` and print it."""
+def write_result(name: str, result: dict[str, Any], quiet: bool = False) -> None:
+    """Write `bench/results/NAME.json` and print it, unless `quiet`."""
     RESULTS.mkdir(exist_ok=True)
     document = {"benchmark": name, "date": datetime.date.today().isoformat(), "machine": machine(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, indent=1))
+    if not quiet:
+        print(json.dumps(document, indent=1))

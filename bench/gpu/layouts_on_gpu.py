@@ -1,20 +1,23 @@
-"""Layouts whose ranks share one GPU over gloo, and one NCCL rank: the trainer's updates against those of one CPU.
+"""Layouts on one GPU: ranks that share it over gloo, and one NCCL rank that makes every call; against one CPU.
 
     python bench/gpu/layouts_on_gpu.py [--device cuda] [--only tp2]
 
 Every axis and pairs of them, eager and compiled: three steps of plain SGD in float32 on rows of several documents; the
-losses, the gradient norms and every row's update must be those of one CPU process in float32 up to 1e-4. Then seconds
-of a step and peak memory of a larger model in bf16 with AdamW, for layouts of two ranks. `--device cpu` runs the checks
-on the CPU and measures nothing. Writes `bench/results/gpu_layouts.json` on CUDA; exit code 1 when one does not hold.
+losses, the gradient norms and every parameter's update must be those of one CPU process in float32 up to 1e-4. Under
+NCCL one rank makes the calls of ZeRO, tensor, sequence and context parallelism that a group of one would skip. Then
+seconds of a step and peak memory of a larger model in bf16 with AdamW, for layouts of two ranks. `--device cpu` runs
+the checks on the CPU and measures nothing. Each case fails alone. Writes `bench/results/gpu_layouts.json` on CUDA; exit
+code 1 when one does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import sys
 import tempfile
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,16 @@ import torch.multiprocessing as multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-from common import write_result
+from cases import Cases, step_seconds
+
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
-from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.config import config_from_recipe
 from meshwright.recipe import Recipe
 from meshwright.train.trainer import Trainer
+from synthetic import InTurn
 
 SEQUENCE, BATCH, STEPS = 64, 8, 3
 TOLERANCE = 1e-4
@@ -52,6 +56,7 @@ CHECKED = {
     ),
     "mixture": ("dp2 ep2", "tp2 ep2", "cp2 ep2", "dp2 zero3 ep2", "dp2 tp2 ep2:etp2", "dp2 pp2 mb2 ep2"),
 }
+ONE_RANK = ("mb2", "zero1 mb2", "zero2 mb2", "zero3 mb2", "zero3 mb2 ac:full", "tp1:nosp mb2")
 COMPILED = ("tp2", "dp2 zero3", "cp2", "pp2 mb4")
 MEASURED = ("dp2", "dp2 zero3", "tp2", "cp2", "pp2 mb4", "pp2:zb-v mb4")
 
@@ -67,6 +72,9 @@ class NumberedData:
     def split(self, name: str) -> NumberedData:
         return self
 
+    def order(self) -> InTurn:
+        return InTurn()
+
     def batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
         tokens, ids = [], []
         for sample in samples:
@@ -78,7 +86,16 @@ class NumberedData:
         return TokenBatch(tokens=rows[:, :-1].copy(), targets=targets, document_ids=np.stack(ids).astype(np.int32))
 
 
-def trainer(model: dict[str, Any], layout: Layout, device: str, sequence: int, batch: int, **train: Any) -> Trainer:
+def trainer(
+    model: dict[str, Any],
+    layout: Layout,
+    device: str,
+    sequence: int,
+    batch: int,
+    trivial_calls: bool = False,
+    **train: Any,
+) -> Trainer:
+    """A trainer ready to step on this rank's part of the layout."""
     recipe = Recipe.from_tables(
         {
             "layout": str(layout),
@@ -90,7 +107,9 @@ def trainer(model: dict[str, Any], layout: Layout, device: str, sequence: int, b
     data: Any = NumberedData(sequence)
     config = config_from_recipe(recipe.model, sequence, model.get("vocabulary", data.vocabulary))
     precise = layout if layout.precision else layout.with_(precision="fp32")
-    return Trainer(recipe, precise, config, data, Mesh.create(layout, device))
+    mesh = Mesh.create(layout, device)
+    mesh.communicator.trivial_calls = trivial_calls
+    return Trainer(recipe, precise, config, data, mesh)
 
 
 Answer = dict[str, Any]
@@ -105,10 +124,10 @@ SGD: dict[str, Any] = {
 }
 
 
-def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool) -> Answer:
-    """On one rank: losses and norms of three steps, and the pieces of all rows' updates that it holds."""
+def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, trivial_calls: bool = False) -> Answer:
+    """On one rank: losses and norms of three steps, and the slices of all parameters' updates that it holds."""
     device = place(device)
-    found = trainer(model, Layout.parse(layout_text), device, SEQUENCE, BATCH, **{**SGD, "compile": compiled})
+    found = trainer(model, Layout.parse(layout_text), device, SEQUENCE, BATCH, trivial_calls, **SGD, compile=compiled)
     before = [piece.tensor.clone() for piece in found.parallel.master_pieces(owned=True)]
     verdicts = [found.step() for _ in range(STEPS)]
     pieces = found.parallel.master_pieces(owned=True)
@@ -159,19 +178,10 @@ def error(answers: list[Answer], alone: Answer) -> float:
 def measure(layout_text: str, device: str) -> dict[str, float]:
     """On one rank: the median seconds of a step of the large model, and the rank's peak memory."""
     device = place(device)
-    found = trainer(LARGE, Layout.parse(f"{layout_text} bf16"), device, LARGE_SEQUENCE, LARGE_BATCH)
-    for _ in range(2):
-        found.step()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        found.step()
-        seconds.append(time.perf_counter() - begun)
+    found = trainer(LARGE, Layout.parse(f"{layout_text} bf16"), device, LARGE_SEQUENCE, LARGE_BATCH, learning_rate=1e-4)
+    seconds = step_seconds(found.step, 2, 5, True)
     found.mesh.close()
-    figures = {"step_seconds": statistics.median(seconds), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-    torch.cuda.empty_cache()
-    return figures
+    return {"step_seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def place(device: str) -> str:
@@ -182,62 +192,88 @@ def place(device: str) -> str:
     return "cuda:0"
 
 
-def nccl_rank(rank: int, directory: str, model: dict[str, Any]) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    torch.save(check(model, "dp1 mb2", "cuda", False), f"{directory}/answer.pt")
+Case = tuple[dict[str, Any], str, bool]  # model, layout, compiled
+Checked = list[Answer] | str
+"""The answers of a case by rank, or what went wrong."""
+
+
+def one_rank(rank: int, directory: str, device: str, cases: list[Case]) -> None:
+    """One process whose group of one rank makes every call that groups of several make (NCCL; gloo on the CPU)."""
+    place(device)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=0, world_size=1)
+    found: list[Checked] = []
+    for model, layout, compiled in cases:
+        try:
+            found.append([check(model, layout, device, compiled, trivial_calls=True)])
+        except Exception as failure:
+            found.append(f"{type(failure).__name__}: {failure}"[-500:])
+        torch.save(found, f"{directory}/answers.pt")
     dist.destroy_process_group()
 
 
-def under_nccl(model: dict[str, Any]) -> Answer:
-    """The same by one rank whose process group is NCCL's."""
+def by_one_rank(device: str, cases: list[Case]) -> list[Checked]:
+    """The answers of one rank, case by case; where the process itself ended, of the cases before."""
     with tempfile.TemporaryDirectory() as directory:
-        multiprocessing.spawn(nccl_rank, (directory, model), nprocs=1)
-        return torch.load(f"{directory}/answer.pt")
+        try:
+            multiprocessing.spawn(one_rank, (directory, device, cases), nprocs=1)
+        except Exception as failure:
+            print(failure, file=sys.stderr)
+        found: list[Checked] = torch.load(f"{directory}/answers.pt")
+    return [*found, *["the process ended"] * (len(cases) - len(found))]
+
+
+def _identity(answers: Checked) -> Checked:
+    return answers
+
+
+def error_of(answers: Checked, alone: Answer) -> float:
+    """The error of a case, by `error`. Raises RuntimeError for a case that failed."""
+    if isinstance(answers, str):
+        raise RuntimeError(answers)
+    return error(answers, alone)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later")
     options = parser.parse_args()
-    models = {"dense": DENSE, "mixture": MIXTURE}
-    errors: dict[str, float | str] = {}
-    refused: dict[str, str] = {}
-    measured: dict[str, Any] = {}
+    cuda, models = options.device == "cuda", {"dense": DENSE, "mixture": MIXTURE}
+    header = {"gpu": torch.cuda.get_device_name() if cuda else "cpu", "tolerance": TOLERANCE}
+    cases = Cases("gpu_layouts" if cuda and not options.only else None, header, options.seconds)
     with LocalRanks(1, timeout=300) as ranks:
         alone = {
             name: ranks.run("layouts_on_gpu:check", model, "dp1", "cpu", False)[0] for name, model in models.items()
         }
-    if options.device == "cuda":
-        errors["one NCCL rank"] = error([under_nccl(DENSE)], alone["dense"])
-    cases = [(name, layout, False) for name, layouts in CHECKED.items() for layout in layouts]
-    cases += [("dense", layout, True) for layout in COMPILED]
-    chosen = [case for case in cases if options.only in case[1]]
+
+    def judge(section: str, name: str, layout: str, compiled: bool, answer: Callable[[], Checked]) -> None:
+        title = f"{name} {layout}{' compiled' * compiled}"
+        cases.run(section, title, lambda: error_of(answer(), alone[name]), lambda found: found < TOLERANCE)
+
+    single = [
+        (name, layout, compiled)
+        for name, layout, compiled in itertools.product(models, ONE_RANK, (False, True))
+        if options.only in layout
+    ]
+    answers = by_one_rank(options.device, [(models[name], *rest) for name, *rest in single])
+    for each, answer in zip(single, answers, strict=True):
+        judge("one rank makes every call", *each, partial(_identity, answer))
+    chosen = [(name, layout, False) for name, layouts in CHECKED.items() for layout in layouts]
+    chosen += [("dense", layout, True) for layout in COMPILED]
+    chosen = [case for case in chosen if options.only in case[1]]
     for size in sorted({Layout.parse(layout).world_size for _, layout, _ in chosen}):
-        with LocalRanks(size, timeout=300) as ranks:
+        with LocalRanks(size, timeout=120) as ranks:
             for name, layout, compiled in chosen:
-                if Layout.parse(layout).world_size != size:
-                    continue
-                title = f"{name} {layout}{' compiled' * compiled}"
-                try:
-                    Layout.parse(layout).refuse_unbuilt()
-                except UserError as reason:
-                    refused[title] = str(reason)
-                    continue
-                answers = ranks.run("layouts_on_gpu:check", models[name], layout, options.device, compiled)
-                errors[title] = error(answers, alone[name])
-                print(f"{title:<40} {errors[title]:.1e}", file=sys.stderr)
-            if size == 2 and options.device == "cuda":
+                if Layout.parse(layout).world_size == size:
+                    shared = partial(ranks.run, "layouts_on_gpu:check", models[name], layout, options.device, compiled)
+                    judge("ranks share the GPU", name, layout, compiled, shared)
+            if size == 2 and cuda:
                 for layout in MEASURED:
-                    measured[layout] = ranks.run("layouts_on_gpu:measure", layout, "cuda")[0]
-    held = {title: found < TOLERANCE for title, found in errors.items()}
-    result = {"tolerance": TOLERANCE, "errors": errors, "refused": refused, "measured": measured}
-    if options.device == "cuda" and not options.only:
-        write_result("gpu_layouts", {"gpu": torch.cuda.get_device_name(), **result})
-    else:
-        print(result)
-    return 0 if errors and all(held.values()) else 1
+                    measured = partial(ranks.run, "layouts_on_gpu:measure", layout, "cuda")
+                    cases.run("measured", layout, lambda measured=measured: measured()[0])
+    return cases.end()
 
 
 if __name__ == "__main__":

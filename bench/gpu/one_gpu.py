@@ -1,30 +1,36 @@
-"""Every CUDA path on one GPU, checked and measured, in one run of under ten minutes.
+"""One GPU, measured and checked in one run of under ten minutes.
 
     python bench/gpu/one_gpu.py [--device cuda] [--small]
 
-Checks: loss and gradients of each family in float32 against float64 on the CPU, documents packed and not; recompute
+Measured first, in bf16: tokens per second, model FLOP utilisation and peak memory of a 1 B Llama shape at sequence 4096
+and of eight layers as wide as Llama-3 8B's at sequence 8192; how long a background save holds up training. Then
+checked: loss and gradients of each family in float32 against float64 on the CPU, documents packed and not; recompute
 and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint, bit for bit; greedy
-generation with the cache against full recomputation. Measures: tokens per second, model FLOP utilisation and peak
-memory of a 1 B Llama shape at sequence 4096 in bf16. `--small` shrinks the measured model, so that the script itself
-can be tried on a CPU. Writes `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not hold.
+generation with the cache against full recomputation. Each case fails alone. `--small` shrinks the measured model, so
+that the script itself can be tried on a CPU. Writes `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not
+hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import write_result
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Cases, step_seconds
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.cache import KeyValueCache
 from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
@@ -35,6 +41,7 @@ from meshwright.plan.devices import peak_flops
 from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
 from meshwright.train.checkpoint import Checkpointer
+from meshwright.train.loop import deterministic
 from synthetic import synthetic_trainer
 
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny")
@@ -47,6 +54,16 @@ LLAMA_1B = {
     "intermediate": 5632,
     "sequence": 4096,
     "batch": 4,
+}
+LLAMA_8B_WIDE = {
+    "vocabulary": 32000,
+    "hidden": 4096,
+    "layers": 8,
+    "heads": 32,
+    "kv_heads": 8,
+    "intermediate": 14336,
+    "sequence": 8192,
+    "batch": 2,
 }
 SMALL = {**LLAMA_1B, "vocabulary": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 128}
 SMALL |= {"sequence": 128, "batch": 2}
@@ -84,32 +101,21 @@ def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).norm() / max(float(b[n].norm()), floor * b[n].numel() ** 0.5)) for n in b)
 
 
-def check_numbers(device: str) -> dict[str, float]:
-    """Relative errors of float32 on the device against float64 on the CPU."""
-    errors = {}
-    for name in FAMILIES:
-        config = dataclasses.replace(preset(name), layers=2)
-        for packed in (False, True):
-            reference = gradients(config, "cpu", torch.float64, packed)
-            errors[f"{name} packed={packed}"] = worst(gradients(config, device, torch.float32, packed), reference)
-        if name == "llama-tiny":
-            for how in ({"compiled": True}, {"recompute": "selective"}, {"recompute": "full"}):
-                found = gradients(config, device, torch.float32, True, **how)
-                errors[f"{name} {how}"] = worst(found, reference)
-    return errors
+def family_error(name: str, device: str, packed: bool, compiled: bool = False, recompute: str = "none") -> float:
+    """Relative error of float32 on the device against float64 on the CPU."""
+    config = dataclasses.replace(preset(name), layers=2)
+    reference = gradients(config, "cpu", torch.float64, packed)
+    return worst(gradients(config, device, torch.float32, packed, compiled, recompute), reference)
 
 
-def check_resume(device: str) -> bool:
+def check_resume(device: str, compiled: bool) -> bool:
     """Six steps in one go, and three, a checkpoint, a new trainer and three more: the same masters, bit for bit."""
-    from meshwright.comm.mesh import Mesh
-    from meshwright.layout import Layout
 
     def trainer() -> Any:
         mesh = Mesh.single(Layout.parse("bf16"), device)
-        return synthetic_trainer(SMALL, "bf16", compile_blocks=False, mesh=mesh)
+        return synthetic_trainer(SMALL, "bf16", compile_blocks=compiled, mesh=mesh)
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic(True, compiled):
         whole = trainer()
         for _ in range(6):
             whole.step()
@@ -132,14 +138,10 @@ def check_resume(device: str) -> bool:
             assert second_step is not None
         pairs = zip(whole.parallel.shards, second.parallel.shards, strict=True)
         return all(torch.equal(a.master, b.master) for a, b in pairs)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def check_generation(device: str) -> bool:
     """Greedy tokens with the key-value cache equal those of full recomputation."""
-    from meshwright.model.cache import KeyValueCache
-
     config = preset("llama-tiny")
     model = Transformer(config, device=device, dtype=torch.float32)
     initialise(model, parameter_table(config), 0)
@@ -156,41 +158,41 @@ def check_generation(device: str) -> bool:
     return True
 
 
-def measure(device: str, shape: dict[str, int]) -> dict[str, Any]:
-    """Tokens per second and utilisation of the real trainer's step."""
-    from meshwright.comm.mesh import Mesh
-    from meshwright.layout import Layout
-
+def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
+    """Tokens per second and utilisation of the real trainer's step, its blocks compiled."""
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name() if cuda else "cpu"
     peak = (peak_flops(name, "bf16") if cuda else None) or matmul_flops_per_second(torch.bfloat16, device, 1.0)
-    results: dict[str, Any] = {"device": name, "peak_bf16_tflops": peak / 1e12, "flops_convention": FLOPS_CONVENTION}
-    for layout in ("bf16", "ac:selective bf16"):
-        mesh = Mesh.single(Layout.parse(layout), device)
-        trainer = synthetic_trainer(shape, layout, compile_blocks=True, mesh=mesh)
-        for _ in range(4):
-            trainer.step()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(12):
+    trainer = synthetic_trainer(shape, layout, compile_blocks=True, mesh=Mesh.single(Layout.parse(layout), device))
+    seconds = step_seconds(trainer.step, 4, 12, cuda)
+    rate = shape["batch"] * shape["sequence"] / seconds
+    peak_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None
+    return {
+        "parameters": trainer.table.numel,
+        "tokens_per_second": round(rate, 1),
+        "mfu": round(rate * training_flops_per_token(trainer.config, shape["sequence"]) / peak, 4),
+        "peak_bf16_tflops": peak / 1e12,
+        "median_step_seconds": round(seconds, 4),
+        "peak_gib": peak_gib,
+        "seconds_by_part": trainer.clock.seconds(),
+    }
+
+
+def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
+    """How long background saves hold up training, and how long they write; bytes of the state."""
+    trainer = synthetic_trainer(shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device))
+    trainer.step()
+    pieces, stalls, writing = trainer.pieces(owned=True), [], []
+    with tempfile.TemporaryDirectory() as directory:
+        saver = Checkpointer(Path(directory), trainer.mesh, trainer.config, keep=1)
+        for step in range(1, 4):
             begun = time.perf_counter()
-            verdict = trainer.step()
-            seconds.append(time.perf_counter() - begun)
-        rate = shape["batch"] * shape["sequence"] / statistics.median(seconds)
-        results[layout] = {
-            "parameters": trainer.table.numel,
-            "tokens_per_second": round(rate, 1),
-            "mfu": round(rate * training_flops_per_token(trainer.config, shape["sequence"]) / peak, 4),
-            "median_step_seconds": round(statistics.median(seconds), 4),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-            "loss": verdict.loss,
-            "seconds_by_part": trainer.clock.seconds(),
-        }
-        del trainer
-        if cuda:
-            torch.cuda.empty_cache()
-    return results
+            saver.save(step, pieces, trainer.state())
+            stalls.append(saver.stall_seconds)
+            saver.wait()
+            writing.append(time.perf_counter() - begun)
+    size = sum(piece.tensor.nbytes for piece in pieces)
+    return {"first_stall_seconds": stalls[0], "stall_seconds": min(stalls[1:]), "seconds": min(writing), "bytes": size}
 
 
 def main() -> int:
@@ -198,24 +200,28 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
+    device, cuda = options.device, options.device.startswith("cuda")
     torch.set_float32_matmul_precision("highest")
-    errors = check_numbers(options.device)
-    checks: dict[str, Callable[[], bool]] = {
-        "errors below 1e-4": lambda: max(errors.values()) < 1e-4,
-        "resume bit for bit": lambda: check_resume(options.device),
-        "cache equals recomputation": lambda: check_generation(options.device),
-    }
-    held = {name: check() for name, check in checks.items()}
-    result = {
-        "errors": errors,
-        "checks": held,
-        "training": measure(options.device, SMALL if options.small else LLAMA_1B),
-    }
-    if options.device.startswith("cuda") and not options.small:
-        write_result("gpu_one_gpu", result)
-    else:
-        print(result)
-    return 0 if all(held.values()) else 1
+    header = {"device": torch.cuda.get_device_name() if cuda else "cpu", "flops_convention": FLOPS_CONVENTION}
+    cases = Cases("gpu_one_gpu" if cuda and not options.small else None, header)
+    shapes = {"small": SMALL} if options.small else {"1B": LLAMA_1B, "8B, 8 layers": LLAMA_8B_WIDE}
+    for name, shape in shapes.items():
+        for layout in ("bf16", "ac:selective bf16"):
+            cases.run("training", f"{name} {layout}", partial(measure, device, shape, layout))
+    cases.run("saving", "0.2B", partial(save_stall, device, SMALL if options.small else {**LLAMA_1B, "layers": 3}))
+    for compiled in (False, True):
+        title = f"resume bit for bit{', compiled' * compiled}"
+        cases.run("checks", title, partial(check_resume, device, compiled), bool)
+    cases.run("checks", "cache equals recomputation", partial(check_generation, device), bool)
+    below = 1e-4
+    for family in FAMILIES:
+        for packed in (False, True):
+            error = partial(family_error, family, device, packed)
+            cases.run("errors", f"{family} packed={packed}", error, lambda found: found < below)
+    for how in ({"compiled": True}, {"recompute": "selective"}, {"recompute": "full"}):
+        error = partial(family_error, "llama-tiny", device, True, **how)
+        cases.run("errors", f"llama-tiny {how}", error, lambda found: found < below)
+    return cases.end()
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ shrinks the model so that the script itself can be tried on a CPU, where no memo
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import write_result
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Cases, step_seconds
+
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster, cluster
@@ -61,18 +61,8 @@ def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: 
     """Predicted and measured, of one layout."""
     cuda = device.startswith("cuda")
     trainer = synthetic_trainer(shape, layout, compile_blocks=compiled, mesh=Mesh.single(Layout.parse(layout), device))
-    seconds, peak = [], None
-    for step in range(WARM + STEPS):
-        if cuda and step == WARM:
-            torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        trainer.step()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    if cuda:
-        peak = torch.cuda.max_memory_allocated()
-    took = statistics.median(seconds[WARM:])
+    took = step_seconds(trainer.step, WARM, STEPS, cuda)
+    peak = torch.cuda.max_memory_allocated() if cuda else None
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}
     for name, each in where.items():
         told = evaluate(
@@ -94,20 +84,17 @@ def main() -> int:
     where = {"probe": probed(options.device)}
     if options.device.startswith("cuda") and (known := find_device(torch.cuda.get_device_name())) is not None:
         where["catalogue"] = cluster(f"1x{known.name}")
-    lines = []
+    cuda = options.device.startswith("cuda")
+    header = {"device": options.device, "limits": {"eager": LIMITS[False], "compiled": LIMITS[True]}}
+    cases = Cases("gpu_plan" if cuda and not options.small else None, header)
     for layout, compiled in CASES:
-        lines.append(run(layout, compiled, SMALL if options.small else SHAPE, options.device, where))
-        print(lines[-1], file=sys.stderr)
-        if options.device.startswith("cuda"):
-            gc.collect()
-            torch.cuda.empty_cache()
-    held = all(abs(line["peak_error"]) <= LIMITS[line["compiled"]] for line in lines if "peak_error" in line)
-    result = {"device": options.device, "limits": {"eager": LIMITS[False], "compiled": LIMITS[True]}, "runs": lines}
-    if options.device.startswith("cuda") and not options.small:
-        write_result("gpu_plan", result)
-    else:
-        print(result)
-    return 0 if held else 1
+        cases.run(
+            "runs",
+            f"{layout}{' compiled' * compiled}",
+            partial(run, layout, compiled, SMALL if options.small else SHAPE, options.device, where),
+            lambda line: abs(line.get("peak_error", 0.0)) <= LIMITS[line["compiled"]],
+        )
+    return cases.end()
 
 
 if __name__ == "__main__":
