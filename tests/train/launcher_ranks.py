@@ -114,6 +114,16 @@ def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[st
     return {}
 
 
+def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
+    calls = process_calls()
+    calls.done(calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
+    if start.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+    return {}
+
+
 def case_save_when_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))

@@ -109,6 +109,16 @@ def test_a_rank_that_is_stopped_while_it_waits_and_can_report_nothing_is_missed_
     assert not any(map(alive, processes(tmp_path)))
 
 
+def test_stopped_rank_outside_calls_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match=r"^rank 0 is stopped \(state T\), in no call; its last was call 1 \(all_reduce"):
+        start(tmp_path, "stopped outside calls", collective_timeout=0.5)
+    assert time.monotonic() - begun < 30, "rank 1 would have slept for a minute"
+    assert not any(map(alive, processes(tmp_path)))
+
+
 def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path, capfd):
     with pytest.raises(UserError, match="^data.source: no such file: corpus.txt$") as caught:
         start(tmp_path, "user error", ranks=3)

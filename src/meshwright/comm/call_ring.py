@@ -249,13 +249,6 @@ def read_calls(descriptor: int) -> RankCalls | None:
         return None
 
 
-def waiting_since(descriptor: int) -> float | None:
-    """Since when (monotonic, seconds) the process that writes to `descriptor` waits for a call; None while it does
-    not. Costs one system call."""
-    word = os.pread(descriptor, 8, 8 * _SINCE)
-    return int.from_bytes(word, sys.byteorder) / 1e9 or None
-
-
 def _read(data: bytes, again: bytes | None = None) -> RankCalls:
     """The calls in a copy of the file. `again`: a second copy, taken after it, whose times count only where the record
     has not been replaced between the two."""

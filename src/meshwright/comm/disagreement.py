@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.comm.call_log import Call, Group, ranks_text
 from meshwright.comm.verdict import Seen, Verdict, calls_of, has, is_are, ranks_, waits_since
-from meshwright.comm.waiting import behind, waits
+from meshwright.comm.waiting import behind, suspended, waits
 
 LOOK_AHEAD = 16  # calls: a rank that has skipped no more than so many is called one that skipped
 
@@ -21,9 +21,9 @@ _Signature = tuple[str, ...]
 
 def diagnose(seen: Sequence[Seen], now: float) -> Verdict | None:
     """The odd one out among the ranks seen at the time `now` (monotonic, seconds); None where none disagrees
-    with another, none waits, and none is behind others while something is wrong."""
+    with another, none waits, none is behind others while something is wrong, and none is stopped."""
     ranks = {each.rank: each for each in seen if each.calls is not None}
-    return _mismatch(ranks, now) or waits(ranks, now) or behind(ranks, now)
+    return _mismatch(ranks, now) or waits(ranks, now) or behind(ranks, now) or suspended(ranks, now)
 
 
 def _mismatch(ranks: Mapping[int, Seen], now: float) -> Verdict | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from meshwright.comm.call_log import Call, Group, ranks_text
-from meshwright.comm.verdict import Seen, Verdict, calls_of, doing, has, its_state, ranks_, waits_since
+from meshwright.comm.verdict import Seen, Verdict, calls_of, doing, has, is_are, its_state, ranks_, waits_since
 
 LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others waiting
 
@@ -197,3 +197,12 @@ def _lagging(
     line += f"({call.what}), which rank {ahead} queued {now - posted:.1f} s ago at {call.place}"
     line += f"; {doing(ranks[first], now)}; {its_state(ranks[first])}"
     return Verdict(line, kind, alike, call.group, call.index)
+
+
+def suspended(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
+    """Stopped processes for which no rank waits in a call: others wait for their part of a save, or have ended."""
+    odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
+    if not odd:
+        return None
+    first = ranks[odd[0]]
+    return Verdict(f"{ranks_(odd)} {is_are(odd)} {first.state_text}, in no call; {doing(first, now)}", "stopped", odd)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import errors, limits
-from meshwright.comm.call_ring import waiting_since
 from meshwright.comm.rank_report import Snapshot, process_state, write_report
 from meshwright.comm.verdict import Seen, position
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
@@ -147,6 +146,7 @@ class _Attempt:
         self.ranks: list[StartedRank] = []
         self.told = 0  # stop signals passed on so far
         self.snapshot: Snapshot | None = None  # when the first one had bad news
+        self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
 
     def run(self) -> dict[str, Any]:
         with rendezvous_directory() as meeting:
@@ -185,7 +185,7 @@ class _Attempt:
                 for key, _ in ready:
                     key.data()
                 self._pass_signals_on()
-                if not ready and deadline is None and self._stopped_in_a_call():
+                if not ready and deadline is None and self._stopped_too_long():
                     self._look()
                     break
                 if deadline is None and any(map(self._bad, self.ranks)):
@@ -204,12 +204,15 @@ class _Attempt:
         for seen in self.snapshot.busy:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
 
-    def _stopped_in_a_call(self) -> bool:
-        """Whether a rank has waited in a call for longer than it may and cannot say so: its process is stopped."""
+    def _stopped_too_long(self) -> bool:
+        """True if a rank's process has been stopped for longer than a collective call may take. In a call or not: in a
+        save ranks wait for each other's files, which has a much longer limit."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
-        since = [(rank, waiting_since(rank.calls)) for rank in self.ranks if rank.ended is None]
-        late = [rank for rank, moment in since if moment is not None and now - moment > limit]
-        return any(process_state(rank.process.pid) in ("T", "t") for rank in late)
+        stopped = [
+            rank.number for rank in self.ranks if rank.ended is None and process_state(rank.process.pid) in ("T", "t")
+        ]
+        self.stopped_since = {number: self.stopped_since.get(number, now) for number in stopped}
+        return any(now - since > limit for since in self.stopped_since.values())
 
     def _read(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
         """Take in what a rank reports."""
