@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.train.module.building import build_trainer
-from meshwright.train.module.recipe import module_recipe
-from meshwright.train.module.task import Task
+from meshwright.training.module.building import build_trainer
+from meshwright.training.module.recipe import module_recipe
+from meshwright.training.module.task import Task
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "intermediate": 1536, "vocabulary": 2000, "classes": 10}
 SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens in a row; rows a step over both ranks; rows there are

@@ -2,7 +2,7 @@
 
 Small Llamas and a mixture learn the text of modules of the standard library, byte by byte, with several seeds. Beside
 the right trainer run trainers with one sum or state kept in bfloat16 that has to be float32: what the bound of
-tests/train/test_bf16_training.py must tell apart.
+tests/training/test_bf16_training.py must tell apart.
 
     python bench/bf16_loss.py [--seeds 6] [--faulty-seeds 3] [--sizes tiny small mixture] [--faults updates ...]
 """
@@ -27,8 +27,8 @@ from meshwright.data import prepare
 from meshwright.layout import Layout
 from meshwright.model import experts, layers, loss, rope, tiled_attention
 from meshwright.recipe import Recipe
-from meshwright.train import loop
-from meshwright.train.trainer import Trainer
+from meshwright.training import loop
+from meshwright.training.trainer import Trainer
 
 MODULES = [Path(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "ast.py", "inspect.py")]
 LLAMA: dict[str, Any] = {"family": "llama", "kv_heads": 2, "tied": True}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from common import write_result
-from meshwright.comm.call_ring import CallWriter, memory_file, read_calls
+from meshwright.flight_recorder.call_ring import CallWriter, memory_file, read_calls
 
 CALLS = 10_000
 

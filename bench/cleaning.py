@@ -37,12 +37,12 @@ from datatrove.utils.logging import logger
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, peak_resident_bytes, write_result
-from meshwright.data.cleaning import Cleaner
-from meshwright.data.cleaning_pass import clean
-from meshwright.data.minhash import MinHash
-from meshwright.data.reading import Reader
-from meshwright.data.segments import KEPT
-from meshwright.data.sources import SourceFile, find_files
+from meshwright.data.cleaning.cleaning_pass import clean
+from meshwright.data.cleaning.minhash import MinHash
+from meshwright.data.cleaning.rules import Cleaner
+from meshwright.data.cleaning.segments import KEPT
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import SourceFile, find_files
 from meshwright.recipe import CleanRecipe
 
 RULES = CleanRecipe(heuristics=["gopher-quality", "gopher-repetition", "fineweb"], maximum_repetition=1.0)

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
-from meshwright.model.presets import preset
-from meshwright.plan.ledger import ledger
-from tests.plan import encoder_cases
-from tests.plan.ledger_cases import Step, measure
+from meshwright.planner.ledger import ledger
+from meshwright.spec.presets import preset
+from tests.planner import encoder_cases
+from tests.planner.ledger_cases import Step, measure
 
 LIMIT = 0.05
 MIXTURES = [

@@ -43,7 +43,7 @@ def plain(shape: dict[str, int]) -> None:
 
 def meshwright(shape: dict[str, int]) -> None:
     """Our own trainer, the whole step as `meshwright train` runs it."""
-    from meshwright.train.memory import keep_freed_memory
+    from meshwright.monitoring.memory import keep_freed_memory
     from synthetic import synthetic_trainer
 
     keep_freed_memory()  # as every rank of `meshwright train` does

@@ -28,8 +28,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.attention import attend, ring_attention, ulysses_attention, visibility
 from meshwright.model.documents import Documents
+from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.parallel.context import places_of
-from meshwright.train.memory import keep_freed_memory
 
 ROWS, HEADS, KV_HEADS, SIZE, TOKENS = 1, 8, 4, 64, 4096
 WARM = 2

@@ -28,13 +28,13 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.recipe import Recipe
-from meshwright.train.optimizer import Optimizer
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.training.optimizer import Optimizer
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens in a sequence; sequences of a rank and step

@@ -22,8 +22,8 @@ import pyarrow
 import pyarrow.parquet
 
 from common import paired_ratio, write_result
-from meshwright.data.reading import Reader
-from meshwright.data.sources import find_files
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
 
 ROUNDS = 9
 MEGABYTES = 100

@@ -28,9 +28,9 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
 from meshwright.comm.mesh import Mesh
-from meshwright.model.config import ModelConfig
 from meshwright.model.experts import Mixture
-from meshwright.model.presets import preset
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 
 SIZES = {
     "mixtral": ("mixtral-8x7b-v0.1", {"hidden": 512, "intermediate": 1024, "expert_intermediate": 1024}),

@@ -94,9 +94,9 @@ def meshwright(place: Path, compiled: bool) -> None:
 
     from meshwright.comm.mesh import Mesh
     from meshwright.data import prepare
-    from meshwright.train.loop import model_config
-    from meshwright.train.memory import keep_freed_memory
-    from meshwright.train.trainer import Trainer
+    from meshwright.monitoring.memory import keep_freed_memory
+    from meshwright.training.loop import model_config
+    from meshwright.training.trainer import Trainer
 
     keep_freed_memory()  # as every rank of `meshwright train` does
     wanted = recipe(place, compiled)

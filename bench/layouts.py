@@ -31,16 +31,16 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig, config_from_recipe
-from meshwright.model.parameters import parameter_table
-from meshwright.model.refuse import refuse
 from meshwright.names import SCHEDULES
 from meshwright.recipe import Recipe
-from meshwright.train.trainer import Trainer
-from meshwright.verify.compare import TOLERANCES, compare
-from meshwright.verify.problem import Problem
-from meshwright.verify.ranks import run_rank
-from meshwright.verify.reference import Reference
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.refuse import refuse
+from meshwright.training.trainer import Trainer
+from meshwright.verification.compare import TOLERANCES, compare
+from meshwright.verification.problem import Problem
+from meshwright.verification.ranks import run_rank
+from meshwright.verification.reference import Reference
 from synthetic import SyntheticData
 
 RANKS = 8

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.model.config import ModelConfig
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 from peers import rotate
 
 

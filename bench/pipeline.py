@@ -35,20 +35,20 @@ from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig, config_from_recipe
 from meshwright.model.documents import ONE_DOCUMENT
 from meshwright.model.initialise import initial_value, place_row
 from meshwright.model.loss import linear_cross_entropy
-from meshwright.model.parameters import parameter_table
-from meshwright.model.partition import Partition
-from meshwright.model.stages import Stage
 from meshwright.model.transformer import Transformer
+from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of
-from meshwright.train.memory import keep_freed_memory
-from meshwright.train.optimizer import Optimizer
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stages import Stage
+from meshwright.training.optimizer import Optimizer
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 4096}
 SMALL = {"layers": 8, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 176, "vocabulary": 512}

@@ -18,12 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.layout import Layout
-from meshwright.model.presets import preset
-from meshwright.plan.cluster import cluster
-from meshwright.plan.estimate import priced
-from meshwright.plan.screen import screen
-from meshwright.plan.search import search
-from meshwright.plan.space import Problem
+from meshwright.planner.cluster import cluster
+from meshwright.planner.estimate import priced
+from meshwright.planner.screen import screen
+from meshwright.planner.search import search
+from meshwright.planner.space import Problem
+from meshwright.spec.presets import preset
 
 PROBLEMS = {
     "llama-3.1-405b on 16384xh100-sxm": Problem(preset("llama-3.1-405b"), cluster("16384xh100-sxm"), 8192, 2048),

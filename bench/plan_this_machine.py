@@ -1,4 +1,4 @@
-"""Step times that `meshwright.plan` predicts for this machine from what `probe` measured, beside measured ones.
+"""Step times that `meshwright.planner` predicts for this machine from what `probe` measured, beside measured ones.
 
 The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
 float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is
@@ -33,14 +33,14 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
 from meshwright.data.preparation import prepare
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig, config_from_recipe
-from meshwright.plan.cluster import Cluster, cluster
-from meshwright.plan.estimate import Estimate, evaluate
-from meshwright.plan.explain import explain
+from meshwright.monitoring.memory import keep_freed_memory
+from meshwright.planner.cluster import Cluster, cluster
+from meshwright.planner.estimate import Estimate, evaluate
+from meshwright.planner.explain import explain
 from meshwright.probe.points import Yardstick
 from meshwright.recipe import Recipe, load_recipe
-from meshwright.train.memory import keep_freed_memory
-from meshwright.train.trainer import Trainer
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.training.trainer import Trainer
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 RANKS = 2
@@ -102,8 +102,8 @@ def predict(text: str, where: Cluster) -> Estimate:
 
 def probed(path: Path) -> Cluster:
     """This machine, measured now; the cluster file is written to `path`."""
+    from meshwright.probe.ranks import probe
     from meshwright.probe.report import cluster_tables, write_cluster_file
-    from meshwright.train.probe_ranks import probe
 
     found = probe(RANKS, "cpu", log=lambda line: print(line, file=sys.stderr))
     path.write_text(write_cluster_file(cluster_tables(found, "cpu"), ["Written by bench/plan_this_machine.py."]))

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
-from meshwright.model.families import FAMILIES
-from meshwright.model.presets import PRESETS, preset
-from meshwright.plan.cluster import Cluster, cluster
-from meshwright.plan.engines import ENGINES, Engine
-from meshwright.plan.flops import training_flops_per_token
+from meshwright.planner.cluster import Cluster, cluster
+from meshwright.planner.engines import ENGINES, Engine
+from meshwright.planner.flops import training_flops_per_token
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.presets import PRESETS, preset
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 

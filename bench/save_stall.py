@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from common import paired_ratio, write_result
-from meshwright.train.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer
 from peers import SHAPE
 from synthetic import synthetic_trainer
 

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
-from meshwright.train.refusals import check_recipe
 
 STEPS = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v", "dualpipe")

@@ -23,9 +23,9 @@ def load() -> None:
 
     import meshwright.cli.main
     import meshwright.cli.train
-    import meshwright.train.launcher
-    import meshwright.train.loop
-    import meshwright.train.worker  # noqa: F401
+    import meshwright.launcher.launcher
+    import meshwright.training.loop
+    import meshwright.training.worker  # noqa: F401
 
 
 def fork_command(arguments: Sequence[str], environment: Mapping[str, str], errors: IO[str]) -> Forked:
@@ -33,7 +33,7 @@ def fork_command(arguments: Sequence[str], environment: Mapping[str, str], error
 
     def work() -> int:
         from meshwright.cli.main import main
-        from meshwright.train import started_rank
+        from meshwright.launcher import started_rank
 
         os.setsid()
         started_rank.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_fork_rank)  # type: ignore[assignment]
@@ -47,12 +47,14 @@ def _fork_rank(
     command: Sequence[str], stdin: int, stdout: int, pass_fds: Sequence[int], env: Mapping[str, str]
 ) -> Forked:
     """In place of the Popen that starts a rank."""
-    assert stdin == subprocess.PIPE and command[-1] == "meshwright.train.worker"
+    assert stdin == subprocess.PIPE and command[-1] == "meshwright.training.worker"
 
     def work() -> int:
-        from meshwright.train.worker import main
 
-        main()
+        from meshwright.launcher.rank_process import run_rank
+        from meshwright.training.worker import train_as_described
+
+        run_rank(train_as_described)
         return 0
 
     ours, theirs = os.pipe()

@@ -32,13 +32,13 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig, config_from_recipe
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.recipe import Recipe
-from meshwright.train.memory import keep_freed_memory
-from meshwright.train.optimizer import Optimizer
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.training.optimizer import Optimizer
 
 SHAPE = {"layers": 3, "hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "vocabulary": 8192}
 SEQUENCE, ROWS = 512, 1  # tokens in a sequence; sequences of a replica and step

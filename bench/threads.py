@@ -123,9 +123,9 @@ def measure(workers: dict[str, BenchmarkWorker], case: str, seconds: float, roun
 
 def work(case: str) -> dict[str, Any]:
     """What the case is: its parameters and tokens, and the FLOPs of one layer, by which `choose_threads` decides."""
-    from meshwright.model.config import config_from_recipe
-    from meshwright.model.parameters import parameter_table
-    from meshwright.plan.flops import training_flops_per_token
+    from meshwright.planner.flops import training_flops_per_token
+    from meshwright.spec.config import config_from_recipe
+    from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
 
     shape = CASES[case]
@@ -189,7 +189,7 @@ def contend(threads: int, ranks: int) -> None:
     if ranks == 1:
         import torch
 
-        from meshwright.train.memory import keep_freed_memory
+        from meshwright.monitoring.memory import keep_freed_memory
 
         keep_freed_memory()
         torch.set_num_threads(threads)

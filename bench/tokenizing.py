@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import paired_ratio, write_result
-from meshwright.data.packing import Packer
-from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, write_tokenizer
-from meshwright.data.tokenizer_kinds import KINDS
+from meshwright.data.packing.shards import Packer
+from meshwright.data.tokenizers.kinds import KINDS
+from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer, write_tokenizer
 
 SHAKESPEARE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 

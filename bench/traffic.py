@@ -36,8 +36,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
-from meshwright.train.loop import model_config
-from meshwright.train.trainer import Trainer
+from meshwright.training.loop import model_config
+from meshwright.training.trainer import Trainer
 from namespaces import MTU, NETWORK, hosts, sent_by_hosts
 
 STEPS = 3

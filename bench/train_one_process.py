@@ -36,10 +36,10 @@ def main() -> None:
 
     import torch
 
-    from meshwright.model.config import config_from_recipe
-    from meshwright.model.parameters import parameter_table
-    from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
+    from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
     from meshwright.probe.matmul import matmul_flops_per_second
+    from meshwright.spec.config import config_from_recipe
+    from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
 
     torch.set_num_threads(2)

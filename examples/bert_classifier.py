@@ -27,9 +27,9 @@ from tokenizers.trainers import WordPieceTrainer
 
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.train.module import exit_codes, fit
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.training.module import exit_codes, fit
 
 PACKAGES = ("asyncio", "ctypes", "email", "importlib", "multiprocessing", "xml")
 LENGTH = 64  # word pieces of a passage, with [CLS] before and [SEP] behind it

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.verify.problem import Problem
-from meshwright.verify.samples import Batch, make_sequences
+from meshwright.verification.problem import Problem
+from meshwright.verification.samples import Batch, make_sequences
 
 
 def make_batch(problem: Problem, step: int) -> Batch:

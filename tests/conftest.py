@@ -30,7 +30,7 @@ sys.dont_write_bytecode = False
 
 # Nearly all ranks of tests compute a model: the server that they are forked from loads what they would load one by one.
 local._SERVER_CODE = local._SERVER_CODE.replace(
-    "; serve(", "; import meshwright.train.loop, meshwright.verify.ranks; serve("
+    "; serve(", "; import meshwright.training.loop, meshwright.verification.ranks; serve("
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,6 +42,18 @@ class Outcome(NamedTuple):
     code: int
     output: str
     errors: str
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[local.LocalRanks]:
+    with local.LocalRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[local.LocalRanks]:
+    with local.LocalRanks(4) as ranks:
+        yield ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,15 +19,15 @@ import pytest
 
 from meshwright import errors
 from meshwright.cli.main import meshwright
-from meshwright.data.cleaning import RULES
+from meshwright.data.cleaning.rules import RULES
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import PRESETS
+from meshwright.monitoring.resuming import RESUMABLE
 from meshwright.names import FAMILIES
 from meshwright.recipe import SCHEMA, Recipe, SourceRecipe, load_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import PRESETS
 from meshwright.tables import is_table
-from meshwright.train.resuming import RESUMABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -385,8 +385,8 @@ def test_a_run_leaves_what_the_documentation_says(
     tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
 ):
     from meshwright.comm.mesh import Mesh
-    from meshwright.train.loop import train
-    from meshwright.train.run_directory import RunDirectory
+    from meshwright.monitoring.run_directory import RunDirectory
+    from meshwright.training.loop import train
 
     monkeypatch.chdir(tmp_path)
     text = "\n\n".join(f"The {number}th of the short lines of this text." for number in range(400))

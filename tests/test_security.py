@@ -12,28 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.records import Message
-from meshwright.data.sources import find_files
-from meshwright.data.template_rendering import TemplateError
+from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.slices import check_inside, read_index
+from meshwright.data.records.chat_template import ChatTemplate
+from meshwright.data.records.conversations import Message
+from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError, out_of_memory_message
-from meshwright.inspect.files import TensorFiles
+from meshwright.inspection.files import TensorFiles
+from meshwright.launcher.launcher import LaunchSpec, launch
+from meshwright.launcher.recipe_checks import check_memory
 from meshwright.layout import Layout
 from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
-from meshwright.model.config import ModelConfig
-from meshwright.plan.cluster import cluster
-from meshwright.plan.models import tokens_of
+from meshwright.monitoring.report import write_report
+from meshwright.monitoring.trackers import check_trackers, tracker_class
+from meshwright.planner.cluster import cluster
+from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
+from meshwright.spec.config import ModelConfig
 from meshwright.tables import Size, _plain_types
 from meshwright.terminal import escape_on_terminal, print_message
 from meshwright.toml import parse_toml, read_toml
-from meshwright.train.checkpoint.manifest import Damaged
-from meshwright.train.checkpoint.slices import check_inside, read_index
-from meshwright.train.launcher import LaunchSpec, launch
-from meshwright.train.refusals import check_memory
-from meshwright.train.report import write_report
-from meshwright.train.trackers import check_trackers, tracker_class
 from meshwright.untrusted import parse_json, read_file, read_json
 
 LLAMA = {
@@ -290,7 +290,7 @@ def test_template_memory_and_output_are_bounded(source: str):
 
 
 def test_endless_template_times_out(monkeypatch):
-    from meshwright.data import template_process
+    from meshwright.data.records import template_process
 
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     # A wall-clock limit of a second in place of ten of processor time: the same way out.
@@ -304,7 +304,7 @@ def test_endless_template_times_out(monkeypatch):
 
 
 def test_an_interrupted_template_answers_no_later_request():
-    from meshwright.data.template_process import RenderProcess
+    from meshwright.data.records.template_process import RenderProcess
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -347,7 +347,7 @@ def test_a_template_that_cannot_be_compiled_is_one_line(source: str):
 
 
 def test_a_template_has_none_of_the_environment(monkeypatch):
-    from meshwright.data.template_process import RenderProcess
+    from meshwright.data.records.template_process import RenderProcess
 
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     process = RenderProcess("{{ 1 }}", {})
@@ -404,7 +404,7 @@ def test_mlflow_credentials_need_trusted_recipe(uri: str, tmp_path: Path, monkey
 
 def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
     """An entry point is the user's own choice; the server in its options is the recipe's."""
-    from meshwright.train import trackers
+    from meshwright.monitoring import trackers
 
     monkeypatch.setattr(trackers, "_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
     options = '[track.options.theirs]\nuri = "http://evil.example"\n'
@@ -487,7 +487,7 @@ def test_generated_text_is_escaped_on_a_terminal_alone(monkeypatch):
 
 
 def test_text_of_a_split_model_is_escaped_on_a_terminal(monkeypatch, shared_data: Path):
-    from meshwright.serve import split
+    from meshwright.serving import split
 
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)

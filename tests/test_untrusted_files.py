@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.blocked_words import BlockedWords, digest
+from meshwright.data.cleaning.blocked_words import BlockedWords, digest
 from meshwright.errors import UserError
-from meshwright.inspect.files import TensorFiles
-from meshwright.model.config import ModelConfig
-from meshwright.plan.cluster import cluster
-from meshwright.plan.models import tokens_of
+from meshwright.inspection.files import TensorFiles
+from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
+from meshwright.planner.cluster import cluster
+from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import load as load_pipeline
-from meshwright.train.report_inputs import read_recipe, read_result, read_steps
+from meshwright.spec.config import ModelConfig
 from meshwright.untrusted import read_file
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -34,9 +34,9 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
 from meshwright.layout import Layout
-from meshwright.model.config import config_from_recipe
 from meshwright.recipe import Recipe
-from meshwright.train.trainer import Trainer
+from meshwright.spec.config import config_from_recipe
+from meshwright.training.trainer import Trainer
 from synthetic import InTurn
 
 SEQUENCE, BATCH, STEPS = 64, 8, 3

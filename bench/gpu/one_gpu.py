@@ -28,20 +28,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import Cases, step_seconds
 
+from meshwright.checkpoint import Checkpointer
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
-from meshwright.plan.devices import peak_flops
-from meshwright.plan.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.planner.devices import peak_flops
+from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
-from meshwright.train.checkpoint import Checkpointer
-from meshwright.train.loop import deterministic
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.training.loop import deterministic
 from synthetic import synthetic_trainer
 
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny")

@@ -1,4 +1,4 @@
-"""What `meshwright.plan` says of one GPU, beside what happens there: the peak of memory and the time of a step.
+"""What `meshwright.planner` says of one GPU, beside what happens there: the peak of memory and the time of a step.
 
     python bench/gpu/plan_on_gpu.py [--device cuda] [--small]
 
@@ -26,11 +26,11 @@ from cases import Cases, step_seconds
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.plan.cluster import Cluster, cluster
-from meshwright.plan.devices import find_device
-from meshwright.plan.estimate import evaluate
+from meshwright.planner.cluster import Cluster, cluster
+from meshwright.planner.devices import find_device
+from meshwright.planner.estimate import evaluate
+from meshwright.probe.ranks import probe
 from meshwright.probe.report import cluster_tables, write_cluster_file
-from meshwright.train.probe_ranks import probe
 from synthetic import synthetic_trainer
 
 SHAPE = {

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import write_result
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.trainer import Trainer, choose_products
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.trainer import Trainer, choose_products
 from synthetic import synthetic_trainer
 
 SHAPE = {

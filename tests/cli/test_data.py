@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.cleaning import asked
+from meshwright.data.cleaning.rules import asked
 from meshwright.recipe import CleanRecipe
 from meshwright.terminal import printable
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright.cli.main import main, meshwright
-from meshwright.model.presets import preset
+from meshwright.spec.presets import preset
 
 REQUEST = ("plan", "llama-3-8b", "--cluster", "16xh100-sxm", "--sequence", "4096", "--batch", "64")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.plan.calibration_cases import cluster_file, made_up_run
+from tests.planner.calibration_cases import cluster_file, made_up_run
 
 
 @pytest.fixture

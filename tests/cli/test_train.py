@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import Terminated, UserError
+from meshwright.launcher import launcher
 from meshwright.recipe import load_recipe
-from meshwright.train import launcher, worker
+from meshwright.training import start as training_start
+from meshwright.training import worker
 
 TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can go on.\n\n" for n in range(600))
 
@@ -35,7 +37,7 @@ def nothing_starts(monkeypatch):
     def started(*_: object) -> None:
         pytest.fail("ranks were started")
 
-    monkeypatch.setattr(launcher, "launch", started)
+    monkeypatch.setattr(training_start, "launch", started)
 
 
 MISTAKES = {
@@ -82,12 +84,12 @@ def test_what_needs_no_data_to_be_known_is_refused_before_they_are_prepared(
     name, started_by, recipe, tmp_path, command_line, monkeypatch
 ):
     # The room that others take it from comes last: what is loaded by the first two must not take the stand-in for it.
-    for place in ("meshwright.train.loop.prepare", "meshwright.train.launcher.launch", "meshwright.data.prepare"):
+    for place in ("meshwright.training.loop.prepare", "meshwright.training.start.launch", "meshwright.data.prepare"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data were prepared, or ranks started"))
     overrides = NEEDS_NO_DATA[name]
     if started_by == "a call":
         with pytest.raises(UserError):
-            launcher.launch_recipe(load_recipe(recipe, overrides))
+            training_start.launch_recipe(load_recipe(recipe, overrides))
         return
     if started_by == "torchrun":
         ranks = 3 if "layout=dp3" in overrides else 2 if "layout=" in overrides[0] else 1
@@ -162,7 +164,7 @@ def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, co
     assert outcome.output.startswith(f"done: step 4, loss {answer['loss']:.4f}\n")
     assert "checkpoint: new/parent/run/checkpoints/step-000004" in outcome.output
 
-    monkeypatch.setattr(launcher, "launch", lambda spec: pytest.fail("ranks were started"))
+    monkeypatch.setattr(training_start, "launch", lambda spec: pytest.fail("ranks were started"))
     outcome = command_line("train", recipe, *arguments, "train.batch=8")  # what may not change is refused before that
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
     assert 'override "train.batch=8": train.batch was 4 when this run began and is 8 now' in outcome.errors

@@ -11,7 +11,7 @@ from meshwright.comm.backend import group_backends
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.train.loop import deterministic
+from meshwright.training.loop import deterministic
 
 
 def test_backend_of_a_group_is_named_by_device(monkeypatch: pytest.MonkeyPatch):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.reading import Reader
-from meshwright.data.sources import find_files
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
 
 

@@ -17,10 +17,11 @@ import pytest
 from warcio.archiveiterator import ArchiveIterator
 from warcio.warcwriter import WARCWriter
 
-from meshwright.data import json_lines, prepare
-from meshwright.data import reading as reading_module
-from meshwright.data.reading import Reader
-from meshwright.data.sources import find_files
+from meshwright.data import prepare
+from meshwright.data.sources import json_lines
+from meshwright.data.sources import reading as reading_module
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 from tests.data.documents import read, refusal

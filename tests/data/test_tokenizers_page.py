@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from meshwright.data.tokenizer import load_tokenizer, write_tokenizer
-from meshwright.data.tokenizer_kinds import KINDS
-from meshwright.data.tokenizer_report import tokens_of
+from meshwright.data.tokenizers.kinds import KINDS
+from meshwright.data.tokenizers.report import tokens_of
+from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "tokenizers.md"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.asking import Asker
-from meshwright.data.endpoint import Endpoint
-from meshwright.data.evol_instruct import METHODS, evol_instruct
-from meshwright.data.rouge import rouge_l, words
-from meshwright.data.self_instruct import self_instruct, unsuitable
 from meshwright.errors import UserError
+from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.endpoint import Endpoint
+from meshwright.synthesis.evol_instruct import METHODS, evol_instruct
+from meshwright.synthesis.rouge import rouge_l, words
+from meshwright.synthesis.self_instruct import self_instruct, unsuitable
 from tests.data.served import completion, served
 
 NOUNS = [

@@ -72,7 +72,7 @@ LAYOUT_WORDS = [f"pp2:{name}".encode() for name in SCHEDULES] + [
 
 @cache
 def configs() -> list[dict[str, Any]]:
-    from meshwright.model.presets import PRESETS
+    from meshwright.spec.presets import PRESETS
 
     names = ("llama-tiny", "mistral-tiny", "qwen3-tiny", "gpt2", "mixtral-8x7b-v0.1", "gemma-2-2b", "llama-3.1-8b")
     configs = [PRESETS[name].config for name in names if name in PRESETS]
@@ -86,15 +86,15 @@ def configs() -> list[dict[str, Any]]:
 
 
 def config_words() -> list[str]:
-    from meshwright.model.config_fields import field_table
-    from meshwright.model.families import FAMILIES
+    from meshwright.spec.config_fields import field_table
+    from meshwright.spec.families import FAMILIES
 
     tables = [field_table(name) for name in FAMILIES]
     return sorted({name for one in tables for name in (*one.read, *one.neutral)} | {"quantization_config", *FAMILIES})
 
 
 def read_config(data: bytes, directory: Path) -> None:
-    from meshwright.model.config import ModelConfig
+    from meshwright.spec.config import ModelConfig
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def weights() -> st.SearchStrategy[bytes]:
 
 def read_tensors(directory: Path, path: Path) -> None:
     """Read as `inspect` does, and as a model is."""
-    from meshwright.inspect.report import inspect_model
+    from meshwright.inspection.report import inspect_model
     from meshwright.model.huggingface import CheckpointFiles
 
     refused: UserError | None = None
@@ -180,7 +180,7 @@ def tokenizers() -> list[dict[str, Any]]:
 
 
 def read_tokenizer(data: bytes, directory: Path) -> None:
-    from meshwright.data.tokenizer import find_tokenizer
+    from meshwright.data.tokenizers.tokenizer import find_tokenizer
 
     write_input(directory, "tokenizer.json", data)
     found = find_tokenizer(str(directory))
@@ -197,7 +197,7 @@ TOKENIZER_CONFIG = {
 
 
 def read_tokenizer_config(data: bytes, directory: Path) -> None:
-    from meshwright.data.tokenizer import find_tokenizer
+    from meshwright.data.tokenizers.tokenizer import find_tokenizer
 
     if not (directory / "tokenizer.json").exists():
         write_input(directory, "tokenizer.json", json.dumps(tokenizers()[0]).encode())
@@ -227,8 +227,8 @@ TEMPLATE_WORDS = (
 
 
 def read_template(data: bytes, directory: Path) -> None:
-    from meshwright.data.chat_template import ChatTemplate
-    from meshwright.data.records import Message
+    from meshwright.data.records.chat_template import ChatTemplate
+    from meshwright.data.records.conversations import Message
 
     template = ChatTemplate(
         decode(data), {"eos_token": "</s>", "bos_token": "<s>"}, frozenset(("</s>", "<s>")), "template"
@@ -240,7 +240,7 @@ def read_template(data: bytes, directory: Path) -> None:
 
 
 def template_refusals() -> tuple[type[Exception], ...]:
-    from meshwright.data.chat_template import TemplateError
+    from meshwright.data.records.chat_template import TemplateError
 
     return (UserError, TemplateError)
 
@@ -273,9 +273,9 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 
 def read_records(kind: str, form: str) -> Callable[[bytes, Path], None]:
     def read(data: bytes, directory: Path) -> None:
-        from meshwright.data.reading import Reader
-        from meshwright.data.records import Records
-        from meshwright.data.sources import SourceFile
+        from meshwright.data.records.conversations import Records
+        from meshwright.data.sources.reading import Reader
+        from meshwright.data.sources.resolution import SourceFile
 
         path = write_input(directory, f"records.{form}", data)
         for document in Reader(records=Records(kind)).documents(SourceFile(path.name, path, form, True)):
@@ -294,7 +294,7 @@ def record_inputs(kind: str, form: str) -> Callable[[], st.SearchStrategy[bytes]
 
 
 def read_rows(data: bytes, directory: Path) -> None:
-    from meshwright.data.exchanges import exchange, read_rows
+    from meshwright.data.records.exchanges import exchange, read_rows
 
     for where, record in read_rows(write_input(directory, "rows.jsonl", data)):
         exchange(record, where)
@@ -309,8 +309,8 @@ def read_special_tokens_map(data: bytes, directory: Path) -> None:
 
 
 def read_generation_config(data: bytes, directory: Path) -> None:
-    from meshwright.model.config import ModelConfig
-    from meshwright.serve.generate import _ends
+    from meshwright.serving.generate import _ends
+    from meshwright.spec.config import ModelConfig
 
     write_input(directory, "generation_config.json", data)
     read_tokenizer_config(b"{}", directory)
@@ -318,12 +318,12 @@ def read_generation_config(data: bytes, directory: Path) -> None:
 
 
 def read_token_count(data: bytes, directory: Path) -> None:
-    from meshwright.plan.models import tokens_of
+    from meshwright.planner.models import tokens_of
 
     assert 0 < tokens_of(str(write_input(directory, "tokenizer.json", data))) <= limit_of("vocabulary")
 
 
 def read_blocked_words(data: bytes, directory: Path) -> None:
-    from meshwright.data.blocked_words import BlockedWords
+    from meshwright.data.cleaning.blocked_words import BlockedWords
 
     BlockedWords(str(write_input(directory, "words.txt", data))).first("One mesh of ranks.")

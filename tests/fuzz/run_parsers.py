@@ -85,13 +85,13 @@ CLUSTER_KEYS = (
 
 
 def read_cluster(data: bytes, directory: Path) -> None:
-    from meshwright.plan.cluster import cluster
+    from meshwright.planner.cluster import cluster
 
     cluster(str(write_input(directory, "cluster.toml", data)))
 
 
 def read_shorthand(data: bytes, directory: Path) -> None:
-    from meshwright.plan.cluster import cluster
+    from meshwright.planner.cluster import cluster
 
     if "/" not in (text := decode(data)):
         cluster(text)
@@ -105,7 +105,7 @@ JOB_CLUSTER = {"device": "h100-sxm", "devices": 8, "devices_per_node": 8, "insid
 
 def read_job(data: bytes, directory: Path) -> None:
     from meshwright.cli.plumbing import json_document
-    from meshwright.plan.jobs import answer
+    from meshwright.planner.jobs import answer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,13 +118,13 @@ def read_job(data: bytes, directory: Path) -> None:
 
 
 def damaged() -> tuple[type[Exception], ...]:
-    from meshwright.train.checkpoint.manifest import Damaged
+    from meshwright.checkpoint.manifest import Damaged
 
     return (UserError, Damaged)
 
 
 def manifest_bytes() -> bytes:
-    from meshwright.train.checkpoint.manifest import FileRecord, Manifest
+    from meshwright.checkpoint.manifest import FileRecord, Manifest
 
     digest = hashlib.sha256(b"{}").hexdigest()
     return Manifest(3, 2.5, {"config.json": FileRecord(2, digest, (digest,))}).to_json()
@@ -132,7 +132,7 @@ def manifest_bytes() -> bytes:
 
 def read_manifest(data: bytes, directory: Path) -> None:
     """A manifest with a right hash of its own, or the bytes as they are."""
-    from meshwright.train.checkpoint import manifest
+    from meshwright.checkpoint import manifest
 
     try:
         content = json.loads(data)
@@ -149,7 +149,7 @@ def read_manifest(data: bytes, directory: Path) -> None:
 
 
 def read_slices(data: bytes, directory: Path) -> None:
-    from meshwright.train.checkpoint import slices
+    from meshwright.checkpoint import slices
 
     write_input(directory, slices.INDEX, data)
     index = slices.read_index(directory)
@@ -167,7 +167,7 @@ SLICES = {
 
 
 def read_state(data: bytes, directory: Path) -> None:
-    from meshwright.train.checkpoint.catalogue import STATE, read_state
+    from meshwright.checkpoint.catalogue import STATE, read_state
 
     write_input(directory, STATE, data)
     assert isinstance(read_state(directory), dict)
@@ -192,8 +192,8 @@ RESULT: dict[str, Any] = {
 
 
 def read_report(metrics: bytes | None, result: bytes | None, directory: Path, recipe: bytes | None = None) -> None:
-    from meshwright.train.report import write_report
-    from meshwright.train.run_directory import RECIPE
+    from meshwright.monitoring.report import write_report
+    from meshwright.monitoring.run_directory import RECIPE
 
     if recipe is not None:
         write_input(directory, RECIPE, recipe)
@@ -204,7 +204,7 @@ def read_report(metrics: bytes | None, result: bytes | None, directory: Path, re
 
 
 def read_calibrate(data: bytes, directory: Path) -> None:
-    from meshwright.plan.calibrate import read_run
+    from meshwright.planner.calibrate import read_run
 
     write_input(directory, "result.json", data)
     read_run(directory).document()
@@ -213,7 +213,7 @@ def read_calibrate(data: bytes, directory: Path) -> None:
 def read_prepared(data: bytes, directory: Path) -> None:
     """What is damaged in the cache is made again, or refused."""
     from meshwright.data import prepare
-    from meshwright.recipe_data import DataRecipe
+    from meshwright.recipe.data import DataRecipe
 
     text = directory / "text.txt"
     if not text.exists():

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.model_parsers import INDEX, TOKENIZER_CONFIG
 from tests.fuzz.parsers import PARSERS
 from tests.fuzz.run_parsers import METRICS, RESULT, SLICES
-from tests.model.test_config import LLAMA
+from tests.spec.test_config import LLAMA
 
 STEP = json.loads(METRICS.split(b"\n")[0])
 FOUND: dict[str, tuple[str, object]] = {

@@ -9,10 +9,10 @@ import torch
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 
 ROWS, SEQUENCE = 4, 12
 

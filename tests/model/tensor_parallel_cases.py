@@ -8,11 +8,11 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 
 IDS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
 

@@ -11,8 +11,8 @@ from meshwright.model import tiled_attention as tiles
 from meshwright.model.attention import attend, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
-from meshwright.model.presets import preset
 from meshwright.model.tiled_attention import tiled_attention
+from meshwright.spec.presets import preset
 
 CPU = torch.device("cpu")
 # rows, tokens, query heads, key-value heads, head size; lengths that a tile of queries divides, and others

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from meshwright.model.config import ModelConfig
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import PRESETS, preset
-from meshwright.model.rope_scaling import RopeScaling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import PRESETS, preset
+from meshwright.spec.rope_scaling import RopeScaling
 
 LLAMA3 = RopeScaling("llama3", 8.0, 128, low_frequency_factor=1.0, high_frequency_factor=4.0)
 YARN = RopeScaling("yarn", 4.0, 128, beta_fast=24.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.5, truncate=False)

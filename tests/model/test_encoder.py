@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.huggingface import load_encoder, load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import PRESETS, preset
-from meshwright.model.refuse import refuse
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import PRESETS, preset
+from meshwright.spec.refuse import refuse
 
 ODD: dict[str, Any] = {
     "vocab_size": 499, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 6,
@@ -473,7 +473,8 @@ def test_an_encoder_without_a_head_says_what_it_gives():
 def test_the_loss_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch):
     """The bias of the vocabulary, over several chunks and where logits are made twice."""
     from meshwright.comm.mesh import Axes
-    from meshwright.model import chunks, loss
+    from meshwright.model import loss
+    from meshwright.spec import chunks
 
     make = torch.Generator().manual_seed(0)
     hidden, weight, bias = (

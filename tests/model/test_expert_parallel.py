@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.model.config import ModelConfig
-from meshwright.model.presets import preset
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 
 SMALL: dict[str, Any] = {
     "vocabulary": 499, "layers": 2, "experts": 6, "experts_per_token": 3, "expert_intermediate": 12,

@@ -16,17 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
 from meshwright.model.grouped_product import grouped_product
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise, take_row
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.model.refuse import refuse
 from meshwright.model.transformer import Transformer
-from meshwright.plan.flops import forward_flops_per_token
+from meshwright.planner.flops import forward_flops_per_token
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.refuse import refuse
 from tests.model.transformers_names import row_in_transformers
 
 ODD: dict[str, Any] = {

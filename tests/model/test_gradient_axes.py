@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.layout import Layout
-from meshwright.model.config import ModelConfig
-from meshwright.model.parameters import ParameterTable, parameter_table
-from meshwright.model.presets import preset
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.presets import preset
 
 SEQUENCE, VOCABULARY = 16, 19
 SMALL: dict[str, Any] = {

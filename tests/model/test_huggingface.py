@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.errors import UserError
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
 from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 
 ODD = {
     "vocab_size": 499, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 6,

@@ -7,9 +7,9 @@ import dataclasses
 import torch
 
 from meshwright.model.initialise import initial_value, initialise, place_row, take_row
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 
 
 def test_a_value_does_not_depend_on_the_rest_of_the_model():

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.comm.mesh import Axes
-from meshwright.model import chunks
 from meshwright.model import loss as losses
-from meshwright.model.chunks import keeps_head_gradient
 from meshwright.model.loss import linear_cross_entropy
+from meshwright.spec import chunks
+from meshwright.spec.chunks import keeps_head_gradient
 
 AXES = Axes.single()
 TOKENS, HIDDEN, VOCABULARY = 50, 12, 31

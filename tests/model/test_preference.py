@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.comm.mesh import Axes
-from meshwright.model import chunks
 from meshwright.model import loss as losses
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value
 from meshwright.model.loss import linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import Pairs
-from meshwright.model.parameters import parameter_table
 from meshwright.model.preference import Preference
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
-from meshwright.verify.compare import relative_errors
-from meshwright.verify.problem import scaled_down
+from meshwright.spec import chunks
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.verification.compare import relative_errors
+from meshwright.verification.problem import scaled_down
 from tests.model.transformers_names import row_in_transformers
 
 AXES = Axes.single()

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from meshwright.model.config import ModelConfig
-from meshwright.model.presets import preset
 from meshwright.model.rope import RotaryTable, _turned, inverse_frequencies, rotate
-from meshwright.model.rope_scaling import RopeScaling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
+from meshwright.spec.rope_scaling import RopeScaling
 
 CPU = torch.device("cpu")
 LLAMA = dataclasses.replace(preset("llama-tiny"), head_dim=64, rope_theta=5e5)

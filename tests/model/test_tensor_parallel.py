@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.model.config import ModelConfig
-from meshwright.model.presets import preset
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 
 ODD = {"vocabulary": 499, "layers": 2}  # a vocabulary that two ranks cannot share evenly
 CONFIGS = {

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.layers import Embedding
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 
 FAMILIES = [
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),

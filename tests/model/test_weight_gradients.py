@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, grouped_linear, linear, take_weight_gradients
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 
 FAMILIES = ["llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen2-moe-tiny"]
 ROWS, SEQUENCE = 2, 12

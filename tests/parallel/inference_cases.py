@@ -12,8 +12,8 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.parallel.inference import SplitModel
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.serve.generate import Generator
-from meshwright.serve.sampling import Sampling
+from meshwright.serving.generate import Generator
+from meshwright.serving.sampling import Sampling
 
 PROMPT = "def f("
 DRAWN = Sampling(temperature=1.3, top_k=50, top_p=0.95, seed=5)

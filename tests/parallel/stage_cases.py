@@ -13,9 +13,6 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.parameters import parameter_table
-from meshwright.model.partition import Partition
-from meshwright.model.stage_times import program_for
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
@@ -23,10 +20,13 @@ from meshwright.parallel.pieces import Piece
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
-from meshwright.train.loop import model_config
-from meshwright.train.trainer import Trainer
-from meshwright.verify.problem import Problem
-from meshwright.verify.samples import Batch
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+from meshwright.training.loop import model_config
+from meshwright.training.trainer import Trainer
+from meshwright.verification.problem import Problem
+from meshwright.verification.samples import Batch
 from tests.batches import make_batch, share_of
 
 
@@ -232,7 +232,7 @@ def trainer_of_another_program(text: str) -> str:
     read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
     data = prepare(recipe.data, recipe.run.seed)
     try:
-        with mock.patch("meshwright.train.trainer.program_for", lambda *arguments: read):
+        with mock.patch("meshwright.training.trainer.program_for", lambda *arguments: read):
             Trainer(recipe, layout, model_config(recipe, data), data, mesh)
     except UserError as error:
         return str(error)

@@ -16,12 +16,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.verify.problem import Problem, scaled_down
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.rows import padded_numel
+from meshwright.verification.problem import Problem, scaled_down
 from tests.batches import make_batch, share_of
 
 LLAMA, GPT2 = scaled_down(preset("llama-3-8b")), scaled_down(preset("gpt2"))

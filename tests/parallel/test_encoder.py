@@ -14,9 +14,9 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 
 ROWS, SEQUENCE = 8, 20
 MASKED = dataclasses.replace(preset("bert-tiny"), layers=3, vocabulary=97)

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from meshwright.comm.local import LocalRanks
-from meshwright.data.tokenizer import write_tokenizer
+from meshwright.data.tokenizers.tokenizer import write_tokenizer
 from meshwright.errors import UserError
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.inference import reading_layout
-from meshwright.serve.generate import Generator
+from meshwright.serving.generate import Generator
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 from tests.parallel import inference_cases as cases
 
 LAYOUTS = ["pp4", "tp2 pp2:1f1b", "tp4:nosp"]

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.model.rows import ALIGNMENT, padded_numel
 from meshwright.parallel.pieces import flat_unit, part_of, pieces_of
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.rows import ALIGNMENT, padded_numel
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gpt2-tiny"])

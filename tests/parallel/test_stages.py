@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from meshwright.comm.local import LocalRanks
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.verify.problem import Problem, scaled_down
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.verification.problem import Problem, scaled_down
 from tests.parallel import stage_cases as cases
-from tests.train.training_cases import recipe
+from tests.training.training_cases import recipe
 
 TIED = dataclasses.replace(scaled_down(preset("qwen3-0.6b")), layers=9)
 GPT2 = dataclasses.replace(scaled_down(preset("gpt2")), layers=9)

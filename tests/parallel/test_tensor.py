@@ -11,15 +11,16 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model import chunks, loss
+from meshwright.model import loss
 from meshwright.model.initialise import initial_value
-from meshwright.model.parameters import parameter_table
-from meshwright.model.presets import preset
-from meshwright.model.rows import padded_numel
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import flat_unit, pieces_of
-from meshwright.verify.problem import Problem, scaled_down
+from meshwright.spec import chunks
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.rows import padded_numel
+from meshwright.verification.problem import Problem, scaled_down
 from tests.batches import make_batch, share_of
 from tests.parallel.stage_cases import tensors_of
 

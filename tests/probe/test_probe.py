@@ -14,14 +14,14 @@ from torch.distributed import HashStore
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost, UserError
-from meshwright.plan.cluster import cluster
-from meshwright.plan.measured import FORMS, read
+from meshwright.launcher.launcher import LaunchSpec, launch
+from meshwright.launcher.rendezvous import Place
+from meshwright.planner.cluster import cluster
+from meshwright.planner.measured import FORMS, read
+from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, slowest_median
 from meshwright.probe.points import Effort, Point, call_of, time_call
 from meshwright.probe.report import cluster_tables, document, rate_and_latency, summary, write_cluster_file
-from meshwright.train import probe_ranks
-from meshwright.train.launcher import LaunchSpec, launch
-from meshwright.train.rendezvous import Place
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
 
@@ -188,7 +188,7 @@ def test_a_collective_takes_as_long_as_its_slowest_rank():
 
 
 def test_latency_is_the_smallest_message_and_rate_what_lies_beyond():
-    from meshwright.plan.measured import Curve
+    from meshwright.planner.measured import Curve
 
     sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
     rate, latency = rate_and_latency(Curve(sizes, tuple(3e-5 + size / 2e9 for size in sizes)))

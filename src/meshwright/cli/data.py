@@ -82,7 +82,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 
     Data that are not prepared yet are prepared first.
     """
-    from meshwright.data.cleaning_report import cleaning_page
+    from meshwright.data.cleaning.report import cleaning_page
 
     with answering(as_json) as answer:
         data, _ = _prepared(recipe, overrides, check=False)
@@ -106,8 +106,8 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
 
     Data that are not prepared yet are prepared first.
     """
-    from meshwright.data.tokenizer_page import page
-    from meshwright.data.tokenizer_report import tokenizer_report, tokens_of
+    from meshwright.data.tokenizers.page import page
+    from meshwright.data.tokenizers.report import tokenizer_report, tokens_of
     from meshwright.recipe import load_recipe
 
     with answering(as_json) as answer:

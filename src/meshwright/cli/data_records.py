@@ -15,7 +15,7 @@ from meshwright.names import unknown
 from meshwright.terminal import print_message, printable, rendered
 
 if TYPE_CHECKING:
-    from meshwright.data.asking import Asker
+    from meshwright.synthesis.asking import Asker
 
 _METHODS = ("self-instruct", "evol-instruct")
 _FILE = click.Path(path_type=Path)
@@ -82,8 +82,8 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 
     The guesses are marked as such. Killed and started again, no answered request is asked again.
     """
-    from meshwright.data.exchanges import read_rows, write_rows
-    from meshwright.data.labelling import label as label_records
+    from meshwright.data.records.exchanges import read_rows, write_rows
+    from meshwright.synthesis.labelling import label as label_records
 
     with answering(as_json) as answer:
         rows = read_rows(records)
@@ -111,10 +111,10 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 
     Each FILE is a group of its own.
     """
-    from meshwright.data.balance import balance as report_balance
-    from meshwright.data.balance import parse_target
-    from meshwright.data.balance_page import balance_page
-    from meshwright.data.exchanges import each_row
+    from meshwright.data.records.exchanges import each_row
+    from meshwright.synthesis.balance import balance as report_balance
+    from meshwright.synthesis.balance import parse_target
+    from meshwright.synthesis.balance_page import balance_page
 
     with answering(as_json) as answer:
         wanted = parse_target(target)
@@ -145,8 +145,8 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
 
     classify: labels of a record; spans: stretches that perform an act; rewrite: a better response.
     """
-    from meshwright.data.annotation import check_names, export_rows
-    from meshwright.data.exchanges import read_rows, write_rows
+    from meshwright.data.records.exchanges import read_rows, write_rows
+    from meshwright.synthesis.annotation import check_names, export_rows
 
     with answering(as_json) as answer:
         check_names(tool, task)
@@ -173,8 +173,8 @@ def import_(
 
     Of several annotators (several FILEs, or several rows of a record) the majority holds.
     """
-    from meshwright.data.annotation import TASKS, check_names, import_rows
-    from meshwright.data.exchanges import read_rows, write_rows
+    from meshwright.data.records.exchanges import read_rows, write_rows
+    from meshwright.synthesis.annotation import TASKS, check_names, import_rows
 
     with answering(as_json) as answer:
         check_names(tool, TASKS[0])
@@ -223,9 +223,9 @@ def vary(
 
     Killed and started again, no answered request is asked again.
     """
-    from meshwright.data.evol_instruct import evol_instruct
-    from meshwright.data.exchanges import read_rows, write_rows
-    from meshwright.data.self_instruct import self_instruct
+    from meshwright.data.records.exchanges import read_rows, write_rows
+    from meshwright.synthesis.evol_instruct import evol_instruct
+    from meshwright.synthesis.self_instruct import self_instruct
 
     with answering(as_json) as answer:
         if method not in _METHODS:
@@ -252,8 +252,8 @@ COMMANDS = (label, balance, export, import_, vary)
 
 
 def _asker(served: Mapping[str, Any], output: Path) -> Asker:
-    from meshwright.data.asking import Asker
-    from meshwright.data.endpoint import Endpoint, key_from
+    from meshwright.synthesis.asking import Asker
+    from meshwright.synthesis.endpoint import Endpoint, key_from
 
     key = key_from(served["key_variable"])
     endpoint = Endpoint(served["url"], served["model"], key, served["timeout"], served["tries"])

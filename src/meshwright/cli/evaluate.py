@@ -49,7 +49,7 @@ def command(
 
     KEY=VALUE overrides one field of the recipe that --data names.
     """
-    from meshwright.train.evaluation import evaluate
+    from meshwright.evaluation.evaluation import evaluate
 
     with answering(as_json) as answer:
         device_or_layout(device, layout)

@@ -48,9 +48,9 @@ def command(
 ) -> None:
     """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
     directory. The text is written as it comes."""
-    from meshwright.serve.generate import Generator
-    from meshwright.serve.sampling import Sampling
-    from meshwright.serve.split import generate_split
+    from meshwright.serving.generate import Generator
+    from meshwright.serving.sampling import Sampling
+    from meshwright.serving.split import generate_split
 
     with answering(as_json) as answer:
         sampling = Sampling(temperature, top_k, top_p, seed)

@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Show what PATH holds: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, or
     one file of it. Tensors are read one at a time and in blocks."""
-    from meshwright.inspect.report import inspect_model
+    from meshwright.inspection.report import inspect_model
 
     with answering(as_json) as answer:
         document = inspect_model(

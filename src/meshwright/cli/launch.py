@@ -55,7 +55,7 @@ def command(
     lost, and lets them save when it is told to end. It works in this directory and with this Python.
     """
     from meshwright.errors import UserError
-    from meshwright.train.launch_script import launch_script
+    from meshwright.launcher.launch_script import launch_script
 
     with answering(as_json) as answer:
         if kind is None:

@@ -27,7 +27,7 @@ COMMANDS = {
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",
-    "run": "Run a script of yours on several ranks of this machine: any module, trained by meshwright.train.module.",
+    "run": "Run a script of yours on several ranks of this machine: any module, trained by meshwright.training.module.",
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",

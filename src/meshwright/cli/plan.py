@@ -100,11 +100,11 @@ def command(
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     if cluster is None:
         raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
-    from meshwright.plan.answers import document as document_of
-    from meshwright.plan.answers import ledgers, nothing_fits
-    from meshwright.plan.estimate import problem_of
-    from meshwright.plan.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
-    from meshwright.plan.text import headline
+    from meshwright.planner.answers import document as document_of
+    from meshwright.planner.answers import ledgers, nothing_fits
+    from meshwright.planner.estimate import problem_of
+    from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
+    from meshwright.planner.text import headline
 
     said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
     own = None
@@ -124,10 +124,10 @@ def command(
         documents=documents,
     )  # fmt: skip
     with answering(as_json) as answer:
-        from meshwright.plan.estimate import priced, recipe_layout
-        from meshwright.plan.nearest import nearest
-        from meshwright.plan.search import search
-        from meshwright.plan.text import WIDE, estimate_text, found_text, ledger_text, nearest_text, recipe_text
+        from meshwright.planner.estimate import priced, recipe_layout
+        from meshwright.planner.nearest import nearest
+        from meshwright.planner.search import search
+        from meshwright.planner.text import WIDE, estimate_text, found_text, ledger_text, nearest_text, recipe_text
 
         if parsed is not None:
             found, best = None, [priced(problem, parsed)]
@@ -153,15 +153,15 @@ def command(
             document["ledger"] = ledgers(best[0])
             lines.append(ledger_text(best[0].memory, width))
         if explained and best:
-            from meshwright.plan.explain import busiest, explain
-            from meshwright.plan.text import explain_text
+            from meshwright.planner.explain import busiest, explain
+            from meshwright.planner.text import explain_text
 
             rank = busiest(problem, best[0].layout)
             rows = explain(problem, best[0].layout, rank)
             document["operations"] = [row.document() for row in rows]
             lines.append(explain_text(best[0].layout, rank, rows, width))
         if html:
-            from meshwright.plan.page import page
+            from meshwright.planner.page import page
 
             write_file(html, page(problem, model, best, found, least))
             document["files"] = {"page": str(html)}
@@ -173,9 +173,9 @@ def command(
 
 def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
     """Compare what runs predicted with what they took, and keep the factor in the cluster file."""
-    from meshwright.plan.calibrate import cluster_file_with, read_run
-    from meshwright.plan.cluster import this_machine
-    from meshwright.plan.text import calibrated_text
+    from meshwright.planner.calibrate import cluster_file_with, read_run
+    from meshwright.planner.cluster import this_machine
+    from meshwright.planner.text import calibrated_text
 
     if not runs:
         raise UserError("--calibrate: name the directories of finished runs, such as runs/first")
@@ -209,7 +209,7 @@ def _layout(text: str | None) -> Any:
 
 def _answer_jobs(path: str) -> None:
     """One answer a line, in order; a line that cannot be priced answers with its error in its place."""
-    from meshwright.plan.jobs import answer
+    from meshwright.planner.jobs import answer
 
     for line in _lines(path):
         text = json_document(answer(line))

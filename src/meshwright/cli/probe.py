@@ -36,10 +36,10 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     is slower than the others is named. Started by torchrun or SLURM, it measures all hosts together.
     """
     with answering(as_json) as answer:
-        from meshwright.plan.cluster import this_machine
+        from meshwright.launcher.rendezvous import join_if_started_by_others, place
+        from meshwright.planner.cluster import this_machine
         from meshwright.probe import report
-        from meshwright.train.probe_ranks import join, probe
-        from meshwright.train.rendezvous import join_if_started_by_others, place
+        from meshwright.probe.ranks import join, probe
 
         path = this_machine() if output is None else output
         if not directory.is_dir():

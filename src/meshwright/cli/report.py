@@ -22,7 +22,7 @@ from meshwright.cli.plumbing import answering, json_option
 @json_option
 def command(run_directory: Path, evaluation: Path | None, sample: Path | None, as_json: bool) -> None:
     """Write RUN_DIRECTORY/report.html: loss curve, throughput, recipe, evaluation, sample, in one file."""
-    from meshwright.train.report import write_report
+    from meshwright.monitoring.report import write_report
 
     with answering(as_json) as answer:
         page = write_report(

@@ -24,15 +24,15 @@ from meshwright.cli.plumbing import answering, json_option
 def command(
     ranks: int, directory: str | None, restarts: int, as_json: bool, script: str, arguments: tuple[str, ...]
 ) -> None:
-    """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.train.module.fit.
+    """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.training.module.fit.
 
     What comes after SCRIPT is for the script. SIGTERM and Ctrl-C end the step under way, save and stop, with exit code
     143 or 130; the same command then goes on. Standard output is the script's own; with --json it carries the result of
     the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
     """
     from meshwright.errors import UserError
-    from meshwright.train.launcher import RankFault
-    from meshwright.train.script import run_script
+    from meshwright.launcher.launcher import RankFault
+    from meshwright.training.script import run_script
 
     path = Path(script)
     if not path.is_file():

@@ -50,27 +50,27 @@ def train(
     else's launcher. trust: code that the recipe names may run."""
     from meshwright.collectives.named import named_programs
     from meshwright.data import prepare
+    from meshwright.launcher.recipe_checks import check_recipe
+    from meshwright.launcher.rendezvous import join_if_started_by_others, place
+    from meshwright.monitoring.resuming import check_resume
+    from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.recipe import load_recipe
-    from meshwright.train.launcher import launch_recipe
-    from meshwright.train.refusals import check_recipe
-    from meshwright.train.rendezvous import join_if_started_by_others, place
-    from meshwright.train.resuming import check_resume
-    from meshwright.train.run_directory import RunDirectory
+    from meshwright.training.start import launch_recipe
 
     recipe = load_recipe(recipe_path, overrides, trust=trust)
     started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
     if recipe.layout == "auto":
-        from meshwright.train.automatic import chosen_layout
-        from meshwright.train.rank_threads import share_this_host
+        from meshwright.launcher.rank_threads import share_this_host
+        from meshwright.training.automatic import chosen_layout
 
         say = print_message if started is None or started.rank == 0 else _say_nothing
         measure = probe and (started is None or share_this_host(started))
         layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=measure)
         recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
     if started is not None:
-        from meshwright.train.worker import join
+        from meshwright.training.worker import join
 
         first = started.rank == 0
         try:

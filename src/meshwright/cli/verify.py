@@ -71,7 +71,7 @@ def command(
     from meshwright.comm.local import start_server
 
     start_server()  # it loads torch while we do
-    from meshwright.verify import verify
+    from meshwright.verification import verify
 
     with answering(as_json) as answer:
         document = verify(

@@ -10,9 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from meshwright.comm.call_ring import process_calls
 from meshwright.comm.mesh import Communicator, calls_under_way
 from meshwright.errors import RankLost
+from meshwright.flight_recorder.call_ring import process_calls
 
 
 class Handle:

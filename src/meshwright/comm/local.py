@@ -29,9 +29,9 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm.call_ring import attach, named_file
-from meshwright.comm.rank_report import Snapshot
 from meshwright.errors import RankLost, ignore_model_warnings
+from meshwright.flight_recorder.call_ring import attach, named_file
+from meshwright.flight_recorder.rank_report import Snapshot
 from meshwright.threads import child_environment
 
 _SERVER_CODE = (

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from meshwright.collectives.cutting import OWNED
 from meshwright.comm.backend import group_backends
-from meshwright.comm.call_ring import process_calls
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, UserError
+from meshwright.flight_recorder.call_ring import process_calls
 from meshwright.names import unknown
 from meshwright.program.check_collective import CheckedCollective
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from meshwright.collectives.named import Named
 from meshwright.comm.backend import group_backends
-from meshwright.comm.call_ring import process_calls
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import RankLost, UserError
+from meshwright.flight_recorder.call_ring import process_calls
 from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")

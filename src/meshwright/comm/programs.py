@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from meshwright.collectives import cutting
 from meshwright.comm.backend import group_backends
-from meshwright.comm.call_ring import process_calls
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
+from meshwright.flight_recorder.call_ring import process_calls
 from meshwright.program.check_collective import CheckedCollective
 
 UNDER_WAY = 2  # segments

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.call_ring import CallWriter
 from meshwright.comm.mesh import Communicator, calls_under_way
+from meshwright.flight_recorder.call_ring import CallWriter
 
 
 @dataclass(slots=True)

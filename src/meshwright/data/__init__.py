@@ -2,8 +2,8 @@
 
 from meshwright.data.compression import xz_bits_per_byte
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packed import NO_TARGET, PackedTokens, TokenBatch, TokenRows
-from meshwright.data.packed_examples import PackedExamples
+from meshwright.data.packing.packed import NO_TARGET, PackedTokens, TokenBatch, TokenRows
+from meshwright.data.packing.packed_examples import PackedExamples
 from meshwright.data.preparation import prepare
 from meshwright.data.prepared import PreparedData
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders
 
-from meshwright.data.tokenizer_kinds import BYTES
+from meshwright.data.tokenizers.kinds import BYTES
 
 _JOINS = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]).__getstate__()
 

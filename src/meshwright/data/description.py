@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.packed import NO_TARGET
-from meshwright.data.packed_examples import PackedExamples
+from meshwright.data.packing.packed import NO_TARGET
+from meshwright.data.packing.packed_examples import PackedExamples
 from meshwright.data.prepared import PreparedData
 
 _LOOK_AHEAD = 2_000  # rows among which one with a document boundary is looked for

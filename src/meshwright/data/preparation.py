@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.blocked_words import digest
-from meshwright.data.chat_template import check_tokens, find_template
-from meshwright.data.cleaning import Rewriter
-from meshwright.data.contents import Contents
-from meshwright.data.decontamination import digests
-from meshwright.data.examples import ExampleEncoder
+from meshwright.data.cleaning.blocked_words import digest
+from meshwright.data.cleaning.decontamination import digests
+from meshwright.data.cleaning.rules import Rewriter
+from meshwright.data.cleaning.survey import (
+    FEW_DOCUMENTS,
+    SHORT_DOCUMENT,
+    SPLITS,
+    Survey,
+    document_reader,
+    last_of,
+    survey,
+)
 from meshwright.data.files import (
     PARTIAL,
     WholeFile,
@@ -30,21 +36,15 @@ from meshwright.data.files import (
     write_array,
     write_whole,
 )
-from meshwright.data.packing import Packer, Shard, TextEncoder, every_few_seconds
+from meshwright.data.packing.shards import Packer, Shard, TextEncoder, every_few_seconds
 from meshwright.data.prepared import PreparedData
-from meshwright.data.reading import LONGEST_DOCUMENT, Reader, check_encoding
-from meshwright.data.sources import KEYED_FORMATS, SourceChanged, find_files
-from meshwright.data.survey import (
-    FEW_DOCUMENTS,
-    SHORT_DOCUMENT,
-    SPLITS,
-    Survey,
-    document_reader,
-    last_of,
-    survey,
-)
-from meshwright.data.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
-from meshwright.data.tokenizer_kinds import KINDS
+from meshwright.data.records.chat_template import check_tokens, find_template
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.sources.contents import Contents
+from meshwright.data.sources.reading import LONGEST_DOCUMENT, Reader, check_encoding
+from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
+from meshwright.data.tokenizers.kinds import KINDS
+from meshwright.data.tokenizers.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 

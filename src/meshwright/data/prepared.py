@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.cleaning.survey import SPLITS
 from meshwright.data.compression import token_byte_counts
-from meshwright.data.examples import ExampleEncoder
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packed import PackedTokens, TokenRows
-from meshwright.data.packed_examples import PackedExamples
-from meshwright.data.packing import Shard
-from meshwright.data.survey import SPLITS
-from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.data.packing.packed import PackedTokens, TokenRows
+from meshwright.data.packing.packed_examples import PackedExamples
+from meshwright.data.packing.shards import Shard
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 

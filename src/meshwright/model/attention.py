@@ -18,12 +18,12 @@ from torch import nn
 from meshwright.comm.mesh import Axes, Axis
 from meshwright.comm.operators import all_to_all
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import Documents
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, enter_tensor_parallel
 from meshwright.model.ring_attention import ring_attention
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
+from meshwright.spec.config import ModelConfig
 
 
 def visibility(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.model.config import ModelConfig
+from meshwright.spec.config import ModelConfig
 
 
 class KeyValueCache:

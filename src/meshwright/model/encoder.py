@@ -1,7 +1,7 @@
 """The encoder: BERT (Devlin et al. 2019, arXiv:1810.04805), whose tokens see each other both ways.
 
 Made of the decoder's parts (attention.py, layers.py), with norms after the sums of the residual stream instead of
-before what is added. Parameter names are those of the parameter table (model/parameters.py).
+before what is added. Parameter names are those of the parameter table (spec/parameters.py).
 
 Shapes: B rows, S tokens in a row, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
 """
@@ -19,13 +19,13 @@ from meshwright.comm.mesh import Axes
 from meshwright.errors import UserError
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention, both_ways
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.recompute import recomputed
 from meshwright.model.units import NoUnits, Units
+from meshwright.spec.config import ModelConfig
 
 NO_UNITS = NoUnits()
 

@@ -17,11 +17,11 @@ from torch import nn
 
 from meshwright.comm.mesh import Axes, Axis
 from meshwright.comm.operators import join_from, reduce_from, split_to
-from meshwright.model.config import ModelConfig
 from meshwright.model.exchange import Exchange, Permuted, inverse
 from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import grouped_linear
+from meshwright.spec.config import ModelConfig
 
 
 class Mixture(nn.Module):

@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.model.config import Head, ModelConfig
-from meshwright.model.config_json import read_config
-from meshwright.model.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
 from meshwright.model.encoder import Encoder
-from meshwright.model.families import FAMILIES
 from meshwright.model.initialise import initial_value, place_row, take_row
-from meshwright.model.parameters import ParameterTable, parameter_table
-from meshwright.model.rows import Row
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
+from meshwright.spec.config import Head, ModelConfig
+from meshwright.spec.config_json import read_config
+from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.rows import Row
 from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"

@@ -7,8 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
-from meshwright.model.parameters import ParameterTable
-from meshwright.model.rows import Row
+from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.rows import Row
 
 
 def initial_value(row: Row, seed: int) -> torch.Tensor:

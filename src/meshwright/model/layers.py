@@ -13,9 +13,9 @@ from torch import nn
 
 from meshwright.comm.mesh import Axes
 from meshwright.comm.operators import copy_to, gather_from, reduce_from, reduce_scatter_to
-from meshwright.model.config import ModelConfig
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
+from meshwright.spec.config import ModelConfig
 
 
 def enter_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:

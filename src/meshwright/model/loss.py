@@ -19,8 +19,8 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axes
-from meshwright.model.chunks import loss_chunks
 from meshwright.model.precision import at_least_float32
+from meshwright.spec.chunks import loss_chunks
 
 IGNORED = -100  # the target of a token that does not count
 SLICE_LOGITS = 1 << 19  # logits that are worked on at once on a CPU, so that intermediate values stay in the caches

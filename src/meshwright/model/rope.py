@@ -10,9 +10,9 @@ import math
 
 import torch
 
-from meshwright.model.config import ModelConfig
 from meshwright.model.precision import at_least_float32
-from meshwright.model.rope_scaling import RopeScaling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:

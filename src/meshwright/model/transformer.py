@@ -2,7 +2,7 @@
 
 It computes on local tensors and knows nothing of parallelism but the named calls where ranks meet (axes of size 1
 return their input) and the units whose parameters come and go (model/units.py). Parameter names are those of the
-parameter table (model/parameters.py).
+parameter table (spec/parameters.py).
 
 Shapes: B rows, S tokens in a row, T = B x S, H hidden, V vocabulary.
 """
@@ -20,17 +20,17 @@ from meshwright.comm.operators import gather_from, reduce_from
 from meshwright.model import exchange, weight_gradients
 from meshwright.model.attention import Attention, visibility
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.chunks import keeps_head_gradient
-from meshwright.model.config import ModelConfig
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from meshwright.model.recompute import recomputed, recomputed_parts
 from meshwright.model.rope import RotaryTable
-from meshwright.model.stages import Stage, whole_model
 from meshwright.model.units import NoUnits, Units
 from meshwright.model.weight_gradients import tapping
+from meshwright.spec.chunks import keeps_head_gradient
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import Stage, whole_model
 
 NO_UNITS = NoUnits()
 

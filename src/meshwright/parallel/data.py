@@ -25,16 +25,16 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.model.pairs import Pairs
-from meshwright.model.parameters import ParameterTable
-from meshwright.model.partition import Partition
-from meshwright.model.rows import Part, padded_numel
-from meshwright.model.stages import Stage
 from meshwright.parallel.buffers import TransientBuffers, kept_buffers
 from meshwright.parallel.gathering import StageUnits
 from meshwright.parallel.gradients import GradientSums, Pass
 from meshwright.parallel.pieces import Piece, buffer_name, flat_unit, part_of, pieces_of
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.units import FlatAxes, UnitBuffers
+from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.partition import Partition
+from meshwright.spec.rows import Part, padded_numel
+from meshwright.spec.stages import Stage
 
 TARGET_SITE = "data.targets"
 

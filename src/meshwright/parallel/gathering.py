@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright.model.stages import LOOKED_UP
 from meshwright.parallel.units import UnitBuffers
+from meshwright.spec.stages import LOOKED_UP
 
 
 class StageUnits:

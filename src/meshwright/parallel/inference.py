@@ -16,16 +16,16 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.config import ModelConfig
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
-from meshwright.model.parameters import parameter_table
-from meshwright.model.partition import Partition
-from meshwright.model.refuse import refuse
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.pieces import flat_unit
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.schedules.library import generate
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.refuse import refuse
 
 TOKEN_SITE = "generation.token"
 LOSS_SITE = "evaluation.loss"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.model.foreign import REST, ForeignParameter, KeptValue, module_table
-from meshwright.model.parameters import ParameterTable
+from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, module_table
+from meshwright.spec.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
 """Whether a module, given its name and itself, is a unit of its own."""

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis
-from meshwright.model.foreign import REST
 from meshwright.parallel.gradients import GradientSums
 from meshwright.parallel.units import UnitBuffers
+from meshwright.spec.foreign import REST
 
 HELD_SITE = "module.units"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from meshwright.layout import Layout
-from meshwright.model.parameters import ParameterTable, Row, Tensor
-from meshwright.model.rows import Part, padded_numel
+from meshwright.spec.parameters import ParameterTable, Row, Tensor
+from meshwright.spec.rows import Part, padded_numel
 
 
 class Columns(NamedTuple):

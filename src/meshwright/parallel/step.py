@@ -15,7 +15,7 @@ from meshwright.model.weight_gradients import WeightGradients, take_weight_gradi
 from meshwright.parallel.data import DataParallel, count_pairs, count_targets
 from meshwright.parallel.pipeline import Compute, Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
-from meshwright.plan.traffic import PREFERENCE_FIGURES
+from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 WORTH_ADDING_AT_ONCE = 2**17

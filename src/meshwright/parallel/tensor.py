@@ -15,8 +15,8 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
-from meshwright.model.parameters import ParameterTable
 from meshwright.parallel.units import UnitBuffers
+from meshwright.spec.parameters import ParameterTable
 
 GRADIENT_SITE = "tensor.gradients"
 SHARED_HEADS_SITE = "tensor.gradients.shared_heads"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.plan.measured import FORMS
+from meshwright.planner.measured import FORMS
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"copy": 2, "add": 3, "silu": 2}

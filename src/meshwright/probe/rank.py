@@ -24,8 +24,8 @@ from meshwright.comm import collectives
 from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.plan.machine_profile import processor_name
-from meshwright.plan.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
+from meshwright.planner.machine_profile import processor_name
+from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
 from meshwright.probe.compare import find_slow, ratios
 from meshwright.probe.disk import disk_rates

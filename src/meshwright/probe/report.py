@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.plan.devices import find_device
-from meshwright.plan.measured import Curve, Measured, read
+from meshwright.planner.devices import find_device
+from meshwright.planner.measured import Curve, Measured, read
 from meshwright.probe.compare import THRESHOLD, Slow
 from meshwright.toml import toml_value, write_toml
 

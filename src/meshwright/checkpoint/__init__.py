@@ -1,0 +1,43 @@
+"""Checkpoints: Hugging Face model directories that any layout writes and any layout reads.
+
+Each name is imported when it is first asked for, so that reading a manifest does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.catalogue import CheckpointPath, best, find_checkpoint, newest
+    from meshwright.checkpoint.checkpointer import Checkpointer
+    from meshwright.checkpoint.manifest import Damaged, Manifest, read_manifest, verify_checkpoint
+
+_ROOMS = {
+    "CheckpointPath": "catalogue",
+    "best": "catalogue",
+    "find_checkpoint": "catalogue",
+    "newest": "catalogue",
+    "Checkpointer": "checkpointer",
+    "Damaged": "manifest",
+    "Manifest": "manifest",
+    "read_manifest": "manifest",
+    "verify_checkpoint": "manifest",
+}
+__all__ = [
+    "CheckpointPath",
+    "Checkpointer",
+    "Damaged",
+    "Manifest",
+    "best",
+    "find_checkpoint",
+    "newest",
+    "read_manifest",
+    "verify_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -1,0 +1,312 @@
+"""What the training loop sees: save in the background, load the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import catalogue
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.catalogue import CheckpointPath, read_state
+from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.loading import load_pieces
+from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, model_files
+from meshwright.checkpoint.saving import GivenUp, Save, SaveFailed, Target
+from meshwright.checkpoint.snapshot import SnapshotBuffers
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import ParameterTable, parameter_table
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_SHARED_SECONDS = 60.0  # network filesystems show a new file on another machine late
+_MAXIMUM_CANDIDATES = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds of a model beside the state of its training. `small_files`: configuration and tokenizer,
+    the same in every checkpoint. `check`: `UserError` for the directory of a checkpoint that holds another model."""
+
+    table: ParameterTable
+    small_files: Mapping[str, bytes]
+    check: Callable[[Path], None]
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. Every rank makes one and makes the same calls in the same order.
+
+    `directory`: the run's checkpoints/, on a filesystem that all ranks see (checked here: `UserError`). `contents`: of
+    the model, or the configuration of one of ours. `dtype`: of the
+    weights under their Hugging Face names ("float32", "bfloat16"). `keep`: how many of the newest stay; `keep_best`:
+    the one with the lowest validation loss as well. `log` gets lines for a person. `shard_bytes`: largest size of one
+    model file. `timeout_seconds`: how long a save waits for another rank's part.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        contents: ModelConfig | Contents,
+        *,
+        dtype: str = "float32",
+        keep: int = 2,
+        keep_best: bool = True,
+        tokenizer_directory: Path | None = None,
+        background: bool = True,
+        log: Callable[[str], None] = lambda line: None,
+        shard_bytes: int = SHARD_BYTES,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        self.directory, self.log = Path(directory), log
+        self.stall_seconds = 0.0
+        """How long the last `save` held up training, waiting for an earlier save not counted."""
+        self._mesh, self._background = mesh, background
+        self._agreement = Agreement(mesh)
+        self._buffers = SnapshotBuffers()
+        self._thread: threading.Thread | None = None
+        self._save: Save | None = None
+        self._failure: str | None = None
+        self._fault: BaseException | None = None
+        self._saves = 0
+        self._told: set[str] = set()  # lines about damaged checkpoints, each said once
+        if isinstance(contents, ModelConfig):
+            contents = model_contents(contents, dtype, tokenizer_directory)
+        self._contents = contents
+        files = model_files(contents.table, dtype, shard_bytes)
+        small_files = dict(contents.small_files)
+        if files.index is not None:
+            small_files[INDEX] = files.index
+        self._target = Target(
+            self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, dtype, keep, keep_best,
+            timeout_seconds, log,
+        )  # fmt: skip
+        self._token = self._meet()
+
+    # --- saving
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Allocate the snapshot's memory for such pieces now instead of in the first save."""
+        self._buffers.reserve(pieces)
+
+    def save(
+        self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, validation_loss: float | None = None
+    ) -> None:
+        """Copy `pieces` (those that this rank owns; all ranks' together are the whole state) and write the checkpoint
+        of `step` in the background. `state`: what JSON can hold; rank 0's is written. An earlier save that is still
+        being written is waited for first. Whether it worked, `failed` says."""
+        self.wait()
+        self.failed()
+        self._failure = None
+        begun = time.perf_counter()
+        snapshot = self._buffers.take(pieces)
+        text = json_bytes({**state, "step": step})
+        self._saves += 1
+        save = Save(self._target, f"{self._token:x}-{self._saves}", step, snapshot, text, validation_loss)
+        self._save = save
+        if self._background:
+            self._thread = threading.Thread(target=self._run, args=(save,), name=f"checkpoint {step}", daemon=True)
+            self._thread.start()
+        else:
+            self._run(save)
+        self.stall_seconds = time.perf_counter() - begun
+
+    def _run(self, save: Save) -> None:
+        try:
+            save.run()
+        except SaveFailed as failure:
+            self._failure = str(failure)
+        except GivenUp as reason:
+            if not save.cancelled.is_set():
+                self._failure = str(reason)
+        except BaseException as fault:  # a fault of ours: it is raised in the main thread
+            self._fault = fault
+
+    def failed(self) -> str | None:
+        """The line that says why the last save could not be completed; None while it is being written and when it was.
+        Cleared by `abandon` and by the next save."""
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+        return self._failure
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing its part of a save, or waiting for another rank's."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when no save is being written any more, whether it worked or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def abandon(self, step: int | None = None) -> None:
+        """Give up the save under way (of `step`, if said), because it failed on some rank. Its directory goes; older
+        checkpoints stay. Every rank calls this."""
+        if self._save is not None and step in (None, self._save.step):
+            self._save.cancelled.set()
+            self.wait()
+            self._failure = None
+
+    # --- loading
+
+    def newest(self) -> CheckpointPath | None:
+        """The newest whole checkpoint; the log gets a line (once) for each newer one that is damaged."""
+        return catalogue.newest(self.directory, self._say_once)
+
+    def best(self) -> CheckpointPath | None:
+        """The whole checkpoint with the lowest validation loss."""
+        return catalogue.best(self.directory)
+
+    def load(self, path: CheckpointPath | Path | str, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Read a checkpoint into `pieces` (everything that this rank must have) and return its state. `UserError` when
+        it is damaged or holds another model. This rank alone; `load_newest` is for all of them."""
+        path = Path(path)
+        try:
+            return self._load(path, pieces)
+        except Damaged as damage:
+            raise UserError(f"checkpoint {path} is damaged: {damage}") from None
+
+    def load_newest(
+        self, pieces: Sequence[Piece], agree: Callable[[bool], bool] | None = None
+    ) -> tuple[CheckpointPath, dict[str, Any]] | None:
+        """Read the newest checkpoint that is whole for all ranks into `pieces`; it and its state, or None where there
+        is none yet. `agree(mine)`: whether all ranks say yes (the mesh's own unless given). The log gets a line for
+        each that is passed over. `UserError` when there are checkpoints but none is whole: nothing is trained over
+        them."""
+        agree = agree or self._agreement.everyone
+        steps = [
+            step for path in catalogue.candidates(self.directory) if (step := catalogue.step_of(path.name)) is not None
+        ]
+        steps = self._agreement.numbers(steps, count=_MAXIMUM_CANDIDATES)
+        for step in steps:
+            path = self.directory / catalogue.step_name(step)
+            problem, state = None, {}
+            try:
+                state = self._load(path, pieces)
+                checkpoint = catalogue.open_checkpoint(path)[0]
+            except Damaged as damage:
+                problem = str(damage)
+            if agree(problem is None):
+                return checkpoint, state
+            said = self._agreement.first_text(problem)
+            rank, reason = said if said is not None else (0, "a rank could not read it")
+            on_rank = f" (found by rank {rank})" if rank else ""
+            self._say_once(f"checkpoint {path} is damaged and passed over: {reason}{on_rank}")
+        if steps:
+            raise UserError(
+                f"no checkpoint in {self.directory} is whole ({', '.join(map(catalogue.step_name, steps))} "
+                f"{'are' if len(steps) > 1 else 'is'} damaged); move the directory away to begin again"
+            )
+        return None
+
+    def _load(self, path: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
+        catalogue.open_checkpoint(path)
+        self._contents.check(path)
+        load_pieces(path, pieces, self._mesh.rank, self._mesh.world_size)
+        return read_state(path)
+
+    def _say_once(self, line: str) -> None:
+        key = line.partition(" is damaged")[0]
+        if key not in self._told:
+            self._told.add(key)
+            self.log(line)
+
+    # --- the start
+
+    def _meet(self) -> int:
+        """Rank 0 clears away what killed saves left; all check that they see the same directory. A token of the run."""
+        rank, agreement = self._mesh.rank, self._agreement
+        token, problem = secrets.randbits(48), None
+        if rank == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                catalogue.remove_leftovers(self.directory)
+            except OSError as error:
+                problem = f"{self.directory}: {(error.strerror or str(error)).lower()}"
+        token = agreement.numbers([token], count=1)[0]
+        marker = self.directory / f".shared-{token:x}"
+        if rank == 0 and problem is None:
+            try:
+                marker.touch()
+            except OSError as error:
+                problem = f"{self.directory} cannot be written: {(error.strerror or str(error)).lower()}"
+        said = agreement.first_text(problem)
+        if said is None:
+            if not self._sees(marker):
+                problem = (
+                    f"rank {rank} on {socket.gethostname()} does not see the checkpoint directory that rank 0 sees: "
+                    f"{self.directory.absolute()} must be on a filesystem that all machines share"
+                )
+            said = agreement.first_text(problem)
+        if rank == 0:
+            marker.unlink(missing_ok=True)
+        if said is not None:
+            raise UserError(said[1])
+        return token
+
+    def _sees(self, marker: Path) -> bool:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not marker.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+            if marker.parent.is_dir():
+                os.listdir(marker.parent)  # makes a network filesystem look again
+        return True
+
+
+def model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
+    """What a checkpoint holds of one of our models."""
+    small_files = _small_files(config, dtype, tokenizer_directory)
+    return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
+
+
+def _check_config(config: ModelConfig, path: Path) -> None:
+    """`UserError` that names the first field in which the checkpoint's model is another one."""
+    found = ModelConfig.from_path(path / "config.json")
+    wanted = ModelConfig.from_huggingface(config.to_huggingface())  # as it looks after a round trip
+    ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
+    if wanted.positions == "rope":
+        ignored.add("max_positions")
+    for field in dataclasses.fields(ModelConfig):
+        there, here = getattr(found, field.name), getattr(wanted, field.name)
+        if field.name not in ignored and there != here:
+            raise UserError(
+                f"checkpoint {path} holds a model with {field.name} = {there}, the recipe says {here}; "
+                "use the same model or another run.directory"
+            )
+
+
+def _small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
+    """Configuration and tokenizer as a Hugging Face directory has them."""
+    tokens: dict[str, Any] = {"_from_model_config": True}
+    if config.bos_token is not None:
+        tokens["bos_token_id"] = config.bos_token
+    if config.eos_tokens:
+        tokens["eos_token_id"] = list(config.eos_tokens) if len(config.eos_tokens) > 1 else config.eos_tokens[0]
+    files = {
+        "config.json": json_bytes(config.to_huggingface() | {"dtype": dtype, "torch_dtype": dtype}),
+        "generation_config.json": json_bytes(tokens),
+    }
+    if tokenizer_directory is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_directory / name).is_file():
+                files[name] = (tokenizer_directory / name).read_bytes()
+    return files

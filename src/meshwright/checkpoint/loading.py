@@ -1,0 +1,116 @@
+"""Reading a checkpoint into whatever layout reads it: each rank reads the blocks its pieces lie in and checks them; the
+blocks of the model's files, which no rank needs, are shared out, so that a whole load checks every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.checkpoint.catalogue import open_checkpoint
+from meshwright.checkpoint.files import opened
+from meshwright.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
+from meshwright.checkpoint.model_files import DTYPE_CODES
+from meshwright.checkpoint.slices import (
+    Range,
+    Read,
+    blocks_of,
+    check_inside,
+    intersections,
+    kinds,
+    plan_reads,
+    read_index,
+)
+from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
+
+_DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One block of a file to read and check, and what to copy from it."""
+
+    file: str
+    block: int
+    copies: Sequence[tuple[Read, int, int, int]]
+
+
+def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
+    """Read the checkpoint directory `path` into `pieces` and check every byte that is read, and this rank's share of
+    the rest. Raises `Damaged` (pieces are then partly overwritten), `UserError` for a kind of state it does not hold.
+    """
+    _, manifest = open_checkpoint(path)
+    index = read_index(path)
+    check_inside(index, {name: record.size for name, record in manifest.files.items()})
+    missing = {piece.kind for piece in pieces} - kinds(index)
+    if missing:
+        raise UserError(
+            f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {', '.join(sorted(kinds(index)))}): "
+            "it was trained with another train.optimizer"
+        )
+    wanted = [(piece.kind, piece.name, piece.start, piece.stop, piece.columns) for piece in pieces]
+    reads = plan_reads(index, wanted)
+    tasks = [
+        _Task(file, block, copies)
+        for file, parts in reads.items()
+        for block, copies in sorted(blocks_of(parts, BLOCK_BYTES).items())
+    ]
+    unread = [
+        (name, block)
+        for name, record in sorted(manifest.files.items())
+        if name.endswith(".safetensors") and not name.startswith("training/")
+        for block in range(block_count(record.size))
+    ]
+    tasks += [_Task(name, block, ()) for name, block in unread[rank::ranks]]
+    buffers = threading.local()
+
+    def run(task: _Task) -> None:
+        if not hasattr(buffers, "memory"):
+            buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        data = _read_block(path, task, manifest.files[task.file], buffers.memory)
+        for read, first, count, inside in task.copies:
+            dtype = _DTYPES[read.code]
+            source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
+            copy_common(source, read.part(first, count), pieces[read.piece].tensor, read.wanted)
+
+    with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
+        for _ in pool.map(run, tasks):
+            pass
+
+
+def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
+    """Copy what two 1-D tensors have in common, given which elements of one matrix each of them holds."""
+    for top, bottom, left, right in intersections(has, wants):
+        size = (bottom - top, right - left)
+        there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.place(top, left))
+        here = destination.storage_offset() + wants.place(top, left)
+        destination.as_strided(size, (wants.width, 1), here).copy_(there)
+
+
+def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
+    """The bytes of a block, checked against its hash."""
+    start = task.block * BLOCK_BYTES
+    size = min(BLOCK_BYTES, record.size - start)
+    view = memory.data[:size]
+    try:
+        with opened(path / task.file, os.O_RDONLY) as descriptor:
+            done = 0
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], start + done)
+                if count == 0:
+                    raise Damaged(f"{task.file} ends at byte {start + done}")
+                done += count
+    except OSError as error:
+        raise Damaged(f"{task.file} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    if hashlib.sha256(view).hexdigest() != record.blocks[task.block]:
+        raise Damaged(f"{task.file} was altered between bytes {start} and {start + size}")
+    return memory[:size]

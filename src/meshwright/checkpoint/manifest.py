@@ -1,0 +1,231 @@
+"""The manifest of a checkpoint: its files with sizes and hashes, written last, so that a directory without a whole one
+does not count. Every 64 MiB block has a hash of its own, so that a rank checks what it reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from meshwright.checkpoint.files import opened
+from meshwright.untrusted import read_json
+
+FORMAT = 1
+BLOCK_BYTES = 64 * 2**20
+MANIFEST = "manifest.json"
+_READ_BYTES = 4 * 2**20
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the text says which file and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be: its size in bytes, the sha256 of all of it and of each block of `BLOCK_BYTES`."""
+
+    size: int
+    sha256: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint. `validation_loss`: nats per token at this step, where it was measured."""
+
+    step: int
+    validation_loss: float | None
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> bytes:
+        """The manifest as text, closed by a hash of itself."""
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "validation_loss": self.validation_loss,
+            "block_bytes": BLOCK_BYTES,
+            "files": {
+                name: {"size": record.size, "sha256": record.sha256, "blocks": list(record.blocks)}
+                for name, record in sorted(self.files.items())
+            },
+        }
+        return json.dumps(content | {"manifest_sha256": _own_hash(content)}, indent=1).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint directory `path`. Raises `Damaged` when there is no whole one."""
+    try:
+        content = read_json(path / MANIFEST, "checkpoint_bytes")
+    except FileNotFoundError:
+        raise Damaged(f"it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{MANIFEST} is not a JSON object")
+    own = content.pop("manifest_sha256", None)
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    if own != _own_hash(content) or content.get("block_bytes") != BLOCK_BYTES:
+        raise Damaged(f"{MANIFEST} was altered: it does not match its own hash")
+    try:
+        files = {name: _record(name, record) for name, record in content["files"].items()}
+        step, loss = content["step"], content["validation_loss"]
+        if type(step) is not int or step < 0 or type(loss) not in (int, float, NoneType):
+            raise TypeError("step or validation_loss is no number")
+        return Manifest(step, loss, files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} lacks what format {FORMAT} promises: {error}") from None
+
+
+def _record(name: str, found: Any) -> FileRecord:
+    """What a manifest says of a file. TypeError where that is not a size, a hash and the hashes of its blocks."""
+    size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise TypeError(f"{name[:80]} is outside the checkpoint")
+    hashes = [sha256, *blocks] if isinstance(blocks, list) else [None]
+    if type(size) is not int or size < 0 or not all(isinstance(each, str) for each in hashes):
+        raise TypeError(f"{name[:80]} has no size and hashes")
+    if len(blocks) != block_count(size):
+        raise TypeError(f"{name[:80]} of {size} bytes has {len(blocks)} blocks")
+    return FileRecord(size, sha256, tuple(blocks))
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raises `Damaged` for a file that is missing or cut, or a small one (all but the tensors) that was altered."""
+    for name, record in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            raise Damaged(f"{name} is missing") from None
+        if size != record.size:
+            raise Damaged(f"{name} has {size} bytes instead of {record.size}")
+        if not name.endswith(".safetensors") and _hash_whole(path / name) != record.sha256:
+            raise Damaged(f"{name} was altered: its sha256 does not match the manifest")
+
+
+def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `Damaged` for the first of the files `names` of which a byte was altered."""
+    for name in names:
+        blocks = manifest.files[name].blocks
+        try:
+            _, found = hash_part(path / name, False, range(len(blocks)))
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        for index, expected in enumerate(blocks):
+            if found[index] != expected:
+                raise Damaged(f"{name} was altered {_where(index, manifest.files[name].size)}")
+
+
+def verify_checkpoint(path: Path | str) -> list[str]:
+    """Read every byte of the checkpoint directory `path`; what is wrong with it, one line each (none: it is whole)."""
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except Damaged as damage:
+        return [str(damage)]
+    problems = []
+    for name, record in sorted(manifest.files.items()):
+        try:
+            if (path / name).stat().st_size != record.size:
+                problems.append(f"{name} has {(path / name).stat().st_size} bytes instead of {record.size}")
+                continue
+            found = hash_file(path / name)
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        wrong = [index for index, pair in enumerate(zip(found.blocks, record.blocks, strict=True)) if len({*pair}) > 1]
+        if wrong:
+            problems.append(f"{name} was altered {_where(wrong[0], record.size)}")
+        elif found.sha256 != record.sha256:
+            problems.append(f"{name} does not match its sha256")
+    return problems
+
+
+def block_count(size: int) -> int:
+    """Blocks of a file of `size` bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
+    """Hash a file as a whole and by blocks, in one pass."""
+    size = path.stat().st_size
+    whole, blocks = hash_part(path, True, range(block_count(size)), keep_going)
+    assert whole is not None
+    return FileRecord(size, whole, tuple(blocks[index] for index in range(block_count(size))))
+
+
+def hash_part(
+    path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
+) -> tuple[str | None, dict[int, str]]:
+    """The hash of the whole file, if wanted, and of the blocks wanted, reading no more than these need."""
+    size = path.stat().st_size
+    everything = hashlib.sha256() if whole else None
+    wanted = set(blocks)
+    found = {}
+    with opened(path, os.O_RDONLY) as descriptor:
+        for index in range(block_count(size)) if whole else sorted(wanted):
+            block = hashlib.sha256()
+            for part in _parts(descriptor, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES)):
+                keep_going()
+                if everything is not None and size > BLOCK_BYTES:
+                    everything.update(part)
+                if index in wanted or size <= BLOCK_BYTES:
+                    block.update(part)
+            if index in wanted:
+                found[index] = block.hexdigest()
+            if everything is not None and size <= BLOCK_BYTES:
+                return block.hexdigest(), found  # the only block is the whole file
+    return (everything.hexdigest() if everything is not None else None), found
+
+
+def hash_tasks(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
+    """Which rank hashes what of the files that several ranks wrote: by rank, file -> (whole?, blocks).
+
+    A file's own hash is one rank's work, its blocks' may be others'; the largest tasks go first to the least busy.
+    """
+    tasks: list[tuple[int, str, int]] = []  # bytes, file, block (-1: the whole)
+    for name, size in sizes.items():
+        tasks.append((size, name, -1))
+        if size > BLOCK_BYTES:
+            tasks += [(min(BLOCK_BYTES, size - n * BLOCK_BYTES), name, n) for n in range(block_count(size))]
+    busy = [0] * ranks
+    plan: list[dict[str, tuple[bool, list[int]]]] = [{} for _ in range(ranks)]
+    for size, name, block in sorted(tasks, key=lambda task: (-task[0], task[1], task[2])):
+        rank = busy.index(min(busy))
+        busy[rank] += size
+        whole, blocks = plan[rank].get(name, (False, []))
+        if block < 0:
+            plan[rank][name] = (True, blocks if sizes[name] > BLOCK_BYTES else list(range(block_count(sizes[name]))))
+        else:
+            plan[rank][name] = (whole, [*blocks, block])
+    return plan
+
+
+def _parts(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
+    while start < stop:
+        part = os.pread(descriptor, min(_READ_BYTES, stop - start), start)
+        if not part:
+            return  # cut while it was read: the hash will not match
+        start += len(part)
+        yield part
+
+
+def _where(block: int, size: int) -> str:
+    """The place of a block in a file of `size` bytes."""
+    return f"between bytes {block * BLOCK_BYTES} and {min((block + 1) * BLOCK_BYTES, size)}"
+
+
+def _hash_whole(path: Path) -> str:
+    try:
+        return hash_part(path, True, [])[0] or ""
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _own_hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,245 @@
+"""training/: float32 masters and optimizer state as slices with global offsets. Every rank writes a file of its own;
+one index says what lies where, so that any layout reads just the intersections it needs.
+
+A slice is a range of a row flattened in engine orientation, or of some columns of it (what a row-parallel product
+leaves on a rank of tensor parallelism).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.model_files import ITEM_BYTES
+from meshwright.parallel.pieces import Columns
+from meshwright.spec.parameters import ParameterTable
+from meshwright.untrusted import read_json
+
+INDEX = "training/index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, stop) of the row `name`, or of its `columns`, flat in engine orientation, of one kind ("master",
+    "exp_avg" ...).
+
+    They lie in `file` from byte `offset` on, as safetensors dtype `code`.
+    """
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    code: str
+    file: str
+    offset: int
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements [start, stop) of the flattened columns [first, first + width) of a matrix."""
+
+    start: int
+    stop: int
+    first: int
+    width: int
+
+    def rectangles(self) -> list[tuple[int, int, int, int]]:
+        """The range as at most three rectangles (row, end row, column, end column) of the matrix."""
+        begin, head = divmod(self.start, self.width)
+        end, tail = divmod(self.stop, self.width)
+        if begin == end:
+            found = [(begin, begin + 1, head, tail)]
+        else:
+            found = [(begin, begin + 1, head, self.width)] if head else []
+            found += [(begin + bool(head), end, 0, self.width), (end, end + 1, 0, tail)]
+        return [
+            (top, bottom, self.first + left, self.first + right)
+            for top, bottom, left, right in found
+            if top < bottom and left < right
+        ]
+
+    def place(self, row: int, column: int) -> int:
+        """Which element of the range lies there."""
+        return row * self.width + column - self.first - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Elements to read: those of `source` lie in a file from byte `offset` on; those that are also in `wanted` go to
+    piece `piece`, which has these."""
+
+    offset: int
+    code: str
+    piece: int
+    source: Range
+    wanted: Range
+
+    @property
+    def count(self) -> int:
+        """Elements of the source."""
+        return self.source.stop - self.source.start
+
+    def part(self, first: int, count: int) -> Range:
+        """Some elements of the source: `count` from the `first` on."""
+        start = self.source.start + first
+        return Range(start, start + count, self.source.first, self.source.width)
+
+
+def slice_file(rank: int, ranks: int) -> str:
+    """The file that a rank writes."""
+    return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
+    """The name of a slice inside its safetensors file."""
+    of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
+    return f"{kind}:{name}{of}[{start}:{stop}]"
+
+
+def write_index(slices: Iterable[Slice]) -> bytes:
+    """The index of all ranks' slices as text. A slice of some columns of a row says which, and of how many."""
+    files: dict[str, list[Any]] = {}
+    for part in slices:
+        entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
+        files.setdefault(part.file, []).append(entry)
+    entries = ["kind", "name", "start", "stop", "dtype", "offset", "first column", "end column", "of columns"]
+    return json_bytes({"format": 1, "columns": entries, "files": files})
+
+
+def read_index(path: Path) -> list[Slice]:
+    """The slices of the checkpoint directory `path`. Raises `Damaged`."""
+    try:
+        files = read_json(path / INDEX, "checkpoint_bytes")["files"]
+        return [_slice(file, *row) for file, rows in files.items() for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{INDEX} cannot be read: {error}") from None
+
+
+def _slice(file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int) -> Slice:
+    """One entry of the index. ValueError where its values are not a slice's."""
+    part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+    first, end, of = part.columns or (0, 1, 1)
+    texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
+    if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
+        raise ValueError(f"an entry of {file[:80]} has wrong types")
+    if code not in ITEM_BYTES:
+        raise ValueError(f'an entry of {file[:80]} has dtype "{code[:20]}"; known: {", ".join(ITEM_BYTES)}')
+    if not (0 <= start <= stop and 0 <= first < end <= of and offset >= 0 and offset % ITEM_BYTES[code] == 0):
+        raise ValueError(f"an entry of {file[:80]} has a range or an offset that no slice has")
+    return part
+
+
+def check_inside(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
+    """Raises `Damaged` for a slice that lies beyond the end of its file. sizes: bytes of each file."""
+    for part in slices:
+        if part.file not in sizes:
+            raise Damaged(f"{part.file[:80]} is not in the manifest")
+        if part.offset + (part.stop - part.start) * ITEM_BYTES[part.code] > sizes[part.file]:
+            raise Damaged(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
+
+
+def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
+    """Every kind of state holds every element of every row once: a hole is a fault of ours, found before it counts."""
+    parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
+    for part in slices:
+        parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
+    for kind, by_name in parts.items():
+        unknown = by_name.keys() - {row.name for row in table.rows}
+        assert not unknown, f"{kind}: no such rows in the table: {sorted(unknown)}"
+        for row in table.rows:
+            if kind != "master" and row.kept is not None:
+                continue  # nothing trains it
+            found = by_name.get(row.name, [])
+            width = next((part.columns.of for part in found if part.columns), row.numel)
+            column = 0  # columns side by side, and in each of them ranges one after the other
+            for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
+                assert columns.start == column, f"{kind} of {row.name}: columns {column} to {columns.start}"
+                column, reached = columns.stop, 0
+                for part in sorted(found, key=lambda part: part.start):
+                    if (part.columns or Columns(0, width, width)) == columns:
+                        low, high = sorted((part.start, reached))
+                        assert low == high, f"{kind} of {row.name}: {low} to {high}"
+                        reached = part.stop
+                size = row.numel // width * columns.width
+                assert reached == size, f"{kind} of {row.name}: {reached} of {size} elements"
+            assert column == width, f"{kind} of {row.name}: {column} of {width} columns"
+
+
+def plan_reads(
+    slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
+) -> dict[str, list[Read]]:
+    """What to read from which file for the wanted (kind, name, start, stop, columns). Raises `Damaged` when something
+    is in no file."""
+    by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
+    for part in sorted(slices, key=lambda part: part.start):
+        by_row.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
+    reads: dict[str, list[Read]] = {}
+    for number, (kind, name, start, stop, columns) in enumerate(wanted):
+        found = 0
+        for others, parts in by_row.get((kind, name), {}).items():
+            source, target = _in_one_matrix(others, columns)
+            piece = Range(start, stop, *target)
+            # The rows of the matrix that the piece touches, as elements of the slices; its very elements, if cut alike.
+            begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
+            index = max(0, bisect.bisect_right(parts, begin, key=lambda part: part.start) - 1)
+            while index < len(parts) and parts[index].start < end:
+                part = parts[index]
+                index += 1
+                low, high = max(begin, part.start), min(end, part.stop)
+                if low < high:
+                    offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
+                    read = Read(offset, part.code, number, Range(low, high, *source), piece)
+                    boxes = intersections(read.source, piece)
+                    common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
+                    if common:
+                        found += common
+                        reads.setdefault(part.file, []).append(read)
+        if found != stop - start:
+            raise Damaged(f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}")
+    return reads
+
+
+def intersections(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
+    """What two ranges have in common, as rectangles (row, end row, column, end column)."""
+    found = []
+    for top, bottom, left, right in a.rectangles():
+        for above, below, from_, to in b.rectangles():
+            box = max(top, above), min(bottom, below), max(left, from_), min(right, to)
+            if box[0] < box[1] and box[2] < box[3]:
+                found.append(box)
+    return found
+
+
+def _in_one_matrix(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First column and width of both, in a matrix that holds the row; of one column, where they are cut alike."""
+    if a == b:
+        return (0, 1), (0, 1)
+    of = (a or b or Columns(0, 1, 1)).of
+    (first_a, end_a, _), (first_b, end_b, _) = a or (0, of, of), b or (0, of, of)
+    return (first_a, end_a - first_a), (first_b, end_b - first_b)
+
+
+def kinds(slices: Iterable[Slice]) -> set[str]:
+    """The kinds of state there are."""
+    return {part.kind for part in slices}
+
+
+def blocks_of(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
+    """The reads cut at block boundaries: block -> (read, first element of the read, elements, byte in the block)."""
+    cut: dict[int, list[tuple[Read, int, int, int]]] = {}
+    for read in reads:
+        item, done = ITEM_BYTES[read.code], 0
+        while done < read.count:
+            block, inside = divmod(read.offset + done * item, block_bytes)
+            count = min(read.count - done, (block_bytes - inside) // item)
+            assert count, "an element lies across two blocks"  # data begin at multiples of 8 bytes, largest items first
+            cut.setdefault(block, []).append((read, done, count, inside))
+            done += count
+    return cut

@@ -1,0 +1,1 @@
+"""Which documents are dropped or masked, by which rule."""

@@ -1,0 +1,297 @@
+"""All of a corpus through the rules, in memory that does not grow with it; a killed pass goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.cleaning.characters import KINDS
+from meshwright.data.cleaning.duplicates import repeated
+from meshwright.data.cleaning.rules import RULES, Cleaner
+from meshwright.data.cleaning.segments import (
+    CHANGES,
+    EXCERPT,
+    KEPT,
+    SAMPLES,
+    Segment,
+    SegmentWriter,
+    merged_samples,
+    priority,
+)
+from meshwright.data.files import PARTIAL, sync_directory
+from meshwright.data.packing.shards import every_few_seconds
+from meshwright.data.sources.reading import Document
+from meshwright.data.sources.resolution import SourceChanged, SourceFile
+
+SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: what a kill costs
+SEGMENT_DOCUMENTS = 1 << 16
+_LENGTHS = 33  # bins: the numbers of characters below 1, 2, 4, ... 2^32
+_SOURCES = 20  # of which the report counts documents; the others together
+
+Log = Callable[[str], None]
+
+
+class DocumentReader(Protocol):
+    def documents(self, file: SourceFile) -> Iterator[Document]: ...
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What became of every document. `codes` [documents]: KEPT, or 1 + the index in RULES; on disk. `pieces`: documents
+    of each file. `report`: counts, distributions and samples, as JSON."""
+
+    segments: tuple[Segment, ...]
+    codes: NDArray[np.uint8]
+    pieces: tuple[int, ...]
+    kept: int
+    longest_kept: int  # characters
+    report: dict[str, Any]
+
+    def parts(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
+        """For a stretch of documents at a time: where it lies, the first 64 bits of each SHA-256, UTF-8 bytes."""
+        for segment in self.segments:
+            sizes = segment.column("after" if "after" in segment else "before")[:, 1]
+            hashes = segment.column("digest")[:, 0].byteswap()  # the digest's bytes are big-endian
+            yield slice(segment.first, segment.first + segment.documents), hashes, sizes.astype(np.int64)
+
+
+def clean(files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log) -> Cleaned:
+    """Ask every rule about every document. What is finished lies in `directory` and is not done again.
+
+    `UserError`: a source that cannot be read.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    segments = tuple(_judge(files, reader, cleaner, directory, log))
+    pieces = [0] * len(files)
+    for segment in segments:
+        for file, count in segment.header["pieces"]:
+            pieces[file] += count
+    duplicates = _Duplicates(segments, cleaner, directory)
+    report = _Report(files, reader, cleaner, segments, duplicates).report()
+    longest = max((segment.header["longest_kept"] for segment in segments), default=0)
+    return Cleaned(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
+
+
+def _judge(
+    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+) -> Iterator[Segment]:
+    """The segments in order, those that are there already first."""
+    judged = [0] * len(files)
+    file = first = 0  # where to go on: a file, the number of the next document
+    for number in itertools.count():
+        try:
+            segment = Segment(directory / f"{number:06d}.segment")
+        except (OSError, ValueError):
+            break
+        yield segment
+        for file, count in segment.header["pieces"]:
+            judged[file] += count
+        first = segment.first + segment.documents
+    said = every_few_seconds(lambda documents: log(f"cleaning: {documents:,} documents"))
+    writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
+
+    def finished() -> Segment:
+        nonlocal number, writer
+        path = directory / f"{number:06d}.segment"
+        writer.write(path)
+        sync_directory(directory)
+        number += 1
+        writer = SegmentWriter(writer.first + writer.documents, cleaner.minhash, cleaner.rewrites)
+        return Segment(path)
+
+    for at in range(file, len(files)):
+        for document in itertools.islice(reader.documents(files[at]), judged[at], None):
+            verdict = cleaner.judge(document.text, document.name, document.problem)
+            writer.add(at, document.name, document.text, verdict)
+            said(writer.first + writer.documents)
+            if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
+                yield finished()
+    if writer.documents:
+        yield finished()
+
+
+class _Duplicates:
+    """The codes of all documents, duplicates found; for some of these the earlier document that each repeats."""
+
+    def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
+        self.first: dict[str, int] = {}  # of each rule, the first document that it drops
+        self.earlier: dict[str, dict[int, int]] = {}  # sample -> what it repeats
+        self._segments, self._directory = segments, directory
+        for left in directory.glob(f"{PARTIAL}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        path = directory / f"{PARTIAL}codes"
+        total = sum(segment.documents for segment in segments)
+        self.codes = np.memmap(path, np.uint8, "w+", shape=(total,)) if total else np.zeros(0, np.uint8)
+        path.unlink(missing_ok=True)  # its pages stay until the array goes: no kill leaves it behind
+        for segment in segments:
+            self.codes[segment.first : segment.first + segment.documents] = segment.column("code")
+        if "exact_duplicates" in cleaner.rules:
+            self._mark("exact_duplicates", lambda segment: segment.column("digest"))
+        if cleaner.minhash is not None:
+            for band in range(cleaner.minhash.bands):
+                self._mark("near_duplicates", partial(_band, band))
+
+    def _mark(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
+        """Drop by `rule` what repeats an earlier document that no rule before it dropped."""
+        code = 1 + RULES.index(rule)
+
+        def chunks() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+            for segment in self._segments:
+                codes = self.codes[segment.first : segment.first + segment.documents]
+                asked = np.flatnonzero((codes == KEPT) | (codes == code))
+                yield keys(segment)[asked], asked + segment.first
+
+        total = len(self.codes)
+        for numbers, earlier in repeated(chunks(), total, self._directory / f"{PARTIAL}keys"):
+            self.codes[numbers] = code
+            self._remember(rule, numbers, earlier)
+
+    def _remember(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
+        if not len(numbers):
+            return
+        self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
+        known = self.earlier.setdefault(rule, {})
+        for at in np.argsort(priority(numbers), kind="stable")[:SAMPLES].tolist():
+            number = int(numbers[at])
+            known[number] = min(known.get(number, number), int(earlier[at]))
+        best = sorted(known, key=lambda number: int(priority(np.array([number]))[0]))[:SAMPLES]
+        self.earlier[rule] = {number: known[number] for number in best}
+
+
+def _band(band: int, segment: Segment) -> NDArray[np.uint64]:
+    return segment.column("bands")[:, band : band + 1]
+
+
+class _Report:
+    """What the report of a corpus says, added up segment after segment."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        reader: DocumentReader,
+        cleaner: Cleaner,
+        segments: Sequence[Segment],
+        duplicates: _Duplicates,
+    ) -> None:
+        self.files, self.reader, self.cleaner = files, reader, cleaner
+        self.segments, self.duplicates = segments, duplicates
+        self.labels = sorted({file.counted_as for file in files})
+        self._label_of = [self.labels.index(file.counted_as) for file in files]
+
+    def report(self) -> dict[str, Any]:
+        sides = ("before", "after")
+        documents = dict.fromkeys(sides, 0)
+        kinds = {side: np.zeros(len(KINDS), np.int64) for side in sides}
+        lengths = {side: np.zeros(_LENGTHS, np.int64) for side in sides}
+        sources = {side: np.zeros((len(self.labels), 2), np.int64) for side in sides}  # documents, bytes
+        dropped = np.zeros((1 + len(RULES), 2), np.int64)
+        changes = np.zeros(len(CHANGES), np.int64)
+        for segment in self.segments:
+            codes = self.duplicates.codes[segment.first : segment.first + segment.documents]
+            labels = np.repeat(*np.array([[self._label_of[at], count] for at, count in segment.header["pieces"]]).T)
+            kept = codes == KEPT
+            columns = {side: segment.column(side if side in segment else "before") for side in sides}
+            for side, chosen in (("before", np.ones(len(kept), bool)), ("after", kept)):
+                values = columns[side][chosen].astype(np.int64)
+                documents[side] += len(values)
+                kinds[side] += values[:, 2:].sum(axis=0)
+                lengths[side] += np.bincount(np.frexp(values[:, 0])[1], minlength=_LENGTHS)
+                for at, counts in enumerate((None, values[:, 1])):
+                    sources[side][:, at] += np.bincount(labels[chosen], counts, len(self.labels)).astype(np.int64)
+            sizes = columns["before"][:, 1]
+            for at, counts in enumerate((None, sizes)):
+                dropped[:, at] += np.bincount(codes, counts, 1 + len(RULES)).astype(np.int64)
+            if "changes" in segment:
+                changes += segment.column("changes")[kept].sum(axis=0, dtype=np.int64)
+        minhash = self.cleaner.minhash
+        masked = [*self.cleaner.recipe.mask, *(["c4_lines"] if "c4" in self.cleaner.recipe.heuristics else [])]
+        return {
+            "rules": list(self.cleaner.rules),
+            "dropped": {rule: int(dropped[1 + RULES.index(rule), 0]) for rule in self.cleaner.rules},
+            "dropped_bytes": {rule: int(dropped[1 + RULES.index(rule), 1]) for rule in self.cleaner.rules},
+            "masked": {kind: int(changes[CHANGES.index(kind)]) for kind in CHANGES if kind in masked},
+            "documents": documents,
+            "bytes": {side: int(sources[side][:, 1].sum()) for side in sides},
+            "characters": {side: dict(zip(KINDS, kinds[side].tolist(), strict=True)) for side in sides},
+            "lengths": {side: lengths[side].tolist() for side in sides},
+            "sources": self._sources(sources),
+            "minhash": {"bands": minhash.bands, "rows": minhash.rows, "words": minhash.words} if minhash else None,
+            **self._samples(),
+        }
+
+    def _sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
+        order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
+        shown, rest = order[:_SOURCES], order[_SOURCES:]
+        rows = [(self.labels[at], [at]) for at in shown] + ([(f"{len(rest)} others", rest)] if rest else [])
+        return [
+            {
+                "source": label,
+                **{
+                    side: dict(zip(("documents", "bytes"), sources[side][at].sum(axis=0).tolist(), strict=True))
+                    for side in ("before", "after")
+                },
+            }
+            for label, at in rows
+        ]
+
+    def _samples(self) -> dict[str, Any]:
+        """`examples`: the name of the first document that each rule dropped; `samples` of what it dropped."""
+        examples: dict[str, str] = {}
+        for segment in self.segments:
+            examples = {**segment.header["examples"], **examples}
+        samples = merged_samples(segment.header for segment in self.segments)
+        duplicates = self.duplicates
+        wanted = {*duplicates.first.values()}
+        wanted.update(number for pairs in duplicates.earlier.values() for pair in pairs.items() for number in pair)
+        documents = self._look_up(sorted(wanted))
+        for rule, number in duplicates.first.items():
+            examples[rule] = documents[number][0]
+            samples[rule] = [
+                {
+                    **dict(zip(("document", "text"), documents[number], strict=True)),
+                    "why": f"repeats {documents[earlier][0]}",
+                    "earlier": documents[earlier][1],
+                }
+                for number, earlier in duplicates.earlier[rule].items()
+            ]
+        fields = ("document", "why", "text", "earlier")
+        return {
+            "examples": {rule: examples[rule] for rule in self.cleaner.rules if rule in examples},
+            "samples": {
+                rule: [{field: sample[field] for field in fields if field in sample} for sample in samples[rule]]
+                for rule in self.cleaner.rules
+                if rule in samples
+            },
+        }
+
+    def _look_up(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
+        """Name and beginning of documents, by number; only files that hold some of them are read."""
+        found: dict[int, tuple[str, str]] = {}
+        begin, at = 0, 0
+        pieces = [0] * len(self.files)
+        for segment in self.segments:
+            for file, count in segment.header["pieces"]:
+                pieces[file] += count
+        for file, count in zip(self.files, pieces, strict=True):
+            here = [number for number in numbers[at:] if number < begin + count] if at < len(numbers) else []
+            if here:
+                at += len(here)
+                last = here[-1] - begin
+                for place, document in enumerate(itertools.islice(self.reader.documents(file), last + 1), begin):
+                    if place in here:
+                        text = document.text or ""
+                        if self.cleaner.rewrites:
+                            text, _ = self.cleaner.rewritten(text, document.name)
+                        found[place] = document.name, text[:EXCERPT].encode(errors="replace").decode()
+                if any(number not in found for number in here):
+                    raise SourceChanged(file)
+            begin += count
+        return found

@@ -1,0 +1,136 @@
+"""The published rules for prose of web pages: Gopher's, C4's and FineWeb's, each under a name of its own."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.data.cleaning.repetition import GOPHER_LIMITS, duplicates, gopher_repetition
+
+Finding = tuple[str, str]  # the rule that drops a document, and what it measured
+
+# Gopher (arXiv:2112.11446), appendix A1.1, "Quality filtering".
+_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # at least two of them
+_WORDS = (50, 100_000)
+_MEAN_WORD = (3, 10)  # characters
+_SYMBOLS_PER_WORD = 0.1  # of "#", and of the ellipsis
+_BULLET_LINES = 0.9
+_ELLIPSIS_LINES = 0.3
+_WORDS_WITH_LETTER = 0.8
+
+# FineWeb (arXiv:2406.17557), section 3.6.
+_PUNCTUATED_LINES = 0.12
+_DUPLICATED_CHARACTERS = 0.1
+_SHORT_LINES, _SHORT_LINE = 0.67, 30  # share, characters
+
+# C4 (arXiv:1910.10683), section 2.2. The policy phrases and the longest word are those of its published code.
+_SENTENCES = 3
+_WORDS_OF_LINE = 5
+_LONGEST_WORD = 1000
+_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+
+_LETTER = re.compile(r"[^\W\d_]")
+_ENDS = tuple(".!?｡。．！？‼⁇⁈⁉।॥؟۔።։")  # of sentences, in the scripts that have such marks
+_C4_ENDS = (".", "!", "?", '"')
+_CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+_SENTENCE = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)")
+
+RULES = {
+    "gopher-quality": (
+        "gopher_words",
+        "gopher_word_length",
+        "gopher_symbols",
+        "gopher_bullets",
+        "gopher_ellipses",
+        "gopher_letters",
+        "gopher_stop_words",
+    ),
+    "gopher-repetition": tuple(GOPHER_LIMITS),
+    "c4": ("c4_curly_bracket", "c4_lorem_ipsum", "c4_sentences"),
+    "fineweb": ("fineweb_punctuation", "fineweb_duplicate_lines", "fineweb_short_lines"),
+}
+"""The rules of each family, in the order in which they are asked."""
+
+
+def gopher_quality(text: str) -> Finding | None:
+    """Whether `text` looks like English prose by Gopher's rules; a word is what stands between white space."""
+    words = text.split()
+    # The paper's words are tokens of prose: marks that stand alone are not counted as words.
+    spoken = [word for word in words if word.isalnum() or any(map(str.isalnum, word))]
+    if not _WORDS[0] <= len(spoken) <= _WORDS[1]:
+        return "gopher_words", f"{len(spoken):,} words"
+    mean = sum(map(len, spoken)) / len(spoken)
+    if not _MEAN_WORD[0] <= mean <= _MEAN_WORD[1]:
+        return "gopher_word_length", f"{mean:.1f} characters a word"
+    for symbols in (text.count("#"), text.count("...") + text.count("…")):
+        if symbols / len(words) > _SYMBOLS_PER_WORD:
+            return "gopher_symbols", f"{symbols / len(words):.2f} a word"
+    lines = [line for line in text.split("\n") if line.strip()]
+    bullets = sum(line.lstrip().startswith(("•", "-", "*")) for line in lines) / len(lines)
+    if bullets > _BULLET_LINES:
+        return "gopher_bullets", f"{bullets:.2f} of the lines"
+    ellipses = sum(line.rstrip().endswith(("...", "…")) for line in lines) / len(lines)
+    if ellipses > _ELLIPSIS_LINES:
+        return "gopher_ellipses", f"{ellipses:.2f} of the lines"
+    with_letter = sum(word.isalpha() or _LETTER.search(word) is not None for word in words) / len(words)
+    if with_letter < _WORDS_WITH_LETTER:
+        return "gopher_letters", f"{with_letter:.2f} of the words"
+    found = len(_STOP_WORDS.intersection(words))
+    if found < 2:
+        return "gopher_stop_words", f"{found} of them"
+    return None
+
+
+def c4(text: str) -> Finding | None:
+    """Whether a page (its lines chosen already by `c4_lines`) is prose by C4's rules."""
+    if "{" in text:
+        return "c4_curly_bracket", "holds {"
+    if "lorem ipsum" in text.lower():
+        return "c4_lorem_ipsum", "holds lorem ipsum"
+    sentences = sum(1 for _ in _SENTENCE.finditer(text))
+    if sentences < _SENTENCES:
+        return "c4_sentences", f"{sentences} sentences"
+    return None
+
+
+def c4_lines(text: str) -> tuple[str, int]:
+    """The text with the lines that C4 keeps, without citation marks, and how many lines that leaves out."""
+    kept, dropped = [], 0
+    for line in text.split("\n"):
+        line = line.strip()
+        if not line:
+            continue
+        if "[" in line:
+            line = _CITATION.sub("", line)
+        words, lower = line.split(), line.lower()
+        if (
+            line.endswith(_C4_ENDS)
+            and not line.endswith("...")
+            and len(words) >= _WORDS_OF_LINE
+            and "javascript" not in lower
+            and not any(phrase in lower for phrase in _POLICY)
+            and (len(line) <= _LONGEST_WORD or max(map(len, words)) <= _LONGEST_WORD)
+        ):
+            kept.append(line)
+        else:
+            dropped += 1
+    return "\n".join(kept), dropped
+
+
+def fineweb(text: str) -> Finding | None:
+    """Whether `text` is running prose by the rules that FineWeb adds."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        return "fineweb_punctuation", "no lines"
+    punctuated = sum(line.rstrip().endswith(_ENDS) for line in lines) / len(lines)
+    if punctuated <= _PUNCTUATED_LINES:
+        return "fineweb_punctuation", f"{punctuated:.2f} of the lines"
+    duplicated = duplicates(lines)[1] / sum(map(len, lines))
+    if duplicated >= _DUPLICATED_CHARACTERS:
+        return "fineweb_duplicate_lines", f"{duplicated:.2f} of the characters"
+    short = sum(len(line) < _SHORT_LINE for line in lines) / len(lines)
+    if short >= _SHORT_LINES:
+        return "fineweb_short_lines", f"{short:.2f} of the lines"
+    return None
+
+
+ASK = {"gopher-quality": gopher_quality, "gopher-repetition": gopher_repetition, "c4": c4, "fineweb": fineweb}

@@ -1,0 +1,69 @@
+"""MinHash: signatures of word shingles, cut into bands; the chance that two documents share a band is known exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.cleaning.words import Hashes, Words, mixed
+
+_BLOCK = 1 << 17  # products formed at a time: they stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class MinHash:
+    """Near duplicates by locality-sensitive hashing.
+
+    Broder, "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman,
+    Mining of Massive Datasets, section 3.4. `words`: in a shingle.
+    """
+
+    bands: int
+    rows: int
+    words: int
+
+    def probability(self, similarity: float) -> float:
+        """That two documents of this Jaccard similarity share at least one band: 1 - (1 - s^rows)^bands."""
+        return 1 - (1 - similarity**self.rows) ** self.bands
+
+    @property
+    def threshold(self) -> float:
+        """About the similarity at which the curve is steepest: (1 / bands)^(1 / rows)."""
+        return float((1 / self.bands) ** (1 / self.rows))
+
+    def shingles(self, text: str) -> Hashes:
+        """Hashes of the runs of `words` folded words, or of all of a text that has fewer; empty for one without."""
+        words = Words(text)
+        return words.runs(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
+
+    def signature(self, shingles: Hashes) -> NDArray[np.uint32]:
+        """The least value of each of bands × rows hash functions over the shingles, [bands * rows]."""
+        factors, terms = self._functions
+        keys = (shingles >> np.uint64(32)).astype(np.uint32)
+        signature = np.full(len(factors), 0xFFFFFFFF, np.uint32)
+        step = max(1, _BLOCK // len(factors))
+        for begin in range(0, len(keys), step):
+            products = factors[:, None] * keys[None, begin : begin + step]  # modulo 2^32
+            products += terms[:, None]
+            np.minimum(signature, products.min(axis=1), out=signature)
+        return signature
+
+    def band_keys(self, signature: NDArray[np.uint32]) -> Hashes:
+        """One hash for each band of a signature, [bands]: equal where all rows of the band are."""
+        values = signature.astype(np.uint64).reshape(self.bands, self.rows) + np.uint64(1)
+        return mixed((values * self._weights).sum(axis=1, dtype=np.uint64))
+
+    @cached_property
+    def _functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Factors (odd) and terms of the hash functions x -> factor * x + term modulo 2^32."""
+        count = self.bands * self.rows
+        values = mixed(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        drawn = (values >> np.uint64(32)).astype(np.uint32)
+        return drawn[:count] | np.uint32(1), drawn[count:]
+
+    @cached_property
+    def _weights(self) -> Hashes:
+        return mixed(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

@@ -1,0 +1,169 @@
+"""Verdicts on disk: a stretch of documents a file, one column after another, so that a killed pass goes on."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.cleaning.characters import KINDS, count_kinds
+from meshwright.data.cleaning.minhash import MinHash
+from meshwright.data.cleaning.rules import RULES, Verdict
+from meshwright.data.files import WholeFile, canonical_json
+
+KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
+CHANGES = ("key", "email", "phone", "ip", "c4_lines")
+SAMPLES = 4  # documents of each rule that the report shows
+EXCERPT = 400  # characters of each
+_MAGIC = b"meshwright segment 1\n"
+
+
+def priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
+    """The order in which documents are taken as samples: spread over the corpus, and the same in every run."""
+    values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    values ^= values >> np.uint64(32)
+    return values * np.uint64(0xD6E8FEB86659FD93)
+
+
+def columns(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
+    """Type and values a document of every column of a segment.
+
+    `before` and `after` masking: characters, UTF-8 bytes and characters of each kind; both equal where nothing is
+    rewritten, and then `after` is not there. `digest`: half of the SHA-256. `bands`: keys of the MinHash.
+    """
+    sizes = 2 + len(KINDS)
+    after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
+    return {"code": ("u1", 1), "before": ("<u4", sizes), **after, "digest": ("<u8", 2), "bands": ("<u8", bands)}
+
+
+class SegmentWriter:
+    """Collects what became of a stretch of documents that begins with number `first`."""
+
+    def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
+        self.first, self.minhash, self.rewrites = first, minhash, rewrites
+        self.documents = self.characters = self.longest_kept = 0
+        self.pieces: dict[int, int] = {}  # of each file
+        self.examples: dict[str, str] = {}
+        self.samples: dict[str, list[dict[str, Any]]] = {}
+        self._columns = {name: bytearray() for name in columns(0, rewrites)}
+
+    def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
+        code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
+        text = raw or ""
+        unchanged = verdict.text is raw
+        content = verdict.content if unchanged else text.encode(errors="replace")
+        before = np.concatenate([np.array([len(text), len(content)], np.uint32), count_kinds(content)])
+        self._columns["code"].append(code)
+        self._columns["before"] += before.tobytes()
+        if self.rewrites:
+            after = before
+            if not unchanged:
+                sizes = np.array([len(verdict.text), len(verdict.content)], np.uint32)
+                after = np.concatenate([sizes, count_kinds(verdict.content)])
+            self._columns["after"] += after.tobytes()
+            self._columns["changes"] += array("I", (verdict.changes.get(kind, 0) for kind in CHANGES)).tobytes()
+        self._columns["digest"] += verdict.digest[:16].ljust(16, b"\0")
+        if self.minhash:
+            keys = np.zeros(self.minhash.bands, np.uint64)
+            if code == KEPT:
+                shingles = self.minhash.shingles(verdict.text)
+                # A text without words resembles nothing: a key of its own keeps it apart.
+                keys = (
+                    self.minhash.band_keys(self.minhash.signature(shingles))
+                    if len(shingles)
+                    else np.full(len(keys), self.first + self.documents, np.uint64)
+                )
+            self._columns["bands"] += keys.tobytes()
+        if code == KEPT:
+            self.longest_kept = max(self.longest_kept, len(verdict.text))
+        else:
+            assert verdict.rule is not None
+            self.examples.setdefault(verdict.rule, name)
+            shown = verdict.text or ("" if self.rewrites else text)  # what is to be masked is shown to nobody
+            self._sample(verdict.rule, name, shown, verdict.why)
+        self.pieces[file] = self.pieces.get(file, 0) + 1
+        self.documents += 1
+        self.characters += len(text)
+
+    def _sample(self, rule: str, name: str, text: str, why: str) -> None:
+        number = self.first + self.documents
+        rank = int(priority(np.array([number]))[0])
+        samples = self.samples.setdefault(rule, [])
+        if len(samples) < SAMPLES or rank < samples[-1]["priority"]:
+            excerpt = text[:EXCERPT].encode(errors="replace").decode()
+            samples.append({"priority": rank, "number": number, "document": name, "why": why, "text": excerpt})
+            samples.sort(key=lambda sample: int(sample["priority"]))
+            del samples[SAMPLES:]
+
+    def write(self, path: Path) -> None:
+        """Write the segment; it is there whole or not at all."""
+        header = canonical_json(
+            {
+                "first": self.first,
+                "documents": self.documents,
+                "pieces": [[file, count] for file, count in self.pieces.items()],
+                "bands": self.minhash.bands if self.minhash else 0,
+                "rewrites": self.rewrites,
+                "longest_kept": self.longest_kept,
+                "examples": self.examples,
+                "samples": self.samples,
+            }
+        )
+        with WholeFile(path) as file:
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            for column in self._columns.values():
+                file.write(memoryview(column))
+            file.finish()
+
+
+class Segment:
+    """A segment as it lies on disk; header and columns are read when they are asked for, and not kept."""
+
+    def __init__(self, path: Path) -> None:
+        """`ValueError`: it is not whole."""
+        self.path = path
+        header, offset = self._read_header()
+        self.first, self.documents = int(header["first"]), int(header["documents"])
+        self._types = columns(header["bands"], header["rewrites"])
+        self._offsets: dict[str, int] = {}
+        for name, (dtype, width) in self._types.items():
+            self._offsets[name] = offset
+            offset += np.dtype(dtype).itemsize * width * self.documents
+        if path.stat().st_size != offset:
+            raise ValueError(f"{path} is cut short")
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What `SegmentWriter.write` notes of the whole segment: pieces of each file, examples, samples."""
+        return self._read_header()[0]
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        with self.path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"{self.path} is no segment")
+            length = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(length)), len(_MAGIC) + 8 + length
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._types
+
+    def column(self, name: str) -> NDArray[Any]:
+        """[documents] or [documents, values]."""
+        dtype, width = self._types[name]
+        values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
+        return values if width == 1 and name == "code" else values.reshape(self.documents, width)
+
+
+def merged_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The samples of every rule, of all segments together."""
+    merged: dict[str, list[dict[str, Any]]] = {}
+    for header in headers:
+        for rule, samples in header["samples"].items():
+            both = sorted([*merged.get(rule, []), *samples], key=lambda sample: int(sample["priority"]))
+            merged[rule] = both[:SAMPLES]
+    return merged

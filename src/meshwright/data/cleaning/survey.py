@@ -1,0 +1,194 @@
+"""The first pass over a corpus: which documents are kept, and on which side of the split each one falls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.cleaning.cleaning_pass import Cleaned, clean
+from meshwright.data.cleaning.rules import Cleaner, Rewriter
+from meshwright.data.cleaning.segments import KEPT
+from meshwright.data.records.conversations import Records
+from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
+from meshwright.data.sources.resolution import SourceChanged, SourceFile
+from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe
+
+SPLITS = ("train", "validation")
+FEW_DOCUMENTS = 100
+SHORT_DOCUMENT = 8_000  # characters
+_DROPPED = len(SPLITS)  # codes from here on: dropped by RULES[code - _DROPPED]
+_BLOCK = 1 << 24  # codes looked at at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What became of every document of the corpus, in reading order.
+
+    `codes` [documents]: the index in `SPLITS`, or len(SPLITS) + the index in `RULES` of what dropped it. `pieces`:
+    documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split.
+    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `rewriter`: by which texts were masked.
+    """
+
+    codes: NDArray[np.uint8]
+    pieces: tuple[int, ...]
+    longest: int
+    bytes: dict[str, int]
+    report: dict[str, Any]
+    rewriter: Rewriter
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents that each rule dropped; every rule that was asked is there."""
+        return dict(self.report["dropped"])
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """Documents in each split."""
+        return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
+
+    def description(self) -> dict[str, Any]:
+        """All but `codes` and `rewriter`, as JSON."""
+        return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
+
+    @classmethod
+    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
+        longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
+        return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
+
+    def texts(
+        self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
+    ) -> Iterator[tuple[int, str]]:
+        """(number, text as it is kept) of the split's documents from number `first` on."""
+        return ((number, document.text or "") for number, document in self.kept(files, reader, split, first))
+
+    def kept(
+        self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
+    ) -> Iterator[tuple[int, Document]]:
+        """(number, document as it is kept) of the split's documents from number `first` on; files without any are not
+        opened."""
+        wanted = SPLITS.index(split)
+        end = 0
+        for file, pieces in zip(files, self.pieces, strict=True):
+            begin, end = end, end + pieces
+            if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
+                continue
+            number = begin - 1
+            for number, document in enumerate(reader.documents(file), begin):
+                if number >= end:
+                    break
+                if number >= first and self.codes[number] == wanted:
+                    if document.text is None:
+                        raise SourceChanged(file)
+                    yield number, self._rewritten(document) if self.rewriter.rewrites else document
+            if number + 1 != end:
+                raise SourceChanged(file)
+
+    def _rewritten(self, document: Document) -> Document:
+        def rewrite(text: str) -> str:
+            return self.rewriter.rewritten(text, document.name)[0]
+
+        if document.example is None:
+            return document._replace(text=rewrite(document.text or ""))
+        example = document.example.rewritten(rewrite)
+        return document._replace(text=example.text(), example=example)
+
+
+def count_codes(codes: NDArray[np.uint8], code: int) -> int:
+    """How many of `codes`, which may be larger than memory, are `code`."""
+    return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
+
+
+def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
+    """The last place in [begin, end) of `codes`, which may be larger than memory, that is `code`; -1 for none."""
+    for at in range(end, begin, -_BLOCK):
+        found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
+        if len(found):
+            return max(begin, at - _BLOCK) + int(found[-1])
+    return -1
+
+
+def survey(
+    files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
+) -> Survey:
+    """Read and clean everything once and split it.
+
+    A document goes to validation when the hash of its content, as a fraction of 2^64, is below `validation_fraction`:
+    whatever else the corpus holds, and without a seed. Should none go there, the one with the smallest hash does. A
+    corpus of fewer than 100 documents has its long ones cut at blank lines, so that there is something to split.
+    What a killed call finished lies in `directory` (else in a temporary one). `UserError` when nothing is left, or a
+    split would be empty.
+    """
+    with TemporaryDirectory() as temporary:
+        cleaner = Cleaner(recipe.clean)
+
+        def cleaned(longest: int) -> Cleaned:
+            reader = document_reader(recipe, longest)
+            return clean(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
+
+        longest = LONGEST_DOCUMENT
+        result = cleaned(longest)
+        cut = recipe.records == "text"  # records stay whole
+        if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
+            longest = SHORT_DOCUMENT
+            log(
+                f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
+                f"pieces of at most {SHORT_DOCUMENT:,} characters, so that both splits get some"
+            )
+            result = cleaned(longest)
+        if not result.kept:
+            raise UserError(_nothing_left(result, recipe.source_key))
+        codes, sides = _split(result, recipe.validation_fraction, recipe.source_key)
+        return Survey(codes, result.pieces, longest, sides, result.report, cleaner)
+
+
+def document_reader(recipe: DataRecipe, longest: int) -> Reader:
+    """How the survey reads documents, and everything after it."""
+    records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
+    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
+
+
+def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
+    """The codes of the survey, and the bytes of each split."""
+    threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    least, most, below = 2**64, -1, 0
+    for place, hashes, _ in cleaned.parts() if fraction else ():
+        kept = hashes[cleaned.codes[place] == KEPT]
+        if len(kept):
+            least, most = min(least, int(kept.min())), max(most, int(kept.max()))
+            below += int((kept < threshold).sum())
+    if fraction and least == most:
+        raise UserError(
+            f"{key}: all that is left after cleaning is one short text, too little to split into training and "
+            "validation; add text, or set data.validation_fraction = 0"
+        )
+    codes, sizes = cleaned.codes, np.zeros(len(SPLITS), np.int64)
+    for place, hashes, documents in cleaned.parts():
+        kept = codes[place] == KEPT
+        validation = hashes < threshold
+        if not fraction:
+            validation = np.zeros(len(hashes), bool)
+        elif not below:  # equal contents stay on one side, so both corrections go by hash and not by document
+            validation = hashes == np.uint64(least)
+        elif below == cleaned.kept:
+            validation = hashes != np.uint64(most)
+        sizes += [documents[kept & (validation == side)].sum() for side in (False, True)]
+        codes[place] = np.where(kept, validation, codes[place] + np.uint8(_DROPPED - 1))
+    return codes, dict(zip(SPLITS, sizes.tolist(), strict=True))
+
+
+def _nothing_left(cleaned: Cleaned, key: str) -> str:
+    if not len(cleaned.codes):
+        return f"{key}: there is no text in its files"
+    reasons = ", ".join(
+        f"{rule} {count} (first: {cleaned.report['examples'][rule]})"
+        for rule, count in cleaned.report["dropped"].items()
+        if count
+    )
+    return f"data: no document is left after cleaning; dropped by rule: {reasons}; see [data.clean]"

@@ -1,0 +1,1 @@
+"""Packed tokens in memory-mapped shards, and packed examples."""

@@ -1,0 +1,1 @@
+"""Instruction, chat and preference records: reading, chat templates, tokens with response masks."""

@@ -1,0 +1,230 @@
+"""Conversations to text: Jinja templates as `transformers` renders them, which parts of the text are responses, and
+which special tokens in it are the template's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.data.records.conversations import Message
+from meshwright.data.records.template_process import RenderProcess
+from meshwright.data.records.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
+from meshwright.errors import UserError
+from meshwright.names import TEMPLATES, nearest
+from meshwright.untrusted import read_file
+
+_NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
+_FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand here while a template is looked through
+
+
+class Rendered(NamedTuple):
+    """A conversation as text. `responses`: where the assistant's turns lie, their end included. `own`: where special
+    tokens lie that the template wrote; others are spelled by a message."""
+
+    text: str
+    responses: list[tuple[int, int]]
+    own: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template and the special tokens of the tokenizer that it is for.
+
+    source: its text. named: the tokens that it knows by name (`bos_token` ...). special: those that text must not
+    become. where: what an error calls it.
+    """
+
+    source: str
+    named: Mapping[str, str]
+    special: frozenset[str]
+    where: str
+
+    @cached_property
+    def marks_responses(self) -> bool:
+        """Whether it says itself, by {% generation %}, what the assistant generates."""
+        return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
+
+    @cached_property
+    def _renderer(self) -> Renderer | RenderProcess:
+        """Those that come with Meshwright render here; any other in a process of its own, where it can do no harm."""
+        try:
+            return (Renderer if self.source in _own_sources() else RenderProcess)(self.source, self.named)
+        except NotATemplate as error:
+            line = f", line {error.line}" if error.line else ""
+            raise UserError(f"{self.where}{line}: not a Jinja template ({error})") from None
+        except LimitReached as error:
+            raise UserError(f"{self.where} {error}: no template needs that") from None
+
+    def check(self) -> None:
+        """`UserError`: it is no Jinja template."""
+        _ = self._renderer
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The plain text, as `transformers.apply_chat_template(tokenize=False)` gives it. `prompt`: with what comes
+        before the assistant's next turn. `TemplateError`: what the template says against it."""
+        return self._marked([message.as_template_sees_it() for message in messages], prompt)[0]
+
+    def rendered(self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False) -> Rendered:
+        """The text, and where in it are the assistant's turns from message number `trained_from` on that are not blank.
+
+        `TemplateError`: the template does not take this conversation, or where its responses lie cannot be told.
+        """
+        seen = [message.as_template_sees_it() for message in messages]
+        text, marked = self._marked(seen, prompt)
+        turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        if prompt:
+            spans: list[tuple[int, int]] = []
+        elif self.marks_responses:
+            if len(marked) != len(turns):
+                raise TemplateError(
+                    f"marks {len(marked)} parts by {{% generation %}}, and the assistant has {len(turns)} turns"
+                )
+            spans = marked
+        else:
+            spans = [self._turn(messages, number, text) for number in turns]
+        wanted = [
+            span
+            for number, span in zip(turns, spans, strict=False)
+            if number >= trained_from and messages[number].content.strip()
+        ]
+        return Rendered(text, wanted, self._own_tokens(seen, text, prompt))
+
+    def _marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the places that {% generation %} marks in it."""
+        try:
+            marked = self._renderer.render_marked(messages, prompt)
+        except LimitReached as error:
+            raise UserError(f"{self.where} {error}: no template needs that for a conversation") from None
+        parts = re.split(f"([{BEGIN}{END}])", marked)
+        text, spans, begin = "", [], 0
+        for part in parts:
+            if part == BEGIN:
+                begin = len(text)
+            elif part == END:
+                spans.append((begin, len(text)))
+            else:
+                text += part
+        return text, spans
+
+    def _turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+        """Where the assistant's turn `number` lies: after the prompt for it, up to the special token that ends it."""
+        before = self.render(messages[:number], prompt=True) if number else ""
+        plain = self.render(messages[:number]) if number else ""
+        after = text if number == len(messages) - 1 else self.render(messages[: number + 1])
+        differ = (at for at, (one, other) in enumerate(zip(before, text, strict=False)) if one != other)
+        begin = next(differ, min(len(before), len(text)))
+        if begin < len(plain) or not text.startswith(after) or len(after) < begin:
+            raise TemplateError(
+                "has no {% generation %} to say which part is the assistant's, and it cannot be told either: "
+                f"what it makes of the first {number + 1} messages does not go on in what it makes of all; put "
+                "{% generation %} and {% endgeneration %} around the assistant's turns in a .jinja file"
+            )
+        content = messages[number].content.strip()
+        found = text.find(content, begin, len(after))
+        ends = self._spelled.search(text, found + len(content) if found >= 0 else begin, len(after))
+        return begin, ends.end() if ends else len(after)
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        """Finds special tokens as tokenizers do: the leftmost, of those the longest."""
+        tokens = sorted(self.special, key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    @cached_property
+    def _parts(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """Beginnings and ends of special tokens, and the length of the longest."""
+        beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
+        ends = {token[-size:] for token in self.special for size in range(1, len(token))}
+        return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
+
+    def _may_spell(self, content: str) -> bool:
+        """Whether a message holds a special token, or what could become one together with what stands beside it."""
+        if self._spelled.search(content):
+            return True
+        beginnings, ends, longest = self._parts
+        for text in (content, content.strip()):
+            sizes = range(1, min(len(text), longest) + 1)
+            if any(text[-size:] in beginnings or text[:size] in ends for size in sizes):
+                return True
+            if 0 < len(text) < longest and any(text in token for token in self.special):
+                return True
+        return False
+
+    def _own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
+        """Where in the text special tokens lie that the template wrote.
+
+        Where a message holds something like one, the template is rendered once more, with every character of messages
+        replaced by one of private use that stands for it: what is left are the template's own characters.
+        """
+        if not any(self._may_spell(message["content"]) for message in messages):
+            return [match.span() for match in self._spelled.finditer(text)]
+        letters = sorted({letter for one in messages for letter in one["content"] if not letter.isspace()})
+        if len(letters) <= _LAST - _FIRST:
+            hide = {ord(letter): _FIRST + number for number, letter in enumerate(letters)}
+            show = {number: letter for letter, number in hide.items()}
+            hidden_messages = [
+                {key: value if key == "role" else value.translate(hide) for key, value in one.items()}
+                for one in messages
+            ]
+            hidden, _ = self._marked(hidden_messages, prompt)
+            if hidden.translate(show) == text:
+                return [match.span() for match in self._spelled.finditer(hidden)]
+        match = next(filter(None, (self._spelled.search(one["content"]) for one in messages)), None)
+        what = f"the special token {match[0]}" if match else "a part of a special token"
+        raise TemplateError(
+            f"looks into the text of messages, and one holds {what}: it cannot be told apart from the template's own; "
+            "take it out of the record"
+        )
+
+
+@cache
+def _own_sources() -> frozenset[str]:
+    """The templates that come with Meshwright."""
+    return frozenset(_own_source(name) for name in TEMPLATES if name != "model")
+
+
+def _own_source(name: str) -> str:
+    return (files("meshwright.data.records") / f"{name}.jinja").read_text("utf-8")
+
+
+def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
+    """The source of data.template = `name`, and what errors call it. own: the template that comes with the tokenizer,
+    `tokenizer` its name. `UserError`: there is no such template."""
+    if name == "model":
+        if own is None:
+            others = " or ".join(f'"{one}"' for one in TEMPLATES if one != "model")
+            raise UserError(
+                f'data.template = "model": the tokenizer "{tokenizer}" comes without a chat_template; '
+                f"set data.template to {others}, or to a .jinja file"
+            )
+        return own, "the chat template of the tokenizer"
+    if name in TEMPLATES:
+        return _own_source(name), f'the template "{name}"'
+    path = Path(name).expanduser()
+    if not path.is_file():
+        close = nearest(name, TEMPLATES)
+        hint = (
+            f'; did you mean "{close}"?' if close else f"; known: {', '.join(TEMPLATES)}, or the path of a .jinja file"
+        )
+        raise UserError(f'data.template: "{name}" is no template and no file{hint}')
+    try:
+        return read_file(path, "config_bytes").decode(), str(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.template: {path} cannot be read: byte {error.start} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"data.template: {path} cannot be read: {error.strerror or error}") from None
+
+
+def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
+    """`UserError` unless the tokenizer called `tokenizer` has the special tokens that the template itself writes."""
+    missing = [token for token in _NEEDED.get(name, ()) if token not in special]
+    if missing:
+        raise UserError(
+            f'data.template = "{name}" writes {" and ".join(missing)}, which are no special tokens of the tokenizer '
+            f'"{tokenizer}": any text could spell them; set data.template = "instruction", or add them to it'
+        )

@@ -1,0 +1,182 @@
+"""Records of a file one by one: JSON Lines, one JSON list, rows of Parquet. Memory holds a record at a time."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.data.sources.json_lines import LONGEST_LINE, json_lines, quick_json
+from meshwright.data.sources.resolution import SourceFile
+from meshwright.data.sources.stores import missing
+from meshwright.data.sources.streams import Stream
+from meshwright.errors import UserError
+
+_CHUNK = 1 << 20  # bytes read of a JSON list at a time
+_ROWS = 256  # of a Parquet file at a time
+
+
+class FileRecord(NamedTuple):
+    """A record: `place` in its file (":17"), `where` for an error, and what was read. `problem`: it is not JSON."""
+
+    place: str
+    where: str
+    value: Any
+    problem: str | None = None
+
+
+def file_records(
+    file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
+) -> Iterator[FileRecord]:
+    """The records of a file in order; of Parquet the `columns` of each row that there are (None: all).
+
+    Bytes that do not decode become lone surrogates. `UserError`: a file that is cut short, damaged or not what its
+    format says; Parquet without any of the columns. A line that is not JSON comes as a record with a problem.
+    """
+    match file.format:
+        case "jsonl":
+            return _lines(file, stream, encoding)
+        case "json":
+            return _list(file, stream, encoding)
+        case "parquet":
+            return _rows(file, stream, columns)
+    raise UserError(
+        f"{file.path}: records come as JSON Lines (.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet), by "
+        "suffix or data.format"
+    )
+
+
+def _lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
+    quick = quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in json_lines(file, stream):
+        place, where = f":{number}", f"{file.path}:{number}"
+        if quick is not None:
+            try:
+                yield FileRecord(place, where, quick(line))
+                continue
+            except ValueError:  # the slower way says what is wrong, if anything is
+                pass
+        try:
+            yield FileRecord(place, where, json.loads(line.rstrip(b"\r\n").decode(encoding, "surrogateescape")))
+        except json.JSONDecodeError as error:
+            yield FileRecord(place, where, None, f"is not JSON ({error.msg} at column {error.colno})")
+        except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
+            yield FileRecord(place, where, None, f"is not JSON ({error})")
+
+
+def _list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
+    """The elements of one JSON list, which may be larger than memory."""
+    buffer = _ListBuffer(file, stream, encoding)
+    if buffer.next_character() != "[":
+        raise UserError(
+            f"{file.path}: not a JSON list: it should begin with [; if it holds one object a line, it is JSON Lines: "
+            'call it .jsonl or set data.format = "jsonl"'
+        )
+    buffer.at += 1
+    number = 0
+    while buffer.next_character() != "]":
+        if number:
+            if buffer.next_character() != ",":
+                raise buffer.broken(number, "a comma or ] should follow it")
+            buffer.at += 1
+            buffer.next_character()
+        number += 1
+        yield FileRecord(f":record {number}", f"{file.path}: record {number}", buffer.value(number))
+    buffer.at += 1
+    if buffer.next_character(at_end=True):
+        raise buffer.broken(number, "more follows the end of the list")
+
+
+class _ListBuffer:
+    """The text of a file around the place that is read."""
+
+    def __init__(self, file: SourceFile, stream: Stream, encoding: str) -> None:
+        self.file, self._stream = file, stream
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._parser = json.JSONDecoder()
+        self.text, self.at, self._ended = "", 0, False
+        while not self.text and not self._ended:
+            self._more()
+        self.text = self.text.removeprefix("\ufeff")
+
+    def _more(self) -> None:
+        """Read on: as much again as there is, so that a long record is not parsed too often."""
+        rest = self.text[self.at :]
+        data = self._stream.read(max(_CHUNK, len(rest)))
+        self._ended = not data
+        try:
+            self.text, self.at = rest + self._decoder.decode(data, final=self._ended), 0
+        except UnicodeError as error:
+            raise UserError(f"{self.file.path}: does not decode ({error})") from None
+
+    def next_character(self, at_end: bool = False) -> str:
+        """The next character that is not white space. `UserError` at the end of the file, unless it may be there."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
+                self.at += 1
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if self._ended:
+                if at_end:
+                    return ""
+                raise UserError(f"{self.file.path}: the JSON list is cut short, its end is missing; fetch it again")
+            self._more()
+
+    def value(self, number: int) -> Any:
+        """The value here, which is gone after this."""
+        while True:
+            try:
+                value, self.at = self._parser.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                unfinished = error.pos >= len(self.text) - 16 or error.msg.startswith("Unterminated string")
+                if not unfinished:
+                    raise self.broken(number, error.msg) from None
+                if self._ended:
+                    raise UserError(
+                        f"{self.file.path}: record {number} is cut short, and the list has no end; fetch the file again"
+                    ) from None
+            except RecursionError:
+                raise self.broken(number, "it is nested too deeply") from None
+            except ValueError as error:  # a number of thousands of digits
+                raise self.broken(number, str(error)) from None
+            else:
+                return value
+            if len(self.text) - self.at >= LONGEST_LINE:
+                raise self.broken(number, f"it is longer than {LONGEST_LINE:,} characters")
+            self._more()
+
+    def broken(self, number: int, reason: str) -> UserError:
+        return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
+
+
+def _rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
+    if not isinstance(stream, io.BufferedReader):
+        raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise missing("pyarrow", file.path) from None
+    number = 0
+    try:
+        source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
+        table = parquet.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+        held = table.schema_arrow.names
+        there = held if columns is None else [name for name in dict.fromkeys(columns) if name in held]
+        if columns is not None and not there:
+            wanted, names = ", ".join(dict.fromkeys(columns)), ", ".join(held[:8]) or "none"
+            raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
+        for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                yield FileRecord(f":row {number}", f"{file.path}: row {number}", row)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file.path}: a row after {number} holds text that is not UTF-8 ({error.reason})") from None
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
+        ) from None

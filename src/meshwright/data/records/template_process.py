@@ -1,0 +1,128 @@
+"""Subprocess that renders untrusted chat templates under CPU-time and memory limits.
+
+Bounds inside Jinja would have to know every operator, method and filter that can make much of little; these need not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from meshwright.data.records import template_rendering
+from meshwright.data.records.template_rendering import RENDER_SECONDS, LimitReached, NotATemplate, TemplateError
+
+_WAIT_SECONDS = 300.0  # for an answer of at most RENDER_SECONDS of processor time, on a machine that is busy
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # no keys or tokens
+
+
+class RenderProcess:
+    """A template in a process of its own, started when it is first needed; has the methods of `Renderer`."""
+
+    def __init__(self, source: str, named: Mapping[str, str]) -> None:
+        """`NotATemplate`: what is wrong with the source; `LimitReached`: to compile it takes too much."""
+        self._first = {"source": source, "named": dict(named)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that started it: after a fork, the pipes are not ours
+        self._lock = threading.Lock()
+        with self._lock:
+            self._start()
+
+    def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+        """As `Renderer.render_marked`."""
+        with self._lock:
+            if self._process is None or self._owner != os.getpid():
+                self._start()
+            return self._ask({"messages": [dict(message) for message in messages], "prompt": prompt})
+
+    def _start(self) -> None:
+        program = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+        self._process = subprocess.Popen(
+            # -I: neither the current directory nor the environment says what is imported.
+            [sys.executable, "-I", "-c", program, template_rendering.__file__, *filter(None, sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, _end, self._process, self._owner)
+        self._ask(self._first)
+
+    def _ask(self, request: Mapping[str, Any]) -> str:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._read_line()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # an interrupt: the answer that is still to come must not go to the next request
+            self._stop()
+            raise
+        if not line.endswith(b"\n"):
+            raise LimitReached(self._exit_reason())
+        answer = json.loads(line)
+        if "limit" in answer:
+            self._stop()
+            raise LimitReached(answer["limit"])
+        if "not_a_template" in answer:
+            self._stop()
+            raise NotATemplate(answer["not_a_template"], answer["line"])
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return str(answer["text"])
+
+    def _read_line(self) -> bytes:
+        """The answer; what came of it where the process ended or does not answer."""
+        assert self._process is not None and self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
+        parts: list[bytes] = []
+        while not (parts and parts[-1].endswith(b"\n")):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                break
+            part = os.read(descriptor, 1 << 20)
+            if not part:
+                break
+            parts.append(part)
+        return b"".join(parts)
+
+    def _exit_reason(self) -> str:
+        """Why there was no answer; the process is gone afterwards."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        code = self._process.poll()
+        self._stop()
+        if code is None:
+            return f"gave no answer within {_WAIT_SECONDS:.0f} s"
+        if code == -signal.SIGPROF:
+            return f"takes more than {RENDER_SECONDS} s of processor time"
+        return f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        _end(self._process, self._owner)
+        self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the process, unless it is another's: a fork has copied this."""
+    if os.getpid() != owner:
+        return
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    process.kill()
+    process.wait()

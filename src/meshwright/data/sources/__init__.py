@@ -1,0 +1,1 @@
+"""Where documents come from: files, globs, URLs; text, JSON Lines, Parquet and WET formats."""

@@ -1,0 +1,132 @@
+"""Texts of a Parquet file: one column, row group after row group in batches, so that memory stays bounded."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.cleaning.schema import Unfit, record_problem
+from meshwright.data.sources.resolution import SourceFile
+from meshwright.data.sources.stores import missing
+from meshwright.errors import UserError
+from meshwright.names import nearest
+
+_BATCH = 1 << 20  # bytes of text in a batch, about: as much as a processor's cache holds
+_MOST_ROWS = 8192
+_READ = 1 << 20  # bytes read of a column at a time
+
+
+def parquet_texts(
+    file: SourceFile,
+    stream: io.BufferedReader,
+    key: str,
+    encoding: str,
+    required: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, str | Unfit]]:
+    """(":row 17", text) of each row, its text in the column `key`; "a.b" also means the field b of the struct column a.
+
+    required: columns (or such fields) that a row must have, and the types of their values; a row that has not comes as
+    what is wrong with it. A null is an empty text, and nothing where there are requirements. Bytes that do not decode
+    become lone surrogates. `UserError`: not Parquet, cut short or damaged; no such column, or one of another type than
+    text.
+    """
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        compute = import_module("pyarrow.compute")
+    except ImportError:
+        raise missing("pyarrow", file.path) from None
+    try:
+        source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
+        table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
+        path = _column(file, table.schema_arrow, key, arrow)
+        columns = [".".join(path), *_columns(required or {}, table.schema_arrow)]
+        row = 0
+        for group in range(table.num_row_groups):
+            rows = _rows_at_once(table.metadata.row_group(group), ".".join(path))
+            for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+                column = batch.column(path[0])
+                for name in path[1:]:
+                    column = compute.struct_field(column, name)
+                problems = _problems(batch, column, key, required) if required else itertools.repeat(None)
+                for text, problem in zip(_texts(column, encoding, arrow), problems, strict=False):
+                    row += 1
+                    yield f":row {row}", text if problem is None else Unfit(problem)
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
+        ) from None
+
+
+def _columns(required: Mapping[str, str], schema: Any) -> list[str]:
+    """The columns that the required keys lie in, of those that there are."""
+    outermost = {key if key in schema.names else key.partition(".")[0] for key in required}
+    return sorted(outermost.intersection(schema.names))
+
+
+def _problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
+    """What is wrong with each row, or None."""
+    names = _columns(required, batch.schema)
+    values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
+    for there, record in zip(text.is_valid().to_pylist(), values, strict=False):
+        held = dict(zip(names, record, strict=True))
+        yield record_problem(held | {key: "" if there else None}, required, key)
+
+
+def _texts(column: Any, encoding: str, arrow: Any) -> list[str]:
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not _is_bytes(column.type, arrow):
+        try:
+            texts: list[str] = column.to_pylist()
+            return [text or "" for text in texts] if column.null_count else texts
+        except UnicodeDecodeError:  # Parquet promises UTF-8, and not every writer keeps it
+            encoding, column = "utf-8", column.cast(arrow.large_binary())
+    return [(value or b"").decode(encoding, "surrogateescape") for value in column.to_pylist()]
+
+
+def _is_bytes(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _is_text(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    strings = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return bool(strings or _is_bytes(kind, arrow))
+
+
+def _rows_at_once(group: Any, path: str) -> int:
+    """Rows of a row group that have about `_BATCH` bytes of text."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
+    rows: int = group.num_rows
+    return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
+
+
+def _column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
+    """The names that lead to the column `key`, the outermost first."""
+    path, fields = ([key], schema) if key in schema.names else (key.split("."), schema)
+    for depth, name in enumerate(path):
+        there = {one.name: one for one in fields}
+        if name not in there:
+            close_to = [one.name for one in fields if _is_text(one.type, arrow)]
+            held = ", ".join(f'"{one}"' for one in list(there)[:8]) or "none"
+            close = nearest(name, close_to) or (close_to[0] if len(close_to) == 1 else None)
+            hint = f"set {file.key_setting}"
+            hint += f' = "{".".join([*path[:depth], close])}"' if close else ""
+            raise UserError(f'{file.path}: no column "{key}" (columns {held}); {hint}')
+        fields, kind = there[name].type, there[name].type
+        if depth < len(path) - 1 and not arrow.types.is_struct(kind):
+            raise UserError(f'{file.path}: the column "{".".join(path[: depth + 1])}" is {kind}, without fields')
+    if not _is_text(kind, arrow):
+        texts = ", ".join(f'"{one.name}"' for one in schema if _is_text(one.type, arrow))
+        hint = f"columns of text: {texts}; set {file.key_setting}" if texts else "it has no column of text"
+        raise UserError(f'{file.path}: the column "{key}" is {kind}, not text ({hint})')
+    return path

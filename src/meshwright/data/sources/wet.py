@@ -1,0 +1,75 @@
+"""Texts of WET files, in which Common Crawl gives the text of web pages: WARC records of type "conversion".
+
+A record is a version line, headers, a blank line, as many bytes as its Content-Length says, and two line ends (ISO
+28500:2017, section 4). Each usually is a gzip member of its own. They are read here and not by a library so that the
+length of every record is checked: a file that is cut short is found out wherever the cut fell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.data.sources.resolution import SourceFile
+from meshwright.data.sources.streams import Stream
+from meshwright.errors import UserError
+
+LONGEST_RECORD = 1 << 30  # bytes; longer ones are refused, since a record is read whole
+_LONGEST_LINE = 1 << 16
+
+
+def wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str]]:
+    """(":17 URI", text) of each conversion record, counted from 1 over all records; other types are passed over.
+
+    `UserError`: not WARC, a record that ends before its length, a file without conversion records.
+    """
+    number, found, types = 0, False, set()
+    while headers := _headers(file, stream, number + 1):
+        number += 1
+        where = f"{file.path}: record {number}"
+        try:
+            length = int(headers["content-length"])
+        except (KeyError, ValueError):
+            raise UserError(f"{where} says no Content-Length: not a WARC file, or a damaged one") from None
+        if not 0 <= length <= LONGEST_RECORD:
+            raise UserError(f"{where} says that it is {length:,} bytes long; at most {LONGEST_RECORD:,} are read")
+        kind = headers.get("warc-type", "none")
+        block = stream.read(length)
+        if len(block) < length:
+            raise UserError(
+                f"{where} is cut short: {len(block):,} of its {length:,} bytes are there; fetch or write the file again"
+            )
+        if kind == "conversion":
+            found = True
+            uri = headers.get("warc-target-uri", "").strip("<>")
+            yield f":{number} {uri}".rstrip(), block.decode(encoding, "surrogateescape")
+        else:
+            types.add(kind)
+    if number and not found and types - {"warcinfo"}:
+        raise UserError(
+            f"{file.path} has no record of type conversion, only {', '.join(sorted(types))}: WET files are read, which "
+            "hold the text of pages, not WARC files of whole pages"
+        )
+
+
+def _headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
+    """The headers of the next record, by their names in lower case; none at the end of the file."""
+    line = stream.readline(_LONGEST_LINE)
+    while line in (b"\r\n", b"\n"):
+        line = stream.readline(_LONGEST_LINE)
+    if not line:
+        return {}
+    if not line.startswith(b"WARC/"):
+        raise UserError(f"{file.path}: record {number} does not begin with WARC/1.0 or the like: not a WET file")
+    headers: dict[str, str] = {"": ""}
+    name = ""
+    while (line := stream.readline(_LONGEST_LINE)) not in (b"\r\n", b"\n"):
+        if not line.endswith(b"\n"):
+            raise UserError(f"{file.path}: record {number} is cut short in its headers; fetch or write the file again")
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if text[:1] in (" ", "\t"):  # goes on with the line before
+            headers[name] += f" {text.strip()}"
+        else:
+            name, _, value = text.partition(":")
+            name = name.strip().lower()
+            headers[name] = value.strip()
+    return headers

@@ -1,0 +1,1 @@
+"""Tokenizers: trained here or existing; always a directory that `transformers` loads."""

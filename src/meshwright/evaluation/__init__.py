@@ -1,0 +1,1 @@
+"""Loss, perplexity and bits per byte of checkpoints."""

@@ -1,0 +1,186 @@
+"""Loss, perplexity and bits per byte of a checkpoint on held-out text, each token counted once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import find_checkpoint
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PackedExamples, PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
+from meshwright.errors import UserError
+from meshwright.launcher.device import one_device
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.huggingface import load_huggingface
+from meshwright.parallel.inference import SplitModel, reading_layout
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.recipe import DataRecipe, load_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.threads import choose_threads
+from meshwright.untrusted import read_file
+
+LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
+TOKENS_AT_ONCE = 4096
+
+
+def evaluate(
+    checkpoint: os.PathLike[str] | str,
+    data: str,
+    *,
+    sequence: int | None = None,
+    with_xz: bool = True,
+    device: str = "auto",
+    layout: str | None = None,
+    overrides: Sequence[str] = (),
+    check_hashes: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Evaluate `checkpoint` on `data`.
+
+    checkpoint: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory; of a
+    checkpoint every byte of the model is checked against its hash first, unless check_hashes is false. data: a recipe
+    (its validation split; `overrides` change its fields) or a source as in `data.source` (all of it). sequence: tokens
+    of context, the recipe's or the model's unless given. device: one of `names.DEVICES`. layout: cut the model over
+    local ranks ("tp2 pp2"), which compute on the CPU. `progress(done, total)` hears of rows, if there is one device.
+    The result has
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `lossy_documents`,
+    `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
+    the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
+
+    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
+    the responses are evaluated, and `bits_per_byte` is None.
+    """
+    device = one_device(device)
+    directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
+    config = ModelConfig.from_path(directory)
+    reading = None if layout is None else reading_layout(layout, config)
+    prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
+    if reading is None:
+        nats, count = _on_one_device(directory, tokens, device, progress)
+    else:
+        with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
+            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
+            nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]
+    result: dict[str, Any] = {
+        "loss": nats / count,
+        "perplexity": math.exp(min(nats / count, 700.0)),
+        "bits_per_byte": None,
+        "tokens": count,
+        "bytes": tokens.bytes,
+        "documents": tokens.documents,
+        "sequence": tokens.sequence,
+        "data": data,
+        "checkpoint": str(directory),
+    }
+    if isinstance(tokens, PackedExamples):  # of which only the responses count, and not all of their bytes
+        return result
+    result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _lossy(prepared, tokens)}
+    if with_xz:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(tokens.texts())
+    return result
+
+
+def _on_one_device(
+    directory: Path, tokens: TokenRows, device: str, progress: Callable[[int, int], None]
+) -> tuple[float, int]:
+    """The sum of the token losses (nats), and of how many tokens."""
+    model, _ = load_huggingface(directory, torch.float32, device)
+    nats, count, done = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in tokens.batches(_rows(tokens)):
+            nats += float(model(*(part.to(device) for part in _micro_batch(batch))))
+            count += batch.target_tokens
+            done += len(batch.tokens)
+            progress(done, tokens.rows)
+    return nats, count
+
+
+def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]) -> tuple[float, int]:
+    """The same, on one of several ranks that have a part of the model each."""
+    mesh = Mesh.create(Layout.parse(layout))
+    split = SplitModel(Path(directory), mesh)
+    _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
+    nats, count = 0.0, 0
+    under_way: list[MicroBatch] = []
+    for number, batch in enumerate(tokens.batches(_rows(tokens)), start=1):
+        under_way.append(_micro_batch(batch))
+        count += batch.target_tokens
+        if number % mesh.pp.size == 0:
+            nats += split.losses(under_way)
+            under_way.clear()
+    nats += split.losses(under_way)
+    mesh.close()
+    return nats, count
+
+
+def _rows(tokens: TokenRows) -> int:
+    return max(1, TOKENS_AT_ONCE // tokens.sequence)
+
+
+def _micro_batch(batch: TokenBatch) -> MicroBatch:
+    tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    return tokens_BS, targets_BS, Documents.from_ids(batch.document_ids)
+
+
+def held_out(
+    checkpoint: Path,
+    config: ModelConfig,
+    data: str,
+    sequence: int | None,
+    log: Callable[[str], None],
+    overrides: Sequence[str] = (),
+) -> tuple[PreparedData, TokenRows]:
+    """The tokens to evaluate on, made with the checkpoint's own tokenizer. `overrides`: of the recipe, if `data` is
+    one."""
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
+    from_recipe = data.endswith(".toml")
+    if from_recipe:
+        recipe = load_recipe(data, overrides)
+        part, split, seed = recipe.data, "validation", recipe.run.seed
+        if not part.validation_fraction:
+            raise UserError(f"{data}: data.validation_fraction is 0: there is nothing held out to evaluate on")
+    else:
+        # A text too short for one full row is still a text: the row is as long as it must be.
+        part = DataRecipe(source=data, tokenizer=str(checkpoint), sequence=1, validation_fraction=0.0)
+        split, seed = "train", 0
+    default = part.sequence if from_recipe else LONGEST_ROW
+    length = min(sequence or default, config.max_positions)
+    if part.records != "text":  # whose rows depend on it
+        part = part.model_copy(update={"sequence": length})
+    prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
+    if read_file(prepared.tokenizer_directory / "tokenizer.json") != read_file(checkpoint / "tokenizer.json"):
+        part = part.model_copy(update={"tokenizer": str(checkpoint)})
+        prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
+    if prepared.vocabulary > config.vocabulary:
+        raise UserError(
+            f"{checkpoint}: its tokenizer has {prepared.vocabulary} tokens, its model only {config.vocabulary}"
+        )
+    tokens = prepared.split(split)
+    tokens.sequence, tokens.document_mask = length, True
+    for line in prepared.packing_lines([split]):
+        log(line)
+    return prepared, tokens
+
+
+def _lossy(prepared: PreparedData, tokens: TokenRows) -> int:
+    """How many documents are not what their tokens decode to."""
+    tokenizer, lossy = prepared.tokenizer, 0
+    for texts in _in_batches(tokens.texts(), 256):
+        encoded = tokenizer.encode(texts)
+        lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
+    return lossy
+
+
+def _in_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(itertools.islice(texts, size)):
+        yield batch

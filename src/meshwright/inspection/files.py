@@ -1,0 +1,218 @@
+"""Which tensors a path holds: one safetensors file, shards with an index, or torch's `.bin` read without its pickle's
+code. Only headers are read; every mistake in them is one line that names the file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import UserError
+from meshwright.inspection.dtypes import ELEMENT_TYPES
+from meshwright.names import nearest
+from meshwright.untrusted import parse_json, read_json
+
+LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+MOST_DIMENSIONS = 64  # of a tensor, as in NumPy
+INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: of its values."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorFiles:
+    """The tensors of a path, by file in the order of the names of files and of their places in them.
+
+    `unindexed`: tensors that lie in a shard and are not in the index.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.directory = path if path.is_dir() else path.parent
+        self.files, indexed = _files_of(path)
+        self._pickled: dict[Path, dict[str, Any]] = {}
+        self.entries: list[TensorEntry] = []
+        for file in self.files:
+            self.entries += self._of_pickle(file) if file.suffix == ".bin" else read_header(file)
+        self.unindexed: list[str] = []
+        seen: dict[str, Path] = {}
+        for entry in self.entries:
+            if (other := seen.get(entry.name)) is not None:
+                raise UserError(f"{entry.file}: tensor {entry.name} is in {other.name} as well")
+            seen[entry.name] = entry.file
+        if indexed is not None:
+            for name, place in indexed.items():
+                if seen.get(name) != place:
+                    raise UserError(f"{place}: tensor {name} is missing, though the index says that it is here")
+            self.unindexed = [name for name in seen if name not in indexed]
+
+    def raw(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        """The bytes of a tensor, 1-D, mapped: a page of the file is read when it is accessed."""
+        if not entry.bytes:
+            return np.zeros(0, dtype=np.uint8)
+        if entry.file in self._pickled:
+            import torch
+
+            tensor = self._pickled[entry.file][entry.name].detach().contiguous().reshape(-1)
+            return np.asarray(tensor.view(torch.uint8).numpy())
+        return np.memmap(entry.file, dtype=np.uint8, mode="r", offset=entry.offset, shape=(entry.bytes,))
+
+    def _of_pickle(self, file: Path) -> Iterator[TensorEntry]:
+        """The tensors of a file that `torch.save` wrote. Only tensors and plain containers are unpickled."""
+        import torch
+
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # pickle, zip and torch's own reader all raise what they like
+            reason = " ".join(str(error).split())
+            if "weights_only" in reason.lower() or "unsupported" in reason.lower():
+                reason = "it holds more than tensors, and reading that could run code"
+            elif "mmap can only be used" in reason:
+                reason = "it is in the format of torch before 1.6, which cannot be mapped"
+            else:
+                reason = f"the file is cut or damaged ({reason[:120]})"
+            raise UserError(f"{file}: cannot be read: {reason}; save the model as safetensors") from None
+        tensors = dict(_tensors_in(loaded))
+        if not tensors:
+            raise UserError(f"{file}: holds no tensors")
+        self._pickled[file] = tensors
+        for name, tensor in tensors.items():
+            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_names():
+                raise UserError(f"{file}: tensor {name} is of a kind that is not read here ({tensor.dtype})")
+            kind = _torch_names()[tensor.dtype]
+            offset = tensor.storage_offset() * tensor.itemsize
+            yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
+
+
+def read_header(file: Path) -> list[TensorEntry]:
+    """The tensors of a safetensors file in the order of their places. Nothing but its header is read."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > LONGEST_HEADER:
+                raise UserError(f"{file}: not a safetensors file")
+            if 8 + length > size:
+                raise UserError(f"{file}: cut short: its header alone has {length:,} bytes, the file {size:,}")
+            text = stream.read(length)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    try:
+        header = parse_json(text)
+        if not isinstance(header, dict):
+            raise ValueError("no object")
+        header.pop("__metadata__", None)
+        entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
+    entries.sort(key=lambda entry: (entry.offset, entry.name))
+    last = max(entries, key=lambda entry: entry.offset + entry.bytes, default=None)
+    if last is not None and last.offset + last.bytes > size:
+        missing = next(entry for entry in entries if entry.offset + entry.bytes > size)
+        raise UserError(
+            f"{file}: cut short: it has {size:,} of {last.offset + last.bytes:,} bytes; tensor {missing.name} is the "
+            "first that is not whole"
+        )
+    return entries
+
+
+def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+    dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+    if not isinstance(dtype, str) or not all(
+        isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
+    ):
+        raise ValueError("not a type, a shape and two places")
+    if len(shape) > MOST_DIMENSIONS:  # the product of a longer one takes time that grows with the square of its length
+        raise UserError(f"{file}: tensor {name} has {len(shape):,} dimensions: at most {MOST_DIMENSIONS} are read")
+    if dtype not in ELEMENT_TYPES:
+        close = nearest(dtype, ELEMENT_TYPES)
+        hint = f'; did you mean "{close}"?' if close else ""
+        known = ", ".join(ELEMENT_TYPES)
+        raise UserError(f'{file}: tensor {name} has the unknown type "{dtype}"{hint} (known: {known})')
+    bits = math.prod(shape) * ELEMENT_TYPES[dtype].bits
+    if bits != 8 * (end - first):
+        raise UserError(
+            f"{file}: tensor {name} of shape {list(shape)} and type {dtype} needs {-(-bits // 8):,} bytes, its place "
+            f"has {end - first:,}"
+        )
+    return TensorEntry(name, file, dtype, shape, begin + first, end - first)
+
+
+def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """The files of a path that hold tensors, and where the index says that each tensor is, if there is one."""
+    if path.is_file():
+        if path.name.endswith(INDEX_SUFFIXES):
+            return _indexed(path)
+        if path.suffix not in (".safetensors", ".bin"):
+            raise UserError(f"{path}: not a model file; .safetensors, .bin, an index or a directory of these is needed")
+        return [path], None
+    if not path.is_dir():
+        raise UserError(f"{path}: no such file or directory")
+    names = sorted(os.listdir(path))
+    for suffix, pattern in zip(INDEX_SUFFIXES, (".safetensors", ".bin"), strict=True):
+        indexes = [path / name for name in names if name.endswith(suffix)]
+        if indexes:
+            return _indexed(indexes[0])
+        found = [path / name for name in names if name.endswith(pattern) and (path / name).is_file()]
+        if pattern == ".bin":
+            found = [file for file in found if file.name.startswith(("pytorch_model", "adapter_model"))]
+        if found:
+            return found, None
+    raise UserError(f"{path}: no model in it: no .safetensors file and no pytorch_model.bin")
+
+
+def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+    try:
+        weight_map = read_json(index)["weight_map"]
+        places = {str(name): index.parent / file for name, file in weight_map.items()}
+    except OSError as error:
+        raise UserError(f"{index}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f'{index}: not an index: one JSON object with a "weight_map" is needed') from None
+    files = sorted(set(places.values()))
+    held = set(os.listdir(index.parent))
+    missing = [file for file in files if file.parent != index.parent or file.name not in held or not file.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{index}: {missing[0].name[:200]}{more} of its {len(files)} shards is not in the directory")
+    return files, places
+
+
+def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors of nested dictionaries, their keys joined by dots."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tensors_in(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _torch_names() -> dict[Any, str]:
+    import torch
+
+    return {
+        torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+        torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    }  # fmt: skip

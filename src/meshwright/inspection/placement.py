@@ -1,0 +1,70 @@
+"""Which rank of a layout would hold which layers of a model, and how many bytes: by the rules that training goes by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.ledger import DTYPES, STORED
+from meshwright.planner.saved import ITEM_BYTES
+from meshwright.planner.states import flats_of, states
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.refuse import refuse
+from meshwright.spec.stage_times import program_for
+
+PRECISION_OF = {"F64": "fp32", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+MOST_RANKS = 100_000
+
+
+def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
+    """Each rank of the layout with what it holds.
+
+    dtype: of the files, by which parameters count where the layout names no precision; sequence: tokens of a row, for
+    which stages are balanced. The result: `layout`, `precision`, `ranks`: [{rank, its coordinates, stages, layers,
+    embedding, head, experts (numbers, where ep spreads them), elements, bytes, training_bytes}]. elements: of the
+    parameters that it keeps between steps, padding included; bytes: of these; training_bytes: what a training step with
+    AdamW keeps, by kind. `UserError` where the model cannot be on the layout.
+    """
+    layout = Layout.parse(layout_text)
+    if layout.world_size > MOST_RANKS:
+        raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MOST_RANKS:,} are listed')
+    refuse(layout, config, batch=layout.dp * layout.micro_batches, planning=True)
+    precision = layout.precision or PRECISION_OF.get(dtype, "bf16")
+    kept = DTYPES[STORED.get(precision, precision)]
+    table = parameter_table(config)
+    partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
+    places = [_place(partition, layout, place, kept) for place in range(layout.pp)]
+    experts = [_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
+    ranks = []
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        axes = {axis: at[axis] for axis in ("tp", "cp", "dp", "pp") if getattr(layout, axis) > 1}
+        spread = {"experts": experts[at["ep"]]} if layout.ep > 1 else {}
+        ranks.append({"rank": rank, **axes, **places[at["pp"]], **spread})
+    return {"layout": str(layout), "precision": precision, "ranks": ranks}
+
+
+def _place(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
+    """What every rank at a place of the pipeline holds."""
+    stages, units = partition.held(place), partition.units_at(place)
+    flats = flats_of(partition.table, layout, units)
+    kinds: dict[str, int] = {}
+    for state in states(flats, dtype, "float32", "adamw"):
+        kinds[state.kind] = kinds.get(state.kind, 0) + state.bytes
+    return {
+        "stages": [stage.index for stage in stages],
+        "layers": sorted(layer for stage in stages for layer in stage.layers),
+        "embedding": "embedding" in units,
+        "head": any(stage.last for stage in stages),
+        "elements": kinds["parameters"] // ITEM_BYTES[dtype],
+        "bytes": kinds["parameters"],
+        "training_bytes": kinds,
+    }
+
+
+def _experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+    held = {row.expert[0] for row in table.rows if row.expert is not None and row.place(layout) == place}
+    return sorted(held)

@@ -1,0 +1,126 @@
+"""A model's files as JSON: shards, tensors with first values and statistics, and which rank would hold what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.inspection.files import TensorEntry, TensorFiles
+from meshwright.inspection.placement import placement
+from meshwright.inspection.statistics import first_values, statistics
+from meshwright.names import nearest
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+
+
+def inspect_model(
+    path: Path | str,
+    *,
+    names: Sequence[str] = (),
+    layout: str | None = None,
+    sequence: int = 2048,
+    values: int = 4,
+    with_statistics: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """What lies at `path`: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, an
+    index, a `.safetensors` or a `.bin` file.
+
+    names: globs; tensors that match none are left out of `tensors`, not of the sums. values: how many first values of
+    each; with_statistics: whether every value is read (headers always are). Tensors are read one after another, in
+    blocks; `progress(done, total)` hears of bytes. layout: adds `placement` (see `placement.placement`).
+    `UserError`: nothing that is a model, a file that is cut or missing, a type nobody knows, a glob without a match.
+    """
+    path = _model_directory(Path(path), log)
+    files = TensorFiles(path)
+    chosen = [entry for entry in files.entries if _wanted(entry.name, names)]
+    if names and not chosen:
+        close = nearest(names[0], [entry.name for entry in files.entries])
+        first = files.entries[0].name if files.entries else "none is there"
+        hint = f'; did you mean "{close}"?' if close else f"; the first is {first}"
+        raise UserError(f"--name {' '.join(names)}: no tensor of {path} is called so{hint}")
+    total, done = sum(entry.bytes for entry in chosen), 0
+    tensors = []
+    for entry in chosen:
+        tensors.append(_tensor(files, entry, values, with_statistics))
+        done += entry.bytes
+        progress(done, total)
+    held = Counter(entry.file for entry in files.entries)
+    types: Counter[str] = Counter()
+    for entry in files.entries:
+        types[entry.dtype] += entry.bytes
+    config, why_not = _config(files.directory)
+    document: dict[str, Any] = {
+        "path": str(path),
+        "files": [{"file": file.name, "tensors": held[file], "bytes": file.stat().st_size} for file in files.files],
+        "elements": sum(entry.numel for entry in files.entries),
+        "bytes": sum(entry.bytes for entry in files.entries),
+        "bytes_by_type": dict(types.most_common()),
+        "tensors_in_all": len(files.entries),
+        "tensors": tensors,
+        "not_in_index": files.unindexed,
+        "not_finite": {tensor["name"]: count for tensor in tensors if (count := _not_finite(tensor))},
+        "family": config.family if config else None,
+        "config_problem": why_not if config is None and (files.directory / "config.json").is_file() else None,
+        "parameters_of_config": parameter_table(config).numel if config else None,
+    }
+    if layout is not None:
+        if config is None:
+            raise UserError(f"--layout {layout}: where layers go follows from the architecture, and {why_not}")
+        most = types.most_common(1)[0][0] if types else "F32"
+        document["placement"] = placement(config, layout, most, min(sequence, config.max_positions))
+    return document
+
+
+def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
+    """The directory of the checkpoint that a run directory or a checkpoint's name means, else the path itself."""
+    if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
+        from meshwright.checkpoint.catalogue import find_checkpoint
+
+        return find_checkpoint(path, log, check_hashes=False)
+    return path
+
+
+def _wanted(name: str, globs: Sequence[str]) -> bool:
+    return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": entry.name,
+        "file": entry.file.name,
+        "type": entry.dtype,
+        "shape": list(entry.shape),
+        "elements": entry.numel,
+        "bytes": entry.bytes,
+    }
+    if with_statistics or values:
+        try:
+            raw = files.raw(entry)
+            found["first"] = first_values(raw, entry.dtype, values)
+            if with_statistics:
+                found["statistics"] = statistics(raw, entry.dtype)
+        except (OSError, ValueError) as error:  # a file that shrinks while it is read
+            raise UserError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from None
+    return found
+
+
+def _not_finite(tensor: Mapping[str, Any]) -> int:
+    """How many values of a tensor are NaN or infinite, as far as they were read."""
+    found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
+    return int(found["nan"] + found["infinite"])
+
+
+def _config(directory: Path) -> tuple[ModelConfig | None, str]:
+    """The architecture that lies beside the tensors; None and why there is none."""
+    if not (directory / "config.json").is_file():
+        return None, f"{directory} has no config.json"
+    try:
+        return ModelConfig.from_path(directory), ""
+    except UserError as error:
+        return None, str(error)

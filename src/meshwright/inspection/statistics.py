@@ -1,0 +1,68 @@
+"""Statistics of a tensor in one pass over blocks of it: memory stays that of a block, however large the tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.inspection.dtypes import ELEMENT_TYPES
+
+BLOCK = 1 << 20  # elements
+
+
+def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
+    """The first `count` values of a tensor, None for types whose values are not read."""
+    kind = ELEMENT_TYPES[dtype]
+    if kind.read is None:
+        return None
+    values: list[float | int | bool] = kind.read(np.asarray(raw[: count * kind.bits // 8])).tolist()
+    return values
+
+
+def statistics(raw: NDArray[np.uint8], dtype: str) -> dict[str, Any] | None:
+    """`mean`, `std` (of all values, not of a sample), `min` and `max` of the finite values, and how many are `zeros`,
+    `nan` and `infinite`. None for types whose values are not read; the first four are None without a finite value.
+
+    Means and squares of blocks are joined as by Chan, Golub and LeVeque 1979, so nothing cancels.
+    """
+    kind = ELEMENT_TYPES[dtype]
+    if kind.read is None:
+        return None
+    count, mean, squares = 0, 0.0, 0.0
+    low: Any = None
+    high: Any = None
+    zeros = nan = infinite = 0
+    step = BLOCK * kind.bits // 8
+    for begin in range(0, len(raw), step):
+        values = kind.read(np.asarray(raw[begin : begin + step]))
+        zeros += len(values) - int(np.count_nonzero(values))
+        if values.dtype.kind == "f":
+            finite = np.isfinite(values)
+            if not finite.all():
+                unread = int(np.isnan(values).sum())
+                nan, infinite = nan + unread, infinite + len(values) - int(finite.sum()) - unread
+                values = values[finite]
+        if not len(values):
+            continue
+        least, most = values.min().item(), values.max().item()
+        low, high = least if low is None else min(low, least), most if high is None else max(high, most)
+        wide = values.astype(np.float64)
+        middle = float(wide.mean())
+        wide -= middle
+        with np.errstate(over="ignore"):
+            own = float(wide @ wide)
+        total, apart = count + len(values), middle - mean
+        squares += own + (apart * apart * count * len(values) / total if count else 0.0)
+        mean, count = mean + apart * len(values) / total, total
+    return {
+        "mean": mean if count else None,
+        "std": math.sqrt(squares / count) if count else None,
+        "min": low,
+        "max": high,
+        "zeros": zeros,
+        "nan": nan,
+        "infinite": infinite,
+    }

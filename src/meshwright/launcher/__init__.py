@@ -1,0 +1,1 @@
+"""Starting and watching ranks: rendezvous, devices, hosts, scripts for torchrun and SLURM."""

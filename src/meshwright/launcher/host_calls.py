@@ -1,0 +1,97 @@
+"""The calls of the ranks on this host where no launcher of ours keeps them: torchrun, Kubernetes, SLURM. Each writes
+them to a file in memory that its neighbours can read; the first that waits in vain reports them all. Free of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.errors import RankLost
+from meshwright.flight_recorder.call_ring import attach, named_file
+from meshwright.flight_recorder.rank_report import Snapshot, write_report
+from meshwright.flight_recorder.verdict import Verdict
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.terminal import print_message
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from meshwright.launcher.rendezvous import Place
+
+_KEY = "meshwright/calls"
+_REPORTED = "reported"
+
+
+class HostCalls:
+    """The directory of this host's ranks, in memory (/dev/shm) where there is such a place: a disk may hold up who
+    writes to it, and a filesystem of the network more so. `token` is the run's own."""
+
+    def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
+        shared = Path("/dev/shm")
+        parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        run = hashlib.sha256(str(directory.path.resolve()).encode()).hexdigest()[:16]
+        stem = f"meshwright-calls-{os.getuid()}-{run}-"
+        self.report_path = directory.lost.with_stem(f"{directory.lost.stem}-{socket.gethostname()}")
+        self._path = parent / f"{stem}{token}"
+        # The run directory's lock is ours: what else has its name was left by ranks that were killed, as NCCL's
+        # watchdog does when one of them hangs.
+        for other in parent.glob(f"{stem}*"):
+            if other != self._path:
+                self._report_left(other)
+        self._mine = self._path / f"rank-{place.rank:05d}"
+        with suppress(OSError):  # without room for it the run goes on, and a report is the poorer
+            self._path.mkdir(mode=0o700, exist_ok=True)
+            attach(named_file(self._mine, place.rank, place.ranks))
+
+    @classmethod
+    def agree(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
+        """Every rank calls it, when rank 0 has locked the run directory."""
+        if place.rank == 0:
+            store.set(_KEY, secrets.token_hex(8))
+        return cls(directory, place, store.get(_KEY).decode())
+
+    def report(self, error: RankLost) -> RankLost:
+        """What to raise in place of `error`: with the verdict on this host's ranks from the first of them that comes
+        here, which prints the report and keeps it in the run directory; unchanged from the others."""
+        try:
+            os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return error
+        verdict = self._say(self._path)
+        return error if verdict is None else RankLost(verdict.line)
+
+    def _report_left(self, path: Path) -> None:
+        """Report on the ranks that left `path`, and remove it: the first rank of this host that comes here does."""
+        ours = path.with_name(f"left-{path.name}")
+        with suppress(OSError):
+            path.rename(ours)
+            self._say(ours, "in the start before this one: ")
+
+    def _say(self, path: Path, when: str = "") -> Verdict | None:
+        """The verdict on the ranks whose files lie in `path`, after it has been printed and kept, and they removed."""
+        files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
+        rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
+        snapshot = Snapshot.take(rings)
+        for descriptor in rings.values():
+            os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
+        verdict = snapshot.verdict
+        if verdict is not None:
+            text = snapshot.text(when + verdict.line)
+            kept = write_report(self.report_path, text)
+            print_message(text + (f"this report is kept in {self.report_path}\n" if kept else ""))
+        return verdict
+
+    def close(self) -> None:
+        """Remove this rank's file, when all went well."""
+        with suppress(OSError):
+            self._mine.unlink()
+            self._path.rmdir()  # the last one's

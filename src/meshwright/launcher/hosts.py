@@ -1,0 +1,139 @@
+"""This host's addresses and network interfaces, as far as ranks on several hosts need them to reach each other.
+
+    python -m meshwright.launcher.hosts HOST             # this host's own address on the way to HOST
+    python -m meshwright.launcher.hosts --is-here HOST   # true or false: whether HOST is this host
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.launcher.rendezvous import Place
+
+_ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: no host's, so that the default route leads there
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of a host by its name, or the address itself. `UserError` where nobody knows the name."""
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except OSError as error:
+        raise UserError(f'"{host}" is no host that this one knows ({error.strerror or error})') from None
+    return [str(address[0]) for *_, address in found]
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the way to `host`: of `host` itself where that is this one. `UserError` when there is
+    no way."""
+    reasons = []
+    for address in addresses_of(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))  # sends nothing: the kernel chooses a route
+            except OSError as error:
+                reasons.append(error.strerror or str(error))
+                continue
+            return str(probe.getsockname()[0])
+    raise UserError(f"no way leads to {host}: {reasons[0].lower()}")
+
+
+def address_outwards() -> str | None:
+    """This host's own address on its default route, None without one."""
+    try:
+        return address_towards(_ELSEWHERE)
+    except UserError:
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads back to the host that uses it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` names this host."""
+    return any(is_loopback(address) or interface_of(address) is not None for address in addresses_of(host))
+
+
+def is_own_name(host: str) -> bool:
+    """Whether `host` is the name that this host gives itself, with its domain or without."""
+    return host.lower().partition(".")[0] == socket.gethostname().lower().partition(".")[0] != "localhost"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address (its first, in IPv4), None where none has."""
+    names = [name for _, name in socket.if_nameindex()]
+    if is_loopback(address):
+        return next((name for name in names if name in ("lo", "lo0")), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    with suppress(OSError, ValueError):  # Linux: address, index, prefix, scope, flags, name
+        wanted = ipaddress.IPv6Address(address.partition("%")[0])
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if int(digits, 16) == int(wanted):
+                return name
+    return None
+
+
+def agree_on_interface(place: Place, store: Any) -> str | None:
+    """The network interface on which this rank reaches those on other hosts, None where it cannot be told. Every rank
+    that others started calls it, with the store at which all meet.
+
+    Left alone, gloo asks for this host's own name, which often leads to the loopback interface or to nothing.
+    """
+    if place.method.startswith("file://"):
+        return None
+    meeting = os.environ["MASTER_ADDR"] if place.method == "env://" else urlsplit(place.method).hostname or ""
+    mine, there = address_towards(meeting), addresses_of(meeting)[0]
+    # On the host where all meet, that name may lead back to itself: what it means elsewhere the others know.
+    store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
+    if is_loopback(mine):
+        said = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
+        mine = next((address.decode() for address in said if address), mine)
+    return interface_of(mine)
+
+
+def main(arguments: list[str]) -> int:
+    """What a script asks; a line and exit code 2 where there is no answer."""
+    try:
+        if arguments[0] == "--is-here":
+            print(str(is_here(arguments[1])).lower())
+            return 0
+        address = address_towards(arguments[0])
+        if is_loopback(address) and is_own_name(arguments[0]):  # Debian maps it to 127.0.1.1
+            address = address_outwards() or address
+        if is_loopback(address):
+            raise UserError(
+                f"MASTER_ADDR={arguments[0]} leads back to this host alone ({address}): give the address by which the "
+                "other hosts reach it"
+            )
+        print(address)
+        return 0
+    except UserError as error:
+        print(f"meshwright: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""Scripts that start a recipe's ranks on one or several hosts, by torchrun or by SLURM. Free of torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_recipe
+from meshwright.launcher.rendezvous import tensor_across_hosts
+from meshwright.layout import Layout
+from meshwright.recipe import load_recipe
+
+SCRIPTS = Path(__file__).parent / "scripts"
+DEVICES_PER_NODE = 8  # of hosts that nobody described, as GPU servers have
+SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchScript:
+    """A script and what it starts: `nodes` hosts of `devices_per_node` ranks each. `warnings`: a line each."""
+
+    script: str
+    layout: str
+    nodes: int
+    devices_per_node: int
+    warnings: tuple[str, ...]
+
+
+def launch_script(
+    kind: Literal["torchrun", "slurm"],
+    recipe_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    restarts: int = 3,
+    time: str | None = None,
+    cpus_per_device: int | None = None,
+    sbatch: Sequence[str] = (),
+    trust: bool = False,
+) -> LaunchScript:
+    """The script that trains `recipe_path` with `overrides`, one rank for each device, and starts again where ranks are
+    lost, up to `restarts` times. It works in the current directory, with this Python: every host must have both.
+
+    time: SLURM's limit of a job, such as "24:00:00"; sbatch: more options for sbatch, such as "--partition=gpu";
+    trust: the ranks let the recipe run code that it names.
+    `UserError` when the recipe cannot run, or its layout has not as many ranks as there are devices.
+    """
+    recipe = load_recipe(recipe_path, overrides, trust=trust)
+    check_recipe(recipe)
+    if kind == "torchrun" and (time is not None or sbatch):
+        raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
+    layout = recipe.parsed_layout
+    nodes, devices_per_node = hosts_of(layout, nodes, devices_per_node)
+    hosts, ranks = _count(nodes, "host"), _count(devices_per_node, "rank")
+    path = str(recipe_path)
+    words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
+    values = {
+        "TITLE": f"{_plain(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
+        "DIRECTORY": shlex.quote(str(Path.cwd())),
+        "PYTHON": shlex.quote(sys.executable),
+        "RECIPE": " ".join(shlex.quote(word) for word in words),
+        "NAME": _plain(recipe.run.name),
+        "LOGS": shlex.quote(str(recipe.run_directory / "torchrun")),
+        "NODES": nodes,
+        "DEVICES": devices_per_node,
+        "RANKS": layout.world_size,
+        "RESTARTS": restarts,
+        "SECONDS": SAVE_SECONDS,
+    }
+    if kind == "torchrun":
+        shared = f"$(($(nproc) > {devices_per_node} ? $(nproc) / {devices_per_node} : 1))"
+        values["THREADS"] = shared if cpus_per_device is None else cpus_per_device
+        script = _filled("torchrun.sh" if nodes > 1 else "torchrun_one_host.sh", values)
+    else:
+        options = [f"--gpus-per-node={devices_per_node}"] if recipe.run.device != "cpu" else []
+        options += [f"--cpus-per-task={cpus_per_device}"] if cpus_per_device is not None else []
+        options += [f"--time={_time_limit(time)}"] if time is not None else []
+        options += [_sbatch_option(option) for option in sbatch]
+        values["OPTIONS"] = "".join(f"\n#SBATCH {option}" for option in options)
+        values["CPUS"] = "" if cpus_per_device is None else f" --cpus-per-task={cpus_per_device}"
+        script = _filled("slurm.sh", values)
+    warning = tensor_across_hosts(layout, devices_per_node)
+    return LaunchScript(script, str(layout), nodes, devices_per_node, (warning,) if warning else ())
+
+
+def hosts_of(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
+    """(hosts, devices of each) for the layout's ranks, from what of the two was said. `UserError` with the numbers that
+    would do where they do not multiply to the number of ranks."""
+    ranks, said = layout.world_size, (nodes, devices_per_node)
+    if said == (None, None):
+        devices_per_node = min(ranks, DEVICES_PER_NODE)
+    nodes = nodes or ranks // (devices_per_node or 1)
+    devices_per_node = devices_per_node or ranks // nodes
+    if nodes * devices_per_node == ranks:
+        return nodes, devices_per_node
+    pairs = [(count, ranks // count) for count in range(1, ranks + 1) if ranks % count == 0]
+    near = [abs(count - nodes) if said[1] is None else abs(each - devices_per_node) for count, each in pairs]
+    close = sorted(pair for _, pair in sorted(zip(near, pairs, strict=True))[:3])
+    have = "hosts" if said[0] is None else _count(nodes, "host")
+    have += f" of {_count(devices_per_node, 'device')}" if said != (nodes, None) else ""
+    raise UserError(
+        f'layout "{layout}" has {_count(ranks, "rank")}, one for each device, and does not fill {have}; '
+        f"{' or '.join(f'--nodes {count} --devices-per-node {each}' for count, each in close)} would do"
+    )
+
+
+def _filled(name: str, values: Mapping[str, object]) -> str:
+    return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), (SCRIPTS / name).read_text())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _plain(name: str) -> str:
+    """A name that means nothing but itself to a shell and to sbatch, in whose file names % stands for something."""
+    return re.sub("[^A-Za-z0-9_.-]", "_", name)
+
+
+def _time_limit(text: str) -> str:
+    if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
+        return text
+    raise UserError(f'--time "{text}": a limit is written as minutes, as in 90, or as 24:00:00 or 2-12:00:00')
+
+
+def _sbatch_option(text: str) -> str:
+    if re.fullmatch(r"-[^\r\n]+", text):
+        return text
+    raise UserError(f'--sbatch "{text}" is no option of sbatch; right would be --sbatch=--partition=gpu')

@@ -1,0 +1,320 @@
+"""Starts the ranks of a run on this machine and stays until they end: passes signals on, says who died, starts again.
+Free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import errors, limits
+from meshwright.checkpoint import newest
+from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
+from meshwright.flight_recorder.rank_report import Snapshot, process_state, write_report
+from meshwright.flight_recorder.verdict import Seen, position
+from meshwright.launcher.rendezvous import check_port_free
+from meshwright.launcher.rendezvous_directory import rendezvous_directory
+from meshwright.launcher.signals import StopSignals
+from meshwright.launcher.started_rank import StartedRank, start_rank
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.terminal import print_message
+from meshwright.threads import available_cores, choose_threads
+
+if TYPE_CHECKING:
+    pass
+
+SETTLE_SECONDS = 0.5  # after the first bad news: others may know the cause better
+LOOK_SECONDS = 5.0  # between looks at ranks that may have been stopped
+STOPPED_SECONDS = 5.0  # beyond the time-out, for others to report first
+TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing them
+
+
+class RankFault(Exception):
+    """A fault of ours in a rank; the text holds that rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
+
+    `threads`: per rank; OMP_NUM_THREADS, else this machine's cores shared out, unless given. `method`: where the
+    ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
+    `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank. `trains`: it takes steps and saves
+    checkpoints; else `directory` does not stay.
+    """
+
+    description: Mapping[str, Any]
+    ranks: int
+    directory: Path
+    restarts: int = 0
+    threads: int | None = None
+    method: str | None = None
+    collective_timeout: float = 600.0
+    command: Sequence[str] = field(kw_only=True)
+    output: int = 2  # where what ranks print goes: standard output is for the result alone
+    trains: bool = True
+    before_ranks: Callable[[], None] = lambda: None  # called once, when the run directory is locked
+    log: Callable[[str], None] = print_message
+
+
+def launch(spec: LaunchSpec) -> dict[str, Any]:
+    """Start the ranks, wait for them, return rank 0's result document.
+
+    Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
+    traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
+    """
+    most = max(limits.limit_of("local_ranks"), 4 * available_cores())
+    if spec.ranks > most:
+        raise UserError(
+            f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
+            "smaller layout, or `meshwright launch` for several hosts"
+        )
+    with RunDirectory(spec.directory) as directory:
+        check_port_free(spec.method or "")
+        spec.before_ranks()  # its processes have signals of their own
+        return _attempts(spec, directory)
+
+
+def _attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
+    with StopSignals() as signals:
+        for attempt in range(spec.restarts + 1):
+            try:
+                return _Attempt(spec, directory, signals).run()
+            except (RankLost, RankFault) as failure:
+                if attempt == spec.restarts or signals.stop:
+                    raise
+                spec.log(f"{failure}; starting again ({attempt + 1} of {spec.restarts})")
+    raise AssertionError("the last attempt returns or raises")
+
+
+class _Attempt:
+    """One start of all ranks."""
+
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
+        self.spec, self.directory, self.signals = spec, directory, signals
+        self.ranks: list[StartedRank] = []
+        self.told = 0  # stop signals passed on so far
+        self.snapshot: Snapshot | None = None  # when the first one had bad news
+        self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
+
+    def run(self) -> dict[str, Any]:
+        with rendezvous_directory() as meeting:
+            try:
+                for number in range(self.spec.ranks):
+                    self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
+                self.directory.write_ranks([rank.process.pid for rank in self.ranks])
+                self._watch()
+                return self._result()
+            finally:
+                self._end_all()
+
+    def _start(self, number: int, method: str) -> StartedRank:
+        spec = self.spec
+        description = {**spec.description, "method": method, "directory": str(spec.directory)}
+        threads = spec.threads or choose_threads(spec.ranks)
+        keep = [self.directory.lock_descriptor]
+        return start_rank(number, spec.ranks, description, spec.command, threads, keep, spec.output)
+
+    # --- while they run
+
+    def _watch(self) -> None:
+        """Return when every rank has ended, or some moments after one ended as it should not."""
+        deadline: float | None = None
+        with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
+            selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
+            for rank in self.ranks:
+                selector.register(rank.pipe, selectors.EVENT_READ, partial(self._read, rank, selector))
+                if hasattr(os, "pidfd_open"):  # a process that the rank forked may keep the pipe open
+                    watched = os.pidfd_open(rank.process.pid)
+                    descriptors.callback(os.close, watched)
+                    selector.register(watched, selectors.EVENT_READ, partial(self._end, rank, selector, watched))
+            while any(rank.ended is None for rank in self.ranks):
+                timeout = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = selector.select(timeout)
+                for key, _ in ready:
+                    key.data()
+                self._pass_signals_on()
+                if not ready and deadline is None and self._stopped_too_long():
+                    self._look()
+                    break
+                if deadline is None and any(map(self._bad, self.ranks)):
+                    deadline = time.monotonic() + SETTLE_SECONDS
+                    if any(rank.lost_another for rank in self.ranks):
+                        self._look()  # before those it waited for come to life and go on
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+        if self.snapshot is None and any(map(self._bad, self.ranks)):
+            self._look()
+
+    def _look(self) -> None:
+        """Take in what all ranks are doing; one that others wait for, and that is not in a call, says where it is."""
+        ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
+        self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
+        for seen in self.snapshot.busy:
+            self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
+
+    def _stopped_too_long(self) -> bool:
+        """True if a rank's process has been stopped for longer than a collective call may take. In a call or not: in a
+        save ranks wait for each other's files, which has a much longer limit."""
+        now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
+        stopped = [
+            rank.number for rank in self.ranks if rank.ended is None and process_state(rank.process.pid) in ("T", "t")
+        ]
+        self.stopped_since = {number: self.stopped_since.get(number, now) for number in stopped}
+        return any(now - since > limit for since in self.stopped_since.values())
+
+    def _read(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
+        """Take in what a rank reports."""
+        if rank.pipe < 0:
+            return
+        data = os.read(rank.pipe, 65536)
+        rank.said += data
+        if not data:
+            selector.unregister(rank.pipe)
+            os.close(rank.pipe)
+            rank.pipe = -1
+            if not hasattr(os, "pidfd_open"):
+                self._note_end(rank)
+
+    def _end(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
+        """A rank has ended: take in the rest of its report."""
+        selector.unregister(watched)
+        if rank.pipe >= 0:
+            os.set_blocking(rank.pipe, False)
+            with suppress(BlockingIOError):
+                while rank.pipe >= 0:
+                    self._read(rank, selector)
+        if rank.pipe >= 0:
+            selector.unregister(rank.pipe)
+        self._note_end(rank)
+
+    def _note_end(self, rank: StartedRank) -> None:
+        rank.process.wait()
+        rank.ended = time.monotonic()
+        with suppress(ValueError):  # nothing, or killed while it was writing
+            rank.report = json.loads(rank.said)
+            rank.ended = (rank.report or {}).get("at", rank.ended)
+
+    def _bad(self, rank: StartedRank) -> bool:
+        """Whether a rank's end means that the others cannot go on. When all were told to stop, they end one by one."""
+        return rank.ended is not None and not rank.finished and rank.error != "Terminated"
+
+    def _pass_signals_on(self) -> None:
+        while self.told < self.signals.count:
+            self.told += 1
+            for rank in self.ranks:
+                if rank.ended is None:
+                    # Whoever asks twice does not want to wait for a checkpoint.
+                    self._send(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+
+    def _send(self, rank: StartedRank, number: signal.Signals) -> None:
+        rank.told_to_end = True
+        with suppress(ProcessLookupError):
+            rank.process.send_signal(number)
+
+    def _end_all(self) -> None:
+        """Nobody is left over."""
+        for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
+            left = [rank for rank in self.ranks if rank.process.poll() is None]
+            for rank in left:
+                self._send(rank, number)
+            deadline = time.monotonic() + seconds
+            for rank in left:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, deadline - time.monotonic()))
+        for rank in self.ranks:
+            rank.close()
+
+    # --- how it ended
+
+    def _result(self) -> dict[str, Any]:
+        """Rank 0's result, or the error that was the cause of the others."""
+        if all(rank.finished for rank in self.ranks):
+            report = self.ranks[0].report
+            assert report is not None
+            result: dict[str, Any] = report["result"]
+            return result
+        ended = sorted((rank for rank in self.ranks if rank.ended is not None), key=lambda rank: rank.ended or 0.0)
+        died = [rank for rank in ended if rank.report is None]
+        reported = [rank for rank in ended if rank.report is not None and not rank.finished]
+        if self.signals.stop and all(rank.told_to_end for rank in died):
+            self._raise_stopped(died, reported)
+        # A process that was killed is a cause; one that aborted may be a backend's answer to what others did.
+        killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
+        own_errors = [rank for rank in reported if not rank.lost_another]
+        if own_errors and not killed:
+            self._raise(own_errors[0])
+        line = self._lost(killed or died, reported)
+        self._report(line)
+        raise RankLost(f"{line}; {self._resumes()}")
+
+    def _lost(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
+        """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
+        verdict = self.snapshot.verdict if self.snapshot is not None else None
+        # NCCL's watchdog aborts the ranks that wait for one that has stopped.
+        known = verdict is not None and (verdict.of_calls or verdict.kind == "stopped")
+        if died and not (known and died[0].signal in (None, signal.SIGABRT)):
+            return self._death(died[0])
+        if verdict is not None:
+            return f"{verdict.line}; {self._when()}"
+        if not reported or reported[0].report is None:
+            return f"the ranks stopped answering {self._when()}"
+        return str(reported[0].report["message"])
+
+    def _report(self, line: str) -> None:
+        """Say what every rank was doing, where they wrote it, and keep that in the run directory."""
+        if self.spec.trains and self.snapshot is not None and self.snapshot.told:
+            text = self.snapshot.text(line)
+            kept = write_report(self.directory.lost, text)
+            self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
+
+    def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
+        """After a stop signal: that we stopped, unless a rank has something else to say."""
+        for rank in reported:
+            if not died and rank.error != "Terminated" and not rank.lost_another:
+                self._raise(rank)
+        saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
+        early = " before a checkpoint was due" if self.spec.trains else ""
+        line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._resumes()}"
+        if self.signals.interrupted:
+            raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
+        raise Terminated(line)
+
+    def _raise(self, rank: StartedRank) -> None:
+        report = rank.report
+        assert report is not None
+        if "fault" in report:
+            text = report["traceback"].rstrip()
+            raise RankFault(f"rank {rank.number} (process {rank.process.pid}) failed {self._when()}:\n{text}")
+        error = getattr(errors, report["error"], MeshwrightError)(report["message"])
+        error.exit_code = report["exit_code"]
+        raise error
+
+    def _death(self, rank: StartedRank) -> str:
+        line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._when()}"
+        seen: list[Seen] = [] if self.snapshot is None else self.snapshot.seen
+        where = next((position(each) for each in seen if each.rank == rank.number), "")
+        return f"{line}, {where}" if where else line
+
+    def _when(self) -> str:
+        if not self.spec.trains:
+            return "before it was done"
+        step = self.directory.last_step()
+        return "before the first step" if step is None else f"after step {step}"
+
+    def _resumes(self) -> str:
+        if not self.spec.trains:
+            return "nothing was written: the same command begins again"
+        checkpoint = newest(self.directory.checkpoints)
+        if checkpoint is None:
+            return "there is no checkpoint yet: the same command begins again"
+        return f"the same command goes on from {checkpoint.name}"

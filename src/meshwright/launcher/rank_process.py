@@ -1,0 +1,82 @@
+"""The process of one rank that the launcher started: reads its description, does its work, reports how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import MeshwrightError, UserError, ignore_model_warnings, out_of_memory_message
+from meshwright.flight_recorder.call_ring import attach
+from meshwright.launcher import rendezvous
+from meshwright.launcher.rendezvous import Place
+
+
+def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
+    """Read the launcher's description from standard input, do `work(description, place)`, report how it ended.
+
+    Standard input stays open as long as the launcher lives; this process ends with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    description = json.loads(sys.stdin.readline() or "{}")
+    _end_with_launcher(description.get("launcher"))
+    faulthandler.enable()
+    ignore_model_warnings()
+    report = os.fdopen(description["report"], "w")
+    os.set_inheritable(report.fileno(), False)
+    for descriptor in (description["calls"], description["stack"], *description["keep"]):
+        os.set_inheritable(descriptor, False)
+    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
+    attach(description["calls"])
+    start = Place(
+        description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
+    )
+    try:
+        text, code = json.dumps({"result": work(description, start)}), 0
+    except BaseException as error:
+        if (reason := out_of_memory_message(error)) is not None:
+            error = UserError(f"rank {start.rank}: {reason}")
+        if isinstance(error, MeshwrightError):
+            said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+        else:
+            said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
+        text, code = json.dumps(said | {"at": time.monotonic()}), 1
+    try:
+        report.write(text)
+        report.close()
+    except BrokenPipeError:
+        pass  # nobody is left to tell
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of process groups whose peers have died may never come to an end.
+    os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _end_with_launcher(launcher: int | None) -> None:
+    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+    die_with_parent()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != launcher:
+        os._exit(1)  # it died before the request above
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -1,0 +1,146 @@
+"""The number of threads of a run's ranks: chosen once and kept on resume, as the bits of a result depend on it. Free of
+torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint import newest
+from meshwright.data.tokenizers.tokenizer import least_vocabulary
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.limits import limit_of
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.planner.flops import training_flops_per_token
+from meshwright.recipe import Recipe
+from meshwright.spec.config import config_from_recipe
+from meshwright.threads import available_cores, choose_threads, threads_set_by_user
+
+if TYPE_CHECKING:
+    from meshwright.launcher.rendezvous import Place
+
+
+@dataclass(frozen=True)
+class ThreadChoice:
+    """Threads per rank. note: a line for the user, empty where there is nothing to report."""
+
+    count: int
+    note: str = ""
+
+
+def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
+    """`run.threads`; else those of the checkpoint that is resumed under the same layout; else `default`.
+
+    default: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
+    """
+    if recipe.run.threads is not None:
+        return ThreadChoice(recipe.run.threads)
+    if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
+        return ThreadChoice(default)
+    before = state.get("threads")
+    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # it may be a stranger's checkpoint
+        return ThreadChoice(default)
+    if before == default:
+        return ThreadChoice(before)
+    why = "OMP_NUM_THREADS" if threads_set_by_user() else f"{available_cores()} available cores"
+    note = (
+        f"threads: keeping {before} per rank from the checkpoint for bitwise reproducibility ({why} would give "
+        f"{default}; set run.threads={default} to change)"
+    )
+    return ThreadChoice(before, note)
+
+
+def thread_change_note(before: int | None, now: int | None) -> str | None:
+    """Note that results may differ in their last bits, if the thread count changed since the checkpoint; else None.
+
+    None for `before` or `now`: unknown, or without effect on a device that is no CPU.
+    """
+    if before is None or now is None or before == now:
+        return None
+    return (
+        f"threads per rank changed from {before} to {now}: results may differ in the last bits from an uninterrupted "
+        "run"
+    )
+
+
+def same_layout(layout: Layout, saved: object) -> bool:
+    """Whether a checkpoint's layout computes as `layout` does, precision aside: the saved one has it resolved. What is
+    no layout is another one."""
+    try:
+        other = Layout.parse(saved) if isinstance(saved, str) else None
+    except UserError:
+        return False
+    return other is not None and replace(layout, precision=None) == replace(other, precision=None)
+
+
+def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
+    """Model FLOPs of the whole model, LM head included, divided by its layers: forward and backward of a micro-batch on
+    one rank. layout: unless given, the recipe's. None for a foreign module."""
+    if recipe.model is None:  # type: ignore[redundant-expr]
+        return None
+    layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
+    config = config_from_recipe(recipe.model, sequence, least_vocabulary(recipe.data.tokenizer))
+    tokens = recipe.train.batch / layout.dp / layout.micro_batches * sequence
+    return training_flops_per_token(config, sequence) * tokens / config.layers / (layout.tp * layout.cp)
+
+
+def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
+    """The state of the newest checkpoint of the recipe's run directory, None where there is none."""
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    return None if checkpoint is None else checkpoint.state()
+
+
+def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
+    """Threads of a run's `ranks` ranks, all on this machine."""
+    return _choose(recipe, ranks, None)
+
+
+def share_this_host(place: Place) -> bool:
+    """Whether all ranks are on this rank's host, with the same cores: `local_threads` then finds what
+    `agree_on_threads` will, and one process can start others as they are."""
+    return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
+
+
+def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
+    """The same for ranks that somebody else started, on any hosts: rank 0 decides for all, by the rank that has the
+    fewest cores. Every rank calls it, with the store at which all meet. `UserError` on all where rank 0 finds one."""
+    store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
+    if place.rank == 0:
+        share = smallest_share([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
+        try:
+            found = _choose(recipe, 1, share)
+        except UserError as error:
+            store.set("meshwright/threads", f"!{error}")  # the others wait for an answer
+            raise
+        store.set("meshwright/threads", str(found.count))
+        return found
+    answer = store.get("meshwright/threads").decode()
+    if answer.startswith("!"):
+        raise UserError(answer[1:])
+    return ThreadChoice(int(answer))
+
+
+def _choose(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
+    """Threads of each of `ranks` ranks that share so many cores; None: those of this process."""
+    return resolve_threads(recipe, choose_threads(ranks, cores, layer_flops(recipe)), resumed_state(recipe))
+
+
+def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The host of this rank, the cores that it may use there, and whether it shares them with other ranks: SLURM says
+    how many a task has to itself."""
+    own = environment.get("SLURM_CPUS_PER_TASK", "")
+    shared = not own.isdecimal() or not int(own)
+    cores = available_cores() if shared else min(available_cores(), int(own))
+    return {"host": socket.gethostname(), "cores": cores, "shared": shared}
+
+
+def smallest_share(ranks: list[dict[str, Any]]) -> int:
+    """The fewest cores that a rank has to itself, by what `cores_of_rank` says on each."""
+    ranks_on = Counter(each["host"] for each in ranks)
+    return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

@@ -1,0 +1,59 @@
+"""What a recipe asks that cannot be done, as far as no data are needed to know it: asked before data are prepared and
+before a process is started. Free of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.data.tokenizers.tokenizer import least_vocabulary
+from meshwright.errors import UserError
+from meshwright.monitoring.trackers import check_trackers
+from meshwright.recipe import Recipe
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.refuse import refuse
+
+
+def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> None:
+    """`UserError` with the first reason why the recipe's model cannot be trained on its layout, with its batch,
+    sequence and tokenizer. `tokenizer_vocabulary`: tokens of the prepared data's tokenizer; unless given, the fewest
+    that it can have, since one that is trained may find less in the text than it was allowed."""
+    layout = recipe.parsed_layout
+    layout.refuse_unbuilt()
+    if recipe.model.load_weights:  # whose tokenizer may be the data's: what is wrong with the directory is said first
+        ModelConfig.from_path(recipe.model.from_path or "")
+    vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
+    refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+    check_watching(recipe)
+
+
+def check_memory(recipe: Recipe, machine_bytes: int) -> None:
+    """`UserError` where all ranks run on the CPU of one machine and it cannot hold even what no layout avoids: each
+    parameter, its gradient and its optimizer state once, and one hidden state of every token of a micro-batch."""
+    if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
+        return
+    vocabulary = least_vocabulary(recipe.data.tokenizer)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
+    numel = parameter_table(config).numel
+    states = {"adamw": 4, "sgd": 2}[recipe.train.optimizer]  # float32: parameter, gradient and AdamW's two moments
+    tokens = recipe.train.batch // recipe.parsed_layout.micro_batches * recipe.data.sequence
+    for what, needed in (
+        (f"{numel:,} parameters with gradients and optimizer state", 4 * states * numel),
+        (f"the hidden states of the {tokens:,} tokens of a micro-batch", 2 * tokens * config.hidden),
+    ):
+        if needed > machine_bytes:
+            raise UserError(
+                f"{recipe.source_path or 'recipe'}: {what} take at least {needed / 2**30:,.0f} GiB, and this machine "
+                f"has {machine_bytes / 2**30:,.1f} GiB; make the model or the micro-batch smaller (`meshwright plan`)"
+            )
+
+
+def check_watching(recipe: Recipe) -> None:
+    """`UserError` for ranks to profile that the layout does not have, and for trackers that cannot be made; of any
+    recipe, whatever it trains."""
+    layout = recipe.parsed_layout
+    if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
+        where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"
+        raise UserError(f"{where}: there is no rank {beyond[0]}: the layout has ranks 0 to {layout.world_size - 1}")
+    check_trackers(recipe)

@@ -1,0 +1,1 @@
+"""What a run reports: metrics, progress, trackers, profiles, the report page; the run directory."""

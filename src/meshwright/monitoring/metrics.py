@@ -1,0 +1,130 @@
+"""What a run leaves behind to be read: `metrics.jsonl`, one JSON object a line; steps once each, events beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.monitoring.memory import peak_resident_bytes
+from meshwright.untrusted import parse_json, read_file
+
+
+class MetricsFile:
+    """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint.
+
+    A line is there whole or not at all. One that a full disk does not take waits until there is room again.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """`resume_step`: the number of steps done in the checkpoint that the run continues from (0: a fresh run).
+        Raises OSError when the file cannot be opened."""
+        self._waiting = b""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._size = _bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
+            os.ftruncate(self._descriptor, self._size)  # and nothing is rewritten: that would need room on the disk
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, line: dict[str, Any]) -> str | None:
+        """Append one line; a float that JSON cannot hold becomes null. The reason why it has to wait, if it has to."""
+        self._waiting += json.dumps(_finite(line)).encode() + b"\n"
+        try:
+            written = os.pwrite(self._descriptor, self._waiting, self._size)
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+        if written < len(self._waiting):  # a part of it fitted on the disk
+            os.ftruncate(self._descriptor, self._size)
+            return "no space left on device"
+        self._size, self._waiting = self._size + written, b""
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a last line that a killed process left half-written is passed over.
+
+    Raises OSError when the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
+    """
+    parsed = (_parsed(line) for line in read_file(path, "metrics_bytes").splitlines())
+    return [line for line in parsed if line is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _bytes_to_keep(content: bytes, resume_step: int) -> int:
+    """The length of the lines that are whole and not after the step `resume_step`. Lines are in the order of steps."""
+    kept = 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n") or (_parsed(line) or {}).get("step", 0) > resume_step:
+            break
+        kept += len(line)
+    return kept
+
+
+class SlowRankWatch:
+    """Finds a rank whose own work takes longer than the others', over windows of `window` steps.
+
+    Times are seconds of work excluding the wait for others. A rank's time is the median of its steps in the window, so
+    that a first step, which compiles, or a hiccup counts for nothing; it is slow when that is more than `factor` times
+    the median of the other ranks.
+    """
+
+    def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
+        self.factor, self.window = factor, window
+        self._ranks = ranks
+        self._steps: list[Sequence[float]] = []
+
+    def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
+        """Add one step's seconds by rank; at a window's end, (rank, ratio to the others' median) of a slow rank."""
+        assert len(seconds) == self._ranks
+        self._steps.append(seconds)
+        if len(self._steps) < self.window or self._ranks < 2:
+            self._steps = self._steps[-self.window :]
+            return None
+        times, self._steps = [statistics.median(rank) for rank in zip(*self._steps, strict=True)], []
+        slowest = max(range(len(times)), key=times.__getitem__)
+        others = statistics.median(times[:slowest] + times[slowest + 1 :])
+        ratio = times[slowest] / others if others > 0 else 1.0
+        return (slowest, ratio) if ratio > self.factor else None
+
+    @property
+    def between_windows(self) -> bool:
+        """Whether the last step that was added ended a window."""
+        return not self._steps
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process so far: allocated on the device for CUDA, resident for CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if (resident := peak_resident_bytes()) is not None:
+        return resident
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and value - value != 0.0:  # NaN or infinite
+        return None
+    return value

@@ -1,0 +1,96 @@
+"""Whether a recipe may go on with the run that its directory holds: asked before anything is started. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.checkpoint import newest
+from meshwright.errors import UserError
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.recipe import SCHEMA, Recipe, load_recipe_text
+from meshwright.tables import is_table
+from meshwright.toml import toml_value
+
+# What may change when a run is resumed: where it runs, how long, what it tells and keeps; never what it computes.
+RESUMABLE = (
+    "layout",
+    "run.name",
+    "run.directory",
+    "run.rendezvous",
+    "run.device",
+    "run.threads",
+    "run.collective_timeout",
+    "data.cache",
+    "train.steps",
+    "train.decay",  # of a warm-up-stable-decay run: its tail is often chosen late
+    "train.compile",
+    "train.deterministic",
+    "train.validate_every",
+    "train.validation_sequences",
+    "train.maximum_skipped",
+    "train.loss_scale",
+    "train.loss_scale_every",
+    "train.log_every",
+    "train.slow_rank_factor",
+    "train.profile",
+    "train.profile_ranks",
+    "collectives",
+    "checkpoint",
+    "track",
+)
+_FIXED_BECAUSE = {
+    "run": "every initial value and the order of the samples come from it",
+    "model": "the saved tensors belong to the model as it was",
+    "data": "the samples would not go on where the run stopped",
+    "train": "the result would be neither the old run's nor the new one's",
+}
+
+
+def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, Any] | None:
+    """The state of the newest checkpoint of the recipe's run directory, None where there is none: such a run begins
+    again, with any recipe.
+
+    `UserError` naming the first key, and where it was said, in which `recipe` differs from that checkpoint's though it
+    may not; also when the prepared data, if `data_sha256` says which, are not those that it was trained on.
+    """
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    if checkpoint is None:
+        return None
+    state = checkpoint.state()
+    resume_differences(load_recipe_text(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
+    before, key = state["data_sha256"], recipe.data.source_key
+    if data_sha256 is not None and data_sha256 != before:
+        raise UserError(
+            f"{recipe.where(key)}: {key} holds other text than when {checkpoint.path} was trained on "
+            f"it (sha256 of the tokens: {data_sha256[:12]}, then {before[:12]}), so the samples would not go on where "
+            "the run stopped; put it back, or begin another run with another run.name"
+        )
+    return state
+
+
+def resume_differences(old: Recipe, new: Recipe) -> None:
+    """`UserError` naming the first key that differs and may not change when a run is resumed (see `RESUMABLE`)."""
+    before, after = values_by_key(old), values_by_key(new)
+    for key in SCHEMA.keys:
+        if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
+            continue
+        was, now = (toml_value(values[key]) if key in values else "unset" for values in (before, after))
+        reason = _FIXED_BECAUSE[key.partition(".")[0]]
+        raise UserError(
+            f"{new.where(key)}: {key} was {was} when this run began and is {now} now, "
+            f"and it may not change: {reason}; put it back, or begin another run with another run.name"
+        )
+
+
+def values_by_key(recipe: Recipe) -> dict[str, Any]:
+    """The values that are not tables, by dotted key."""
+    flat: dict[str, Any] = {}
+    tables = recipe.to_tables()
+    for key, field in SCHEMA.keys.items():
+        value: Any = tables
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and not is_table(field.annotation):
+            flat[key] = value
+    return flat

@@ -1,0 +1,166 @@
+"""Trackers: who else is told the figures of a run. A third one is a class like those here, named in `track.to` as
+`module:Class`, which needs `--trust-recipe`, or by an entry point of the group `meshwright.trackers`. Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import UserError
+from meshwright.names import nearest, unknown
+from meshwright.recipe import Recipe
+
+ENTRY_POINTS = "meshwright.trackers"
+BUILT_IN = {
+    "tensorboard": "meshwright.monitoring.trackers.tensorboard:TensorBoardTracker",
+    "mlflow": "meshwright.monitoring.trackers.mlflow:MLflowTracker",
+}
+
+_HOSTED = ("databricks", "databricks-uc", "uc")  # what MLflow takes for a server beside URLs
+
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+
+
+@dataclass(slots=True)
+class TrackedRun:
+    """What a tracker is told of the run that begins or goes on.
+
+    fresh: it begins; otherwise it goes on from a checkpoint. step: what a run that goes on has sent so far; what a
+    tracker has after that comes again, and should be there once. kept: what the tracker wants to find here when the run
+    goes on, such as the id of the run on a server; it is written to the run directory.
+    """
+
+    name: str
+    directory: Path
+    fresh: bool
+    step: int
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """All methods are called by one thread, which trains nothing: they may block, and may raise anything.
+
+    It is made with its `track.options` as keyword arguments, by rank 0 before the first step.
+    """
+
+    def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
+        """The run begins or goes on. recipe: values by dotted key. Called again if it raises."""
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Figures, and now and then a text, of a step. Called again with the same if it raises."""
+
+    def finish(self, status: str) -> None:
+        """Nothing more comes: the run has "finished", was "stopped" and may go on, or has "failed"."""
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """`UserError` for a tracker of `track.to` that is not there, cannot be loaded, or does not take its options."""
+    track = recipe.track
+    for name in track.to:
+        tracker_class(recipe, name)
+    known = {*BUILT_IN, *_entry_points(), *track.to}
+    for name in track.options:
+        if name not in known:
+            where = f"{recipe.where('track.options')}: track.options"
+            raise UserError(f"{where}: {unknown('tracker', name, sorted(known))}")
+
+
+def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
+    """What makes the tracker `name`. `UserError`: see `check_trackers`."""
+    where = f"{recipe.where('track.to')}: track.to"
+    known = BUILT_IN | _entry_points()
+    if name not in known and ":" not in name:
+        raise UserError(f"{where}: {unknown('tracker', name, (*known, 'module:Class'))}")
+    if name not in known and not recipe.trusted:
+        raise UserError(
+            f'{where}: "{name}" is code that the recipe names; if you trust whoever wrote it, add --trust-recipe '
+            "(in Python trust=True), or install it with an entry point of the group meshwright.trackers"
+        )
+    module, _, attribute = known.get(name, name).partition(":")
+    try:
+        made: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            made = getattr(made, part)
+    except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        hint = "; install it, or have PYTHONPATH name its directory" if missing else ""
+        raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}{hint}') from None
+    if not _is_tracker(made):
+        raise UserError(
+            f'{where}: "{name}" is no tracker: a class with the methods start(run, recipe), log(step, values) and '
+            "finish(status) is needed"
+        )
+    if name in BUILT_IN:
+        for package in made.packages:
+            if find_spec(package) is None:
+                raise UserError(
+                    f"{where}: tracker {name} needs {package}: run `pip install 'meshwright[{name}]'` or leave it out"
+                )
+    _check_options(recipe, name, made)
+    for option, value in recipe.track.options.get(name, {}).items():
+        if not recipe.trusted and _names_server(value):
+            raise UserError(
+                f"{recipe.where('track.options')}: track.options.{name}.{option}: the server that the recipe names "
+                "could be sent your credentials (of the environment, of files such as ~/.mlflow/credentials); if you "
+                "trust whoever wrote the recipe, add --trust-recipe (in Python trust=True)"
+            )
+    return made  # type: ignore[no-any-return]
+
+
+def _is_tracker(made: object) -> bool:
+    """Whether it is a class whose instances have the methods of `Tracker`."""
+    if not isinstance(made, type):
+        return False
+    for name, arguments in (("start", 2), ("log", 2), ("finish", 1)):
+        method = getattr(made, name, None)
+        if not callable(method):
+            return False
+        try:
+            inspect.signature(method).bind(*[None] * (1 + arguments))
+        except (TypeError, ValueError):
+            return False
+    return True
+
+
+def _names_server(value: object) -> bool:
+    """Whether an option's value holds the address of anything but a local file or SQLite database."""
+    if isinstance(value, Mapping):
+        return any(map(_names_server, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_names_server, value))
+    text = str(value).strip().lower()
+    scheme, separator, _ = text.partition("://")
+    return text in _HOSTED or (bool(separator) and scheme.split("+")[0] not in ("file", "sqlite"))
+
+
+def make_tracker(recipe: Recipe, name: str) -> Tracker:
+    """The tracker `name` with its options. `UserError`: see `check_trackers`."""
+    return tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
+
+
+def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> None:
+    options = recipe.track.options.get(name, {})
+    where = f"{recipe.where('track.options')}: track.options.{name}"
+    try:
+        signature = inspect.signature(made)
+        signature.bind(**options)
+    except TypeError as error:
+        takes = [key for key in signature.parameters if key != "self"]
+        wrong = next((key for key in options if key not in takes), None)
+        if wrong is None:
+            raise UserError(f"{where}: {error}") from None
+        meant = nearest(wrong, takes)
+        raise UserError(
+            f'{where}: unknown option "{wrong}"'
+            + (f"; did you mean {meant}?" if meant else f" (it takes {', '.join(takes) or 'none'})")
+        ) from None
+
+
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

@@ -1,0 +1,93 @@
+"""MLflow: a run on a tracking server or in a database; one that is resumed goes on as the same run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.monitoring.trackers import FAILED, FINISHED, STOPPED, TrackedRun
+
+STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
+LONGEST_PARAMETER = 6000  # characters that a server takes
+PARAMETERS_AT_ONCE = 100
+
+_RUN_ID = "run_id"
+
+
+class MLflowTracker:
+    """uri: of the tracking server or the database; MLFLOW_TRACKING_URI and MLflow's own default unless given.
+    experiment: made where it is not there. run_name: the recipe's run.name unless given."""
+
+    packages = ("mlflow", "sqlalchemy", "alembic")
+
+    def __init__(self, uri: str | None = None, experiment: str = "meshwright", run_name: str | None = None) -> None:
+        # A request that fails is tried again by who calls us; MLflow would hold it for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient  # here, not in the thread beside the first steps
+
+        self._make, self._uri, self._experiment, self._name = MlflowClient, uri, experiment, run_name
+        self._client: Any = None
+        self._run = ""
+        self._has: dict[str, int] = {}  # of a run that goes on: the last step of each of its figures
+
+    def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
+        """Make the run, or go on with it. A parameter cannot change: one that has is there as a tag."""
+        self._client = client = self._make(tracking_uri=self._uri)
+        if not self._run:
+            before = run.kept.get(_RUN_ID)
+            if before and not run.fresh:
+                self._run = before
+                client.update_run(before, status="RUNNING")
+            else:
+                if before:  # killed before it had a checkpoint: nobody goes on with it
+                    client.set_terminated(before, "KILLED")
+                made = client.create_run(self._experiment_id(), run_name=self._name or run.name)
+                self._run = run.kept[_RUN_ID] = made.info.run_id
+        data = client.get_run(self._run).data
+        self._has = {key: self._last_step(key) for key in data.metrics}
+        values = {key: str(value)[:LONGEST_PARAMETER] for key, value in recipe.items()}
+        self._send(parameters={key: value for key, value in values.items() if key not in data.params})
+        for key, value in values.items():
+            if data.params.get(key, value) != value:
+                client.set_tag(self._run, f"resumed.{key}", value)
+        client.set_tag(self._run, "directory", str(run.directory.resolve()))
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Send a step in one request; figures that the run has already are passed over."""
+        figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
+        self._send(step, figures)
+
+    def finish(self, status: str) -> None:
+        """Tell how the run ended."""
+        self._client.set_terminated(self._run, STATUS[status])
+
+    def _send(
+        self,
+        step: int = 0,
+        figures: Mapping[str, float | str] | None = None,
+        parameters: Mapping[str, str] | None = None,
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        now = int(1000 * time.time())
+        figures = figures or {}
+        self._client.log_batch(
+            self._run,
+            metrics=[Metric(key, value, now, step) for key, value in figures.items() if not isinstance(value, str)],
+            tags=[RunTag(key, value) for key, value in figures.items() if isinstance(value, str)],
+        )
+        left = [Param(key, value) for key, value in (parameters or {}).items()]
+        for first in range(0, len(left), PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._run, params=left[first : first + PARAMETERS_AT_ONCE])
+
+    def _last_step(self, key: str) -> int:
+        return max((metric.step for metric in self._client.get_metric_history(self._run, key)), default=-1)
+
+    def _experiment_id(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        made: str = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        return made

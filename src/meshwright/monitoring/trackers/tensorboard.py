@@ -1,0 +1,49 @@
+"""TensorBoard: event files in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.monitoring.trackers import TrackedRun
+
+
+class TensorBoardTracker:
+    """Writes event files to `directory` (the run directory's `tensorboard` unless given): scalars, the recipe as a text
+    and as hyperparameters. Those of a run that goes on hide what was lost with the stretch before."""
+
+    packages = ("tensorboard",)
+
+    def __init__(self, directory: str | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, not in the thread beside the first steps
+
+        self._directory, self._make = directory, SummaryWriter
+        self._writer: Any = None
+
+    def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
+        """Open a new file."""
+        from torch.utils.tensorboard.summary import hparams
+
+        directory = self._directory or str(run.directory / "tensorboard")
+        # Readers drop whatever earlier files have from `purge_step` on.
+        writer: Any = self._make(directory, purge_step=0 if run.fresh else run.step + 1)
+        rows = [f"| {key} | `{value}` |" for key, value in recipe.items()]
+        writer.add_text("recipe", "\n".join(["| key | value |", "|---|---|", *rows]), run.step + 1)
+        plain = {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in recipe.items()}
+        for summary in hparams(plain, {"loss": 0.0})[:2]:
+            writer.file_writer.add_summary(summary)
+        writer.flush()
+        self._writer = writer
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write a step to the file."""
+        for key, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            else:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()  # a process that is killed loses what is not in the file
+
+    def finish(self, status: str) -> None:
+        """Close the file."""
+        self._writer.close()

@@ -1,0 +1,67 @@
+"""The JSON document of a plan: of one layout, or of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.planner.estimate import Estimate, model_document
+from meshwright.planner.memory import GIB, memory_of, unlike_ranks
+from meshwright.planner.search import MOST_PRICED, Found
+from meshwright.planner.space import Problem
+
+MOST_TOP = 100
+"""Layouts that a search can be asked for: it prices somewhat more exactly."""
+
+
+def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
+    """What `plan --json` prints, and what it answers to a line."""
+    told: dict[str, Any] = {
+        "model": model_document(problem.config),
+        "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
+        "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
+        "layouts": [one.document() for one in best],
+    }  # fmt: skip
+    if found is None:
+        return told | {"searched": 0, "search_seconds": 0.0}
+    told |= {"searched": found.searched, "search_seconds": found.seconds, "undecided": found.undecided}
+    for one, why in zip(told["layouts"], found.reasons, strict=True):
+        one["compared_with_first"] = why
+    told["too_large"] = [
+        {
+            "layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
+            "instead": None if one.instead is None else str(one.instead), "instead_step_seconds": one.instead_seconds,
+        }
+        for one in found.advice
+    ]  # fmt: skip
+    return told
+
+
+def ledgers(one: Estimate) -> list[dict[str, Any]]:
+    """Every tensor of each rank of the pipeline that differs from the others, when its memory is fullest. bytes: of all
+    that stand in the line; stage: of the pipeline, null where it belongs to none; first, last: from when to when."""
+    ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
+    return [
+        {
+            "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
+            "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
+            "items": [
+                {
+                    "name": item.name, "category": item.category, "shape": list(item.shape), "dtype": item.dtype,
+                    "bytes": item.bytes, "stage": item.stage, "first": item.first, "last": item.last,
+                }
+                for item in rank.items
+            ],
+        }
+        for rank in ranks
+    ]  # fmt: skip
+
+
+def nothing_fits(found: Found) -> str:
+    """The line for a search that found nothing."""
+    device, count = found.problem.cluster.device, found.problem.cluster.devices
+    none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
+    return (
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {device.memory_bytes / GIB:.1f} GiB each; "
+        "take more devices, a smaller batch or shorter sequences"
+    )

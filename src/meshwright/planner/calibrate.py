@@ -1,0 +1,155 @@
+"""From what finished runs predicted and measured, the calibration of a machine's cluster file.
+
+calibration_of([read_run("runs/a"), read_run("runs/b")])
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.planner import calibration
+from meshwright.planner.calibration import Calibration
+from meshwright.planner.cluster import Cluster, cluster
+from meshwright.toml import parse_toml, toml_value, write_toml
+from meshwright.untrusted import read_file, read_json
+
+RESULT, METRICS = "result.json", "metrics.jsonl"
+"""Of a run's directory."""
+
+LEAST_PEAK = 2**28
+"""Bytes: a run that needs less says nothing about the share of memory that is not explained."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """Predicted and measured step seconds and peak bytes of one finished run.
+
+    Predictions are those without calibration. unexplained_bytes: measured - predicted peak (CPU: process RSS; CUDA:
+    allocator). Both byte figures are None below `LEAST_PEAK` and where that peak was not predicted.
+    """
+
+    run: str
+    device: str
+    layout: str
+    predicted_seconds: float
+    measured_seconds: float
+    peak_bytes: int | None
+    unexplained_bytes: int | None
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted seconds."""
+        return self.measured_seconds / self.predicted_seconds
+
+    def document(self) -> dict[str, Any]:
+        """As `plan --calibrate --json` prints it."""
+        return {
+            "run": self.run, "layout": self.layout, "predicted_seconds": self.predicted_seconds,
+            "measured_seconds": self.measured_seconds, "ratio": self.ratio,
+            "predicted_peak_bytes": self.peak_bytes, "unexplained_bytes": self.unexplained_bytes,
+        }  # fmt: skip
+
+
+def read_run(run: str | Path) -> RunFigures:
+    """What the run in a directory predicted and measured. `UserError` where it lacks that, with the reason."""
+    path = Path(run)
+    if not path.is_dir():
+        raise UserError(f"--calibrate {run}: {'not a directory' if path.exists() else 'there is no such directory'}")
+    where, result = f"--calibrate {run}", path / RESULT
+    try:
+        found = read_json(result)
+    except FileNotFoundError:
+        if (path / METRICS).exists():
+            raise UserError(f"{where}: the run has not ended: it has no {RESULT} yet") from None
+        raise UserError(f"{where} is no run: it has no {RESULT}") from None
+    except OSError as error:
+        raise UserError(f"{where}: {RESULT} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except ValueError:
+        raise UserError(f"{where}: {RESULT} is damaged: not JSON") from None
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where}: {RESULT} is damaged: it holds no object")
+    predicted, measured = found.get("predicted"), found.get("measured")
+    if not isinstance(predicted, Mapping) or not isinstance(measured, Mapping):
+        raise UserError(f"{where}: {RESULT} is damaged: predicted or measured is missing")
+    if predicted.get("step_seconds") is None:
+        raise UserError(
+            f"{where}: the run did not predict the time of its steps; run `meshwright probe`, then train again"
+        )
+    if measured.get("step_seconds") is None:
+        raise UserError(f"{where}: no step was timed: the first two of a run do not count; train for more")
+    seconds = _positive(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
+    before = predicted.get("calibration")
+    if before is not None:  # so that a factor is not found again on top of itself
+        seconds /= calibration.read(before, f"{where}: {RESULT}: predicted").time_factor
+    device = predicted.get("device")
+    if not isinstance(device, str):
+        raise UserError(f"{where}: {RESULT} is damaged: predicted.device is missing")
+    peak, unexplained = _memory(predicted, measured)
+    return RunFigures(
+        str(run), device, str(found.get("layout")), seconds,
+        _positive(measured["step_seconds"], f"{where}: {RESULT}: measured.step_seconds"), peak, unexplained,
+    )  # fmt: skip
+
+
+def _positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+        raise UserError(f"{where} is damaged: {value!r} is no number above 0")
+    return float(value)
+
+
+def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
+    if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
+        return None, None
+    if seen.get("allocator_peak") and predicted.get("compile"):  # of which the ledger may have priced plain blocks
+        return None, None
+    measured_peak = seen.get("allocator_peak") or seen.get("process_peak")  # the first on CUDA alone
+    unexplained = seen.get("unexplained")
+    if not isinstance(measured_peak, int) or not isinstance(unexplained, int):
+        return None, None
+    peak = measured_peak - unexplained
+    return (peak, unexplained) if peak >= LEAST_PEAK else (None, None)
+
+
+def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
+    """The median ratio of times with the least and the most; unexplained bytes over predicted ones, of all runs
+    together, so that a large run counts for more."""
+    ratios = [run.ratio for run in runs]
+    told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
+    share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
+    return Calibration(statistics.median(ratios), min(ratios), max(ratios), len(runs), share, len(told))
+
+
+def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
+    """The text of a cluster file with the calibration of these runs in place of what it had, all else as it was.
+    `UserError` where it is none, or of another device than the runs'."""
+    machine = _machine(path)
+    for run in runs:
+        if run.device != machine.device.name:
+            raise UserError(
+                f"--calibrate {run.run}: the run was predicted for {run.device}, and {path} is of {machine.device.name}"
+            )
+    found = calibration_of(runs)
+    text = read_file(path, "recipe_bytes").decode("utf-8-sig")
+    tables = {**parse_toml(text, str(path)), "calibration": found.table()}
+    rest = re.sub(r"^\[calibration\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
+    lines = [f"{key} = {toml_value(value)}" for key, value in found.table().items()]
+    whole = "\n".join([rest, "", "[calibration]", *lines]) + "\n"
+    try:
+        same = parse_toml(whole, str(path)) == tables
+    except UserError:
+        same = False
+    return (whole if same else write_toml(tables)), found  # a table that stands elsewhere: all written anew
+
+
+def _machine(path: Path) -> Cluster:
+    if not path.exists():
+        raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
+    return cluster(str(path.absolute()))

@@ -1,0 +1,309 @@
+"""What a plan is for: so many devices of a kind, in nodes, and the links inside and between them.
+
+cluster("64xh100-sxm")      64 devices in nodes of 8
+cluster("2x8xa100-80")      2 nodes of 8
+cluster("cluster.toml")     a file: the fields below, or what `meshwright probe` writes
+cluster("this")             what `meshwright probe`, else the first start of a run, has measured of this machine
+cluster({"device": "h100-sxm", "devices": 64, "across_gb_per_second": 25})
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.limits import limit_error, limit_of, shorten, shorten_repr
+from meshwright.names import PRECISIONS, unknown
+from meshwright.planner.calibration import Calibration
+from meshwright.planner.calibration import read as read_calibration
+from meshwright.planner.devices import DEVICES, Device, find_device
+from meshwright.planner.machine_profile import profiles_here
+from meshwright.planner.measured import Measured
+from meshwright.planner.measured import read as read_measured
+from meshwright.toml import read_toml
+
+_TERA, _GIGA = 1e12, 1e9
+_FASTEST = 1e6
+"""No device does so many 10¹² operations, or moves so many 10¹² bytes, a second."""
+FIELDS = (
+    *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
+    *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
+)
+DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
+"""Of a device that a cluster file describes itself; `like`: a catalogue's, whose figures hold where it gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Link between devices. ``bandwidth``: bytes per second, one direction, per device; ``latency``: seconds."""
+
+    bandwidth: float
+    latency: float  # seconds of one message
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """``devices`` of a kind, ``devices_per_node`` of them in each node: those that ``inside`` connects (a scale-up
+    domain, which may be more than one machine); ``across`` connects nodes. ``measured`` is None for a catalogue's,
+    ``calibration`` where no runs were compared with their predictions."""
+
+    name: str
+    device: Device
+    devices: int
+    devices_per_node: int
+    inside: Link
+    across: Link
+    measured: Measured | None = None
+    calibration: Calibration | None = None
+
+    def peak(self, precision: str) -> float:
+        """Dense peak of one device, FLOP/s. `UserError` for a precision that it lacks."""
+        if precision not in PRECISIONS:
+            raise UserError(unknown("precision", precision, PRECISIONS))
+        peak = self.device.peak(precision)
+        if peak is None:
+            has = [name for name in PRECISIONS if self.device.peak(name) is not None]
+            raise UserError(f"{self.device.name} has no known peak for {precision}; it has {', '.join(has)}")
+        return peak
+
+    @property
+    def kind(self) -> str:
+        """What torch calls its devices: "cpu" where `meshwright probe` has measured processors, else "cuda"."""
+        found = self.measured
+        return "cpu" if found is not None and found.backend != "nccl" and not found.copies else "cuda"
+
+    @property
+    def time_factor(self) -> float:
+        """What predicted seconds are multiplied by."""
+        return 1.0 if self.calibration is None else self.calibration.time_factor
+
+    @property
+    def nodes(self) -> int:
+        return self.devices // self.devices_per_node
+
+
+def this_machine() -> Path:
+    """Where `meshwright probe` keeps what it found on this machine: $XDG_CONFIG_HOME, else ~/.config."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "meshwright" / "cluster.toml"
+
+
+def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
+    """The cluster of a shorthand, a file, "this", or a mapping of `FIELDS`; bandwidths there are in 10⁹ bytes a second,
+    one direction, per device. What is left out is the device's own. `UserError` begins with `where`, or the file."""
+    if isinstance(wanted, Mapping):
+        return _from_mapping(wanted, where)
+    if not isinstance(wanted, str):
+        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {shorten_repr(wanted)}")
+    text = wanted.strip()
+    if text.lower() == "this":
+        path = this_machine()
+        if not path.exists():
+            for kept, tables in profiles_here():
+                with suppress(UserError):  # a damaged one is as good as none
+                    return _from_mapping(tables, str(kept))
+            raise UserError(
+                f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
+                '"meshwright train" without --no-probe'
+            )
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    if text.endswith(".toml") or "/" in text or _is_file(text):
+        path = Path(text).expanduser()
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    return _from_shorthand(text, where)
+
+
+_COUNT = r"[-+.0-9][-+.0-9e]*"  # of which only whole numbers above 0 are right
+_EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this"
+
+
+def _is_file(text: str) -> bool:
+    """Whether text names a file; what no file can be called names none."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _from_shorthand(text: str, where: str) -> Cluster:
+    where = f'{where} "{shorten(text)}"'
+    match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
+    if match is None:
+        known = find_device(text.lower())
+        hint = f"; how many of it? right would be 8x{known.name}" if known else f"; right would be {_EXAMPLES}"
+        if known is None and re.fullmatch(r"[a-z][a-z0-9-]*", text.lower()):
+            hint = f"; {_unknown_device(text)}"
+        raise UserError(f"{where} does not say how many devices of which kind{hint}")
+    counts = [_whole(part, where) for part in match.groups()[:2] if part is not None]
+    device = _catalogued(match[3], where)
+    table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
+    if len(counts) == 2:
+        table["devices_per_node"] = counts[1]
+    return replace(_from_mapping(table, where), name=text.lower())
+
+
+def _whole(part: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
+        right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
+        raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
+    return int(part)
+
+
+def _catalogued(name: Any, where: str) -> Device:
+    """The device of a catalogue's name, or of a driver's."""
+    if not isinstance(name, str):
+        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
+    if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
+        raise UserError(
+            f"{where}: no data sheet says how fast processors train; measure with `meshwright probe`, then say this"
+        )
+    device = find_device(name.strip())
+    if device is None:
+        raise UserError(f"{where}: {_unknown_device(name)}")
+    return device
+
+
+def _unknown_device(name: str) -> str:
+    """What to say of it: where it is the beginning of some devices' names, which these are."""
+    known = [device.name for device in DEVICES]
+    begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
+    if begun:
+        return f'unknown device "{name}"; did you mean {" or ".join(begun)}?'
+    return unknown("device", name, known)
+
+
+def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
+    for key in table:
+        if key not in FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    for key in ("device", "devices"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; it takes device and devices, such as h100-sxm and 64")
+    described = isinstance(table["device"], Mapping)
+    device = _described(table["device"], where) if described else _catalogued(table["device"], where)
+    devices = _count(table["devices"], "devices", where)
+    size = _node(device, devices, table, where)
+    if devices % size:
+        few, many = devices // size * size, -(-devices // size) * size
+        right = f"{few} or {many}" if few else f"{many}"
+        other = _factors(devices, size)
+        another = f", or nodes of another size ({other})" if other else ""
+        raise UserError(f"{where}: {devices} devices are not whole nodes of {size}; right would be {right}{another}")
+    links = device.links
+    inside = across = None
+    if links is not None:
+        inside = Link(*_inside(device, size))
+        across = None if links.across is None else Link(links.across, links.across_latency)
+    inside = _link(inside, "inside", table, where, needed=size > 1)
+    across = _link(across, "across", table, where, needed=devices > size)
+    inside = inside or across or Link(math.inf, 0.0)  # a device alone
+    measured = read_measured(table["measured"], where) if "measured" in table else None
+    calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
+    name = table.get("name", f"{devices}x{device.name}")
+    if not isinstance(name, str):
+        raise UserError(f"{where}: name should be text, not {shorten_repr(name)}")
+    return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
+
+
+def _factors(devices: int, size: int) -> str:
+    """The largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is 1."""
+    fits = next(each for each in range(size, 0, -1) if devices % each == 0)
+    return f"{devices // fits}x{fits}" if fits > 1 else ""
+
+
+def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
+    """Devices per node: as said, else what the device comes in: the larger of its node and its scale-up domain."""
+    if "devices_per_node" in table:
+        size = _count(table["devices_per_node"], "devices_per_node", where)
+    elif device.links is not None:
+        size = max(device.links.node, device.links.domain)
+    else:
+        size = devices
+    return min(size, devices)
+
+
+def _inside(device: Device, size: int) -> tuple[float, float]:
+    """Bandwidth and latency between `size` devices of a node: the scale-up link as far as its domain reaches, else the
+    way past the host. In a full mesh each has as many wires as there are others."""
+    links = device.links
+    assert links is not None
+    if size > links.domain or links.scaleup == 0:
+        assert links.host is not None, device.name
+        return links.host, links.host_latency
+    return min(max(links.scaleup, links.pair), links.pair * max(1, size - 1)), links.latency
+
+
+def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
+    """The link with what the table says of it. `UserError` where there must be one and nobody knows it."""
+    bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
+    if link is None and bandwidth not in table:
+        if needed:
+            raise UserError(f"{where}: {bandwidth} is missing, and no published figure is known")
+        return None
+    rate = _number(table[bandwidth], bandwidth, where) * _GIGA if bandwidth in table else link.bandwidth  # type: ignore[union-attr]
+    if latency in table:
+        return Link(rate, _number(table[latency], latency, where))
+    return Link(rate, link.latency if link is not None else 0.0)
+
+
+def _described(table: Mapping[str, Any], where: str) -> Device:
+    """A device that the cluster file describes."""
+    where = f"{where}: device"
+    for key in table:
+        if key not in DEVICE_FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), DEVICE_FIELDS)}")
+    said: dict[str, Any] = {}
+    for key, field, unit in (
+        ("memory_bytes", "memory_bytes", 1.0),
+        ("memory_gb_per_second", "memory_bandwidth", _GIGA),
+        ("power_watts", "power_watts", 1.0),
+    ):
+        if key in table:
+            said[field] = _in_unit(_number(table[key], key, where), key, unit, where) * unit
+    peaks = table.get("peaks", {})
+    if not isinstance(peaks, Mapping):
+        raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations a second")
+    for precision, peak in peaks.items():
+        if precision not in PRECISIONS:
+            raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
+        said[precision] = _in_unit(_number(peak, f"peaks.{precision}", where), f"peaks.{precision}", _TERA, where)
+    if "like" in table:
+        base = _catalogued(table["like"], where)
+        return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
+    for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; it takes that, or like = a catalogue's name")
+    if not isinstance(table["name"], str):
+        raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
+    empty = dict.fromkeys(PRECISIONS)
+    return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
+
+
+def _in_unit(value: float, key: str, unit: float, where: str) -> float:
+    """The number, unless it is one of operations or bytes where it is counted in 10¹² or 10⁹ of them."""
+    if unit > 1 and value >= _FASTEST * 1e12 / unit:
+        name = "10^12 operations" if unit == _TERA else "10^9 bytes"
+        raise UserError(f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be")
+    return value
+
+
+def _count(value: Any, key: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
+    if problem := limit_error("ranks", value, key):
+        raise UserError(f"{where}: {problem}")
+    return value
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
+    return float(value)

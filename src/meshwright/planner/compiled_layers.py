@@ -1,0 +1,28 @@
+"""Which kind of compiled block a layer is, and what its forward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.compiled_blocks import CompiledBlock
+from meshwright.planner.compiled_encoder import CompiledEncoderBlock
+from meshwright.planner.compiled_mixture import CompiledMixture
+from meshwright.planner.compiled_spread import CompiledFront
+from meshwright.planner.saved_blocks import Entry, Local
+
+
+def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
+    """What is compiled of a layer; x: bytes of an element."""
+    if at.config.encoder:
+        return CompiledEncoderBlock(at, None, x)
+    made = CompiledBlock
+    if at.config.has_experts(layer):
+        made = CompiledFront if at.spread else CompiledMixture
+    return made(at, at.config.layer_window(layer), x)
+
+
+def kept(at: Local, layer: int) -> Iterator[Entry]:
+    """What the forward of a layer keeps beside its input; nothing where it is computed again whole."""
+    block = block_of(at, layer)
+    for title in [] if block.again == "full" else block.kept():
+        yield block.entry(title)._replace(name=f"layers.{layer}.{title}")

@@ -1,0 +1,130 @@
+"""The calls of data parallelism in one rank's step, for any parameter table: sums of gradients, and the bytes of each
+operation. `traffic.py` adds those of a transformer, `module_traffic.py` those of a foreign module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.collectives.cutting import sent_bytes
+from meshwright.collectives.named import Named
+from meshwright.layout import Layout
+from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.partition import Partition
+from meshwright.spec.rows import Part, padded_numel
+
+AXES_OF: dict[Part, tuple[str, str, str]] = {
+    "dense": ("data", "shard", "replica"),
+    "experts": ("expert_data", "expert_shard", "expert_replica"),
+}
+"""The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes, and how. batch: sequences over all ranks; sequence: tokens of each. Bytes of an element of
+    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: the programs that
+    serve in place of the backend's own calls (`collectives.named`). pairs: of responses, the most of a row; 0 where the
+    next token is learnt."""
+
+    batch: int
+    sequence: int
+    parameter_bytes: int = 4
+    master_bytes: int = 4
+    device: str = "cpu"
+    collectives: Mapping[tuple[str, str], Named] = field(default_factory=dict)
+    pairs: int = 0
+
+
+class DataCalls:
+    """One rank's calls of a step, added up in `sent` by call site and axis."""
+
+    def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
+        self.table, self.partition, self.layout, self.work, self.rank = table, partition, layout, work, rank
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    def verdict(self, figures: int = 0) -> None:
+        """What all ranks agree on at a step's end, `figures` of its loss among it."""
+        ranks = self.layout.world_size
+        self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
+
+    # --- bytes of an operation
+
+    def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
+        """On a vector of `size` bytes, among `ranks` of an axis."""
+        self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
+
+    def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
+        """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
+        self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
+
+    def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
+        """An all-reduce on an axis of data parallelism, by its program if it has one."""
+        ranks, place = self.on(axis)
+        if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
+            self.all_reduce(site, axis, ranks, numel * itemsize)
+
+    def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
+        """A reduce-scatter or an all-gather over the ranks that ZeRO shards a part over, likewise."""
+        axis = AXES_OF[part][1]
+        ranks, place = self.on(axis)
+        if not self.by_program(site, axis, operation, numel, itemsize, place, times):
+            self.half(site, axis, ranks, numel * itemsize, times)
+
+    def by_program(
+        self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
+    ) -> bool:
+        named = self.work.collectives.get((axis, operation))
+        if named is None:
+            return False
+        checked, whole = named.for_bytes(numel * itemsize), self.work.device == "cuda"
+        self.sent[site, axis] += times * sent_bytes(checked, place, numel, itemsize, whole)
+        return True
+
+    def on(self, axis: str) -> tuple[int, int]:
+        """How many ranks an axis has, and the place of this one among them."""
+        group = next(group for group in self.layout.groups(axis) if self.rank in group)
+        return len(group), group.index(self.rank)
+
+    # --- parameters and their gradients
+
+    def zero(self, part: Part) -> int:
+        """What is sharded of a part of the units, over several ranks."""
+        return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
+
+    def padded(self, unit: str, part: Part) -> int:
+        """Elements of a flat buffer on this rank."""
+        shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
+        return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
+
+    def gradients(self, unit: str, passes: int) -> None:
+        """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
+        holders = self.partition.holders(unit)
+        for part in self.table.unit_parts(unit, self.layout):
+            data, shard, replica = AXES_OF[part]
+            numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
+            if zero == 0:
+                self.reduce("data.gradients", data, numel, size)
+                held = self.table.unit_numel(unit, self.layout, part)
+            else:
+                self.shard("data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1)
+                held = numel // self.on(shard)[0]
+                self.reduce("data.gradients.replicas", replica, held, size)
+            self.all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
+            if zero in (1, 2):
+                self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
+
+
+def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Bytes by call site; those that send nothing are left out."""
+    found = Counter[str]()
+    for (site, _), sent in calls.items():
+        found[site] += sent
+    return {site: sent for site, sent in found.items() if sent}
+
+
+def by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Bytes by axis of the mesh, likewise."""
+    return by_site({(axis, site): sent for (site, axis), sent in calls.items()})

@@ -1,0 +1,229 @@
+"""What a layout costs before it runs: time, memory, and whether it fits.
+
+meshwright.planner.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.limits import limit_error, shorten_repr
+from meshwright.planner import engines
+from meshwright.planner.cluster import Cluster, cluster
+from meshwright.planner.engines import Engine
+from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.planner.memory import RankMemory, fullest
+from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
+from meshwright.planner.reference_step import in_place
+from meshwright.planner.space import Problem
+from meshwright.planner.states import optimizer_kinds
+from meshwright.planner.step_time import Step, StepTime, default_precision
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.refuse import refuse
+from meshwright.spec.work import MASKED_SHARE
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A layout's price. `memory`: of the fullest rank. `warnings`: what is priced less surely than the rest."""
+
+    problem: Problem
+    layout: Layout
+    time: StepTime
+    memory: RankMemory
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.device_bytes <= self.problem.cluster.device.memory_bytes
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        problem = self.problem
+        return problem.batch * problem.sequence / self.time.seconds / problem.cluster.devices
+
+    @property
+    def model_flops_per_device(self) -> float:
+        """FLOP/s, by `FLOPS_CONVENTION`."""
+        problem = self.problem
+        seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
+        return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops_per_device / self.problem.cluster.peak(self.problem.precision)
+
+    def document(self) -> dict[str, Any]:
+        """As `plan --json` prints it."""
+        return (
+            {
+                "layout": str(self.layout),
+                "fits": self.fits,
+                "memory_gib": self.memory.gib(),
+                "step_seconds": self.time.seconds,
+                "step_seconds_low": self.time.low,
+                "step_seconds_high": self.time.high,
+                "tokens_per_second_per_device": self.tokens_per_second_per_device,
+                "model_tflops_per_device": self.model_flops_per_device / 1e12,
+                "mfu": self.mfu,
+                "flops_convention": FLOPS_CONVENTION,
+                "breakdown_seconds": dict(self.time.breakdown),
+                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+            }
+            | self._calibration()
+            | ({"warnings": list(self.warnings)} if self.warnings else {})
+        )
+
+    def _calibration(self) -> dict[str, Any]:
+        found = self.problem.cluster.calibration
+        return {} if found is None else {"calibration": found.table()}
+
+
+def problem_of(
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
+    wanted: Cluster | str | Mapping[str, Any],
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    documents: float = 1.0,
+) -> Problem:
+    """What is planned, checked. `UserError` names what is unknown, with the nearest known name."""
+    for name, value in (("sequence", sequence), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
+        if problem := limit_error(name, value):
+            raise UserError(problem)
+    if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
+        raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
+    if documents > sequence:
+        raise UserError(f"documents {documents:g}: a row of {sequence} tokens has at most as many")
+    optimizer_kinds(optimizer)  # is it known?
+    where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
+    recipe: Recipe | None = None
+    if not isinstance(model, ModelConfig | str | Path | Mapping):
+        recipe = model
+        config, assumed = config_of(recipe)
+    elif is_recipe(model):
+        recipe = recipe_of(str(model))
+        config, assumed = config_of(recipe)
+    else:
+        config, assumed = model_of(model), model_substitution_note(model)
+    chosen = precision or default_precision(where)
+    where.peak(chosen)
+    pairs = recipe is not None and recipe.objective != "next-token"
+    return Problem(
+        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
+        pairs, assumed,
+    )  # fmt: skip
+
+
+def evaluate(
+    model: ModelConfig | str | Path | Mapping[str, Any],
+    cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str,
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    documents: float = 1.0,
+) -> Estimate:
+    """Time and memory of one layout.
+
+    model: a preset, a Hugging Face directory, a config.json or its content, a recipe; cluster: a shorthand, a file,
+    "this", or a mapping (`plan.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
+    kernels and buffers are priced (`plan.engines`); documents: in a row, on average. Raises UserError for unknown names
+    and for a layout that cannot be, with the reason.
+    """
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    problem = problem_of(
+        model, cluster, sequence=sequence, batch=batch, engine=engine, compile=compile, optimizer=optimizer,
+        precision=parsed.precision, documents=documents,
+    )  # fmt: skip
+    return priced(problem, parsed)
+
+
+def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
+    """`evaluate` of a problem that is made. step: of this layout, where there is one."""
+    layout = layout.with_(precision=problem.precision)
+    refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
+    if layout.offload is not None:
+        raise UserError(f'layout "{layout}": offloading is not priced yet; leave offload:{layout.offload} out')
+    if step is None:
+        step = Step(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+            in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
+        )  # fmt: skip
+    time = step.priced(problem.optimizer)
+    memory = fullest(problem, layout)
+    return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
+
+
+def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
+    """The price of a layout of a recipe, in its own precision, or why it cannot be: on other devices than those that it
+    was written for."""
+    try:
+        return priced(replace(problem, precision=layout.precision or problem.precision), layout)
+    except UserError as error:
+        return str(error)
+
+
+def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
+    found = []
+    config, engine = problem.config, problem.engine
+    if config.planning_only:
+        found.append(f"{config.family} can be planned but not run: {config.planning_only}")
+    if engine.name == "meshwright":
+        try:
+            refuse(layout, config, problem.batch, problem.sequence, problem.cluster.devices)
+        except UserError as error:
+            if not config.planning_only:
+                found.append(f"meshwright train refuses it: {error}")
+    outside = [
+        what
+        for what, there in (
+            *((axis, getattr(layout, axis) > 1 and axis not in engine.axes) for axis in ("tp", "cp", "pp", "ep")),
+            (f"zero{layout.zero}", layout.zero not in engine.zero),
+            (
+                layout.schedule,
+                layout.pp > 1 and layout.schedule not in engine.schedules and engine.name != "meshwright",
+            ),
+        )
+        if there
+    ]
+    if outside:
+        found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
+    if config.head == "masked":
+        found.append(f"{MASKED_SHARE:.0%} of the tokens are taken to be masked: the head sees these alone")
+    if problem.assumed is not None:
+        found.append(problem.assumed)
+    if problem.sequence > config.max_positions:
+        found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
+    if problem.precision == "fp8":
+        found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
+    if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
+        found.append("memory is the most that rows of several documents could take, wherever these begin")
+    if problem.compile and not memory.compiled:
+        found.append("memory is that of blocks that are not compiled")
+    return found
+
+
+def model_document(config: ModelConfig) -> dict[str, int]:
+    """Parameters, and those that a token computes with."""
+    table = parameter_table(config)
+    return {"parameters": table.numel, "active_parameters": table.active_numel}

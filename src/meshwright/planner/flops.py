@@ -1,0 +1,40 @@
+"""Floating-point operations of a model by operation, and the convention they are counted by.
+
+Conventions in use differ by up to an eighth (causal or full attention, recomputation counted or not), so that a
+utilisation without its convention says little.
+"""
+
+from __future__ import annotations
+
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.work import RECOMPUTED, head_flops, keys_per_token, layer_flops
+
+__all__ = ["FLOPS_CONVENTION", "forward_flops_per_token", "keys_per_token", "training_flops_per_token"]
+
+FLOPS_CONVENTION = (
+    "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "
+    "backward twice the forward, recomputation not counted, embedding lookup free"
+)
+
+
+def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
+    """Floating-point operations of one token's forward pass, by operation and summed over the layers.
+
+    ``sequence``: tokens that attend to each other (documents in a packed row are not told apart). ``causal=False``
+    counts attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311, appendix B).
+    """
+    total: dict[str, float] = {}
+    for layer in range(config.layers):
+        for operation, flops in layer_flops(config, layer, sequence, causal).items():
+            total[operation] = total.get(operation, 0.0) + flops
+    return total | {"head": head_flops(config, sequence)}
+
+
+def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:
+    """Floating-point operations that training on one token takes: forward, and twice as many backward.
+
+    With ``recompute`` ("selective", "full") the repeated forward operations are added, which gives hardware FLOPs;
+    utilisation by ``FLOPS_CONVENTION`` leaves it at "none".
+    """
+    forward = forward_flops_per_token(config, sequence, causal)
+    return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])

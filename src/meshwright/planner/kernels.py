@@ -1,0 +1,128 @@
+"""What memory holds while the kernels of a compiled graph run one after another, as PyTorch's inductor allocates: a
+buffer is made by the kernel that writes it and free after the last one that reads it; a later buffer of the same type
+and size takes its place, if it is the last one freed of them and waiting for it does not raise the peak that inductor
+reckons with (torch/_inductor/codegen/wrapper.py, `AllocateLine.should_reuse_buffer`). What happens inside of an
+operator inductor does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.planner.temporaries import Extra
+
+
+class Buffer(NamedTuple):
+    """What a kernel writes. kind: "x" or "wide", as of `Entry`; bytes: of all of it. operator: made by an operator of
+    our own, whose results take no other's place and leave theirs to none."""
+
+    name: str
+    kind: str
+    bytes: int
+    category: str = "activations"
+    operator: bool = False
+
+
+class Kernel(NamedTuple):
+    """reads, makes: values by name; over: what it makes -> what it reads in whose place it writes that. inside: what
+    there is only while it runs."""
+
+    name: str
+    reads: tuple[str, ...]
+    makes: tuple[Buffer, ...]
+    over: Mapping[str, str] = {}
+    inside: tuple[Extra, ...] = ()
+
+
+@dataclass(slots=True)
+class Held:
+    """While a kernel runs: buffers by name, the values given to the graph that are gone, what is inside of it."""
+
+    name: str
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    gone: int = 0
+    inside: tuple[Extra, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """More than what was given."""
+        return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
+
+
+def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
+    """What is there during each kernel. given: bytes of what the graph frees of its arguments once it has read them;
+    stay: what it returns."""
+    last = _last_uses(kernels)
+    reckoned = _reckoned(kernels, given, stay, last)
+    overall = max(reckoned, default=0)
+    live: dict[str, Buffer] = {}
+    waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
+    reused: dict[int, list[tuple[Buffer, int]]] = {}  # by the kernel after which it was freed: until when it stays
+    found: list[Held] = []
+    gone = 0
+
+    def take(made: Buffer, now: int) -> None:
+        """A freed buffer's place, if inductor would."""
+        at = next((at for at in reversed(range(len(waiting))) if _alike(waiting[at][0], made)), None)
+        if at is None:
+            return
+        buffer, freed = waiting[at]
+        between = range(freed + 1, now)
+        if between and made.bytes + max(reckoned[each] for each in between) > overall:
+            return
+        for each in between:
+            reckoned[each] += made.bytes
+        del waiting[at]
+        reused.setdefault(freed, []).append((buffer, now))
+
+    for now, kernel in enumerate(kernels):
+        for made in kernel.makes:
+            if not made.operator and made.name not in kernel.over:
+                take(made, now)
+        for replaced in kernel.over.values():
+            live.pop(replaced, None)
+        live |= {made.name: made for made in kernel.makes}
+        found.append(Held(kernel.name, dict(live), gone, kernel.inside))
+        for name in {*kernel.reads, *(made.name for made in kernel.makes)}:
+            if last.get(name, now) != now or name in stay:
+                continue
+            gone += given.get(name, 0)
+            buffer = live.pop(name, None)
+            if buffer is not None and not buffer.operator:
+                waiting.append((buffer, now))
+    for freed, until in reused.items():
+        for buffer, taken in until:
+            for held in found[freed + 1 : taken]:
+                held.buffers[f"{buffer.name} (its place)"] = buffer
+    return found
+
+
+def _alike(one: Buffer, other: Buffer) -> bool:
+    return (one.kind, one.bytes) == (other.kind, other.bytes)
+
+
+def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
+    return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
+
+
+def _reckoned(
+    kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
+) -> list[int]:
+    """Bytes during each kernel without reuse, and without what is inside of it."""
+    now = sum(given.values())
+    sizes = dict(given)
+    found = []
+    for at, kernel in enumerate(kernels):
+        sizes |= {made.name: made.bytes for made in kernel.makes}
+        now += sum(made.bytes for made in kernel.makes)
+        found.append(now)
+        names = {*kernel.reads, *(made.name for made in kernel.makes)}
+        now -= sum(sizes.get(name, 0) for name in names if last.get(name, at) == at and name not in stay)
+    return found
+
+
+def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
+    """The first of the kernels during which there is the most."""
+    return max(run(kernels, given, stay), key=lambda held: held.bytes)

@@ -1,0 +1,197 @@
+"""Measurements of this machine, kept in the user's cache: hardware profiles and the memory of processes, one file for
+each key, which has everything that a measurement depends on. A run's first start writes them
+(`training/first_start.py`), predictions read them. Free of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.threads import available_cores
+
+VERSION = 2
+"""Of the files' form, and of what is measured: files of other versions are measured again."""
+
+LOCK_SECONDS = 120.0
+"""How long a start waits for another that measures, which may have been stopped."""
+
+PROBE_VARIABLE = "MESHWRIGHT_PROBE"
+"""An environment variable: "0" has no start measure anything, as --no-probe does for one."""
+
+
+def may_measure(probe: bool = True) -> bool:
+    """Whether a start may measure this machine: `probe` says so, and the environment does not forbid it."""
+    return probe and os.environ.get(PROBE_VARIABLE) != "0"
+
+
+# --- the store
+
+
+def profile_directory() -> Path:
+    """$XDG_CACHE_HOME/meshwright/machines, else that of ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright" / "machines"
+
+
+def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
+    """The file of a measurement; whether there is one or not."""
+    text = json.dumps([VERSION, dict(key)], sort_keys=True)
+    return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tables of a measurement; None without one, or where the file is damaged, of another version or key."""
+    found = _read(measurement_file(kind, key))
+    return found[1] if found is not None and found[0] == dict(key) else None
+
+
+def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Replace the file of a measurement atomically. `OSError` where the directory takes no file."""
+    path = measurement_file(kind, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"version": VERSION, "key": dict(key), "tables": dict(tables)}
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold an exclusive file lock, so that only one process measures this machine at a time. `log` gets a line where
+    another holds it. `UserError` where it still does after so many `seconds`; `OSError` where the directory takes no
+    file."""
+    import fcntl
+
+    path = profile_directory() / "measuring.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = None
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline is None:
+                    deadline = time.monotonic() + seconds
+                    log("another start measures this machine, waiting")
+                elif time.monotonic() > deadline:
+                    raise UserError(f"another start still holds {path} after {seconds:.0f} s") from None
+                time.sleep(0.1)
+        yield
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Key and tables of a file; None where it is damaged or of another version."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return (dict(found["key"]), dict(found["tables"])) if found["version"] == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# --- hardware profiles
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfileKey:
+    """What a hardware profile holds for. `torch`: its version; `threads`: of each rank."""
+
+    processor: str
+    cores: int
+    torch: str
+    device: str
+    ranks: int
+    threads: int
+
+    @classmethod
+    def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
+        """That of this machine's processors."""
+        return cls(processor_name(), cores, torch_version(), "cpu", ranks, threads)
+
+    @property
+    def path(self) -> Path:
+        """The file; whether there is one or not."""
+        return measurement_file(self.device, asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """precisions, axes (of tp and cp): what was measured; cluster: the tables of a cluster file."""
+
+    precisions: tuple[str, ...]
+    axes: tuple[str, ...]
+    cluster: Mapping[str, Any]
+
+    def covers(self, precisions: Sequence[str], axes: Sequence[str]) -> bool:
+        """Whether it can price layouts of these precisions with these axes."""
+        return set(precisions) <= set(self.precisions) and set(axes) <= set(self.axes)
+
+
+def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
+    """The profile kept for a key; None where there is none or it is damaged."""
+    found = read_measurement(key.device, asdict(key))
+    try:
+        return None if found is None else _profile(found)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
+    """Keep a profile. `OSError` where the directory takes no file."""
+    write_measurement(key.device, asdict(key), asdict(profile))
+
+
+def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
+    """File and cluster tables of this machine's profiles: the most ranks first, of several the newest, and those with
+    more threads than cores last."""
+    cores = available_cores()
+    here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
+    found = []
+    for path in profile_directory().glob("cpu-*.json"):
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            read = _read(path)
+            if read is not None and here.items() <= read[0].items():
+                key, tables = read
+                order = (key["ranks"] * key["threads"] <= cores, key["ranks"], path.stat().st_mtime)
+                found.append((order, path, _profile(tables).cluster))
+    return [(path, tables) for _, path, tables in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
+    precisions, axes = (tuple(map(str, tables[name])) for name in ("precisions", "axes"))
+    return HardwareProfile(precisions, axes, dict(tables["cluster"]))
+
+
+def processor_name() -> str:
+    """The processor's name, as the kernel says it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def torch_version() -> str:
+    """The version of the torch that is installed, without importing it; "none" without one."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,199 @@
+"""How long operations and collectives take on a machine that `probe` has measured: what its curves say.
+
+A product takes what one of its shape and form took; elementwise work what the same work took, or a sum of as many
+bytes; attention what its scores took; a collective what its vector took, among as many ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.planner.measured import Curve, Measured, Products
+from meshwright.planner.operations import FLASH_BACKWARD, Operation
+from meshwright.program.durations import Floats
+
+ATTENTION_TILE = 128
+"""Queries of a tile of attention on processors (model/tiled_attention.py, TILE_QUERIES)."""
+
+LOSS_SLICE_BYTES = 2.0 * 4 * 2**19
+"""Read and written by one kernel of the loss on processors, which works on so many logits at once that they stay in the
+caches (model/loss.py, SLICE_LOGITS)."""
+
+SCORE_BYTES = 4
+HEAD_SIZES = (32, 128)
+"""Of the attention that is measured; for others its time lies on the line through these."""
+
+RING_PIECES = (32, 128)
+"""Tokens of the pieces of rings that are measured. What a score costs in a ring lies on a line over the inverse of
+that: results are merged for each query and piece of keys (model/ring_attention.py)."""
+
+BACKWARD = "-backward"
+
+_FORMS = {"forward": "forward", "again": "forward", "input": "input-gradient", "weight": "weight-gradient"}
+_CALLED = {"send": "send-receive"}
+
+
+def attention_scores(queries: float, keys_seen: float, row: float) -> float:
+    """Scores that a head forms for so many queries, which see `keys_seen` keys of their row of `row` tokens on average:
+    half a tile more each, because all queries of a tile are given the keys of its last one."""
+    return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
+
+
+def attention_name(head_size: int, piece: int | None = None) -> str:
+    """What measured attention is called, over the bytes of its scores in float32; `piece`: of a ring whose ranks have
+    pieces of so many tokens."""
+    return f"attention-{head_size}" if piece is None else f"ring-{head_size}-{piece}"
+
+
+class MeasuredRates:
+    """How fast each rank of a measured machine computes in one precision while all of them do."""
+
+    def __init__(self, measured: Measured, precision: str, eager: bool = True) -> None:
+        """eager: elementwise work is done by the kernels that were measured one by one, not by compiled ones."""
+        self._measured, self._precision, self._eager = measured, precision, eager
+        self._passes: dict[str, Curve | None] = {}
+        starts = dict(measured.starts)
+        # What a kernel costs beside its work, to note it down and to find it on the way back. Devices that are asked
+        # without waiting do not wait for that either.
+        beside = starts.get("differentiated_operation", 0.0) - 2 * starts.get("operation", 0.0)
+        self.start = 0.0 if measured.copies else max(0.0, beside / 2)
+
+    @classmethod
+    def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
+        """None where products or passes of the precision were not measured."""
+        if measured is None or measured.product(precision) is None:
+            return None
+        found = cls(measured, precision, eager)
+        return found if found.one_pass("add") is not None else None
+
+    def seconds(self, one: Operation) -> float | None:
+        """The time of an operation, all of its count; None for attention where that was not measured."""
+        if one.kind == "product":
+            assert one.shape is not None
+            return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
+        if one.kind == "attention":
+            return self._attention(one)
+        name = one.name.rpartition(".")[2] + (BACKWARD if one.phase == "input" else "")
+        own = self.one_pass(name) if self._eager else None
+        if own is not None:  # with all that it costs beside its work
+            return one.count * own.at(one.bytes)
+        # A fused activation forms exponentials as the plain one does: processors are held up by these, not by memory.
+        fused = self.one_pass("silu") if name.startswith("activation") and not self._measured.copies else None
+        curve = fused or self.one_pass("add")
+        assert curve is not None
+        if one.kind == "loss" and not self._measured.copies:
+            slices = one.bytes / LOSS_SLICE_BYTES
+            return one.count * max(1.0, slices) * curve.at(one.bytes / max(1.0, slices))
+        return one.count * (curve.at(one.bytes) + self.start)
+
+    def one_pass(self, name: str) -> Curve | None:
+        """The curve of a pass, in the precision or in float32."""
+        if name not in self._passes:
+            own = self._measured.one_pass(name, self._precision)
+            self._passes[name] = own or self._measured.one_pass(name, "fp32")
+        return self._passes[name]
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second of large tensors that stay where they are, as an optimizer's do."""
+        curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
+        assert curve is not None
+        return curve.sizes[-1] / curve.at(curve.sizes[-1])
+
+    def _products(self, form: str) -> Products:
+        found = self._measured.product(self._precision, form) or self._measured.product(self._precision)
+        assert found is not None
+        return found
+
+    def _attention(self, one: Operation) -> float | None:
+        assert one.shape is not None
+        way = BACKWARD if one.phase == "input" else ""
+        row, keys_seen, size = one.shape
+        queries = one.flops / (4.0 * keys_seen * size * (FLASH_BACKWARD if way else 1.0))  # of all heads
+        scores = SCORE_BYTES * attention_scores(queries, keys_seen, row)
+        if one.name.endswith(".ring"):
+            small, large = (self._of_heads(scores, size, way, piece) for piece in RING_PIECES)
+            if small is not None and large is not None:
+                share = (1 / row - 1 / RING_PIECES[1]) / (1 / RING_PIECES[0] - 1 / RING_PIECES[1])
+                return one.count * max(0.5 * large, large + share * max(0.0, small - large))
+        seconds = self._of_heads(scores, size, way)
+        return None if seconds is None else one.count * seconds
+
+    def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
+        """Seconds of so many bytes of scores of heads of a size."""
+        narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
+        if narrow is None or wide is None:
+            return None
+        low, high = narrow.at(scores), wide.at(scores)
+        slope = max(0.0, high - low) / (HEAD_SIZES[1] - HEAD_SIZES[0])
+        return max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
+
+
+def _linear(one: Operation) -> tuple[float, float, float]:
+    """Tokens, outputs and inputs of the linear function of which an operation is a product (`operations.py`)."""
+    assert one.shape is not None
+    rows, columns, inner = (max(1.0, size) for size in one.shape)
+    if one.phase == "input":
+        return rows, inner, columns
+    return (inner, rows, columns) if one.phase == "weight" else (rows, columns, inner)
+
+
+# --- between ranks
+
+
+class MeasuredCost(NamedTuple):
+    """Seconds of a collective over the size of its vector: a measured curve, as much slower for other numbers of ranks
+    as each sends more."""
+
+    sizes: Floats
+    seconds: Floats
+
+    @classmethod
+    def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
+        return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
+
+    def at(self, size: Any) -> Any:
+        """As `Cost.at`; beyond the largest in proportion to it (`Curve.at`)."""
+        beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
+        seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
+        return seconds if np.ndim(size) else float(seconds)
+
+
+def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) -> MeasuredCost | None:
+    """What an operation among so many ranks on so many nodes takes; of numbers that were not measured, what the nearest
+    one did, as each rank sends more or less. None where nothing like it was measured."""
+    place = "inside" if nodes == 1 else "across" if ranks == nodes else "world"
+    name = _CALLED.get(operation, operation)
+    found = [each for each in measured.collectives if (each.operation, each.place) == (name, place)]
+    if not found:
+        return None
+    nearest = min(found, key=lambda each: (abs(math.log(each.ranks / ranks)), each.ranks))
+    if operation == "send":
+        return MeasuredCost.of(nearest.curve)
+    return MeasuredCost.of(nearest.curve, _sent(ranks) / _sent(nearest.ranks))
+
+
+def _sent(ranks: int) -> float:
+    """The share of a vector that each rank sends, of all but an all-reduce, which sends twice that."""
+    return (ranks - 1) / ranks
+
+
+class Chosen:
+    """Costs of many: of each way that of its group."""
+
+    def __init__(self, costs: Sequence[Any], which: Any) -> None:
+        self._costs, self._which = costs, which
+
+    def at(self, size: Any) -> Any:
+        """Seconds of vectors of `size` [..., ways] bytes."""
+        sizes = np.asarray(size, dtype=np.float64)
+        sizes = np.broadcast_to(sizes, np.broadcast_shapes(sizes.shape, self._which.shape))
+        seconds = np.zeros(sizes.shape)
+        for number in np.unique(self._which):
+            ways = self._which == number
+            seconds[..., ways] = self._costs[number].at(sizes[..., ways])
+        return seconds

@@ -1,0 +1,141 @@
+"""What a plan may be asked of: a preset's name, a Hugging Face directory or config.json, its content, or a recipe."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.limits import limit_error
+from meshwright.names import TOKENIZERS, unknown
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config_fields import foreign_architecture_note
+from meshwright.spec.config_json import read_config
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.presets import PRESETS, preset
+from meshwright.untrusted import read_json
+
+if TYPE_CHECKING:
+    from meshwright.layout import Layout
+    from meshwright.recipe import Recipe
+
+
+OF_BYTES = 257
+"""Tokens of a tokenizer of bytes: with the end of a text."""
+
+
+def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
+    """The model. `UserError` with the nearest name where there is none, and with what could not be priced of a
+    configuration."""
+    if isinstance(wanted, ModelConfig):
+        return wanted
+    if isinstance(wanted, Mapping):
+        return ModelConfig.from_huggingface(wanted, "model")
+    text = str(wanted)
+    if text in PRESETS:
+        return preset(text)
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model {text[:80]!r}: no such file ({error})") from None
+    if path.suffix == ".toml":
+        return config_of(recipe_of(path))[0]
+    if path.exists() or path.suffix == ".json" or "/" in text:
+        return ModelConfig.from_path(path)
+    close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
+    hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
+    raise UserError(unknown("model", text, PRESETS) + hint)
+
+
+def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
+    """Note that a Hugging Face configuration names code or an architecture other than the one that its `model_type` is
+    priced as; None where it is the same. `wanted`: an argument that `model_of` has accepted."""
+    if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
+        return None
+    data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
+    family = FAMILIES[data["model_type"]]
+    return foreign_architecture_note(data, family)
+
+
+def is_recipe(wanted: object) -> bool:
+    """Whether a recipe is meant."""
+    return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
+
+
+def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file, for which `is_recipe`, with overrides as on the command line."""
+    from meshwright.recipe import load_recipe
+
+    return load_recipe(wanted, overrides)
+
+
+def layout_of_recipe(recipe: Recipe) -> Layout | None:
+    """The layout that it names; None where the planner is to choose."""
+    return None if recipe.layout == "auto" else recipe.parsed_layout
+
+
+def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a request, with the recipe's own in place of None."""
+    own = {
+        "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
+        "compile": recipe.train.compile,
+    }  # fmt: skip
+    return {name: own[name] if value is None else value for name, value in given.items()}
+
+
+def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
+    """The model of a recipe, and what was assumed of its vocabulary; None where nothing was. A tokenizer that is
+    trained on the data is taken to get as many tokens as it may. `UserError` where nothing says how many there are."""
+    model, data = recipe.model, recipe.data
+    assumed = None
+    if model.vocabulary is not None:
+        vocabulary = model.vocabulary
+    elif data.tokenizer == "bytes":
+        vocabulary = OF_BYTES
+    elif data.tokenizer in TOKENIZERS:
+        vocabulary = data.vocabulary
+        if model.from_path is None:
+            assumed = f"vocabulary {vocabulary:,}: the most that the {data.tokenizer} tokenizer may learn of the data"
+    elif model.from_path is not None:
+        vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
+    else:
+        vocabulary, assumed = _of_files(data.tokenizer, model.preset)
+    return config_from_recipe(model, data.sequence, vocabulary), assumed
+
+
+def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
+    """How many tokens the tokenizer has that lies at a path, or has the preset where that cannot be read here."""
+    try:
+        return tokens_of(tokenizer), None
+    except UserError as error:
+        if preset_name is None:
+            raise UserError(f"{error}; or say model.vocabulary") from None
+        own = preset(preset_name).vocabulary
+        return own, f"vocabulary {own:,}, that of {preset_name}: {error}"
+
+
+def tokens_of(tokenizer: str) -> int:
+    """How many tokens a tokenizer.json, or the one of a directory, knows: one more than the highest id. `UserError`
+    where it cannot be read."""
+    path = Path(tokenizer).expanduser()
+    try:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        found = read_json(file)
+        vocabulary = found["model"]["vocab"]  # {token: id}, or a unigram model's [[token, score], ...]
+        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        ids: list[int] = [*listed, *(token["id"] for token in found.get("added_tokens") or ())]
+        if any(type(each) is not int or each < 0 for each in ids):
+            raise ValueError("a token id is a whole number from 0")
+        if too_large := limit_error("vocabulary", max(ids) + 1):
+            raise UserError(f"data.tokenizer: {file}: {too_large}")
+        return max(ids) + 1
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        reason = "it is no tokenizer.json"
+    raise UserError(
+        f'data.tokenizer: "{tokenizer}" cannot be read ({reason}); known: {", ".join(TOKENIZERS)}, or a tokenizer.json'
+    )

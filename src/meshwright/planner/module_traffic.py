@@ -1,0 +1,56 @@
+"""What each rank puts on the wire in a training step of a foreign module, by call site: from its table alone.
+`comm/record.py` counts the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from meshwright.layout import Layout
+from meshwright.planner.data_calls import DataCalls, Work
+from meshwright.spec.foreign import REST, ModulePartition
+from meshwright.spec.parameters import ParameterTable
+
+
+def module_calls(
+    table: ParameterTable,
+    layout: Layout,
+    work: Work,
+    rank: int = 0,
+    *,
+    held: Collection[str] = (),
+    averaged: int = 0,
+    copied: int = 0,
+    looked_at: int = 0,
+) -> Counter[tuple[str, str]]:
+    """Bytes that `rank` sends in one step whose update takes place, by call site and axis. held: units beside `REST`
+    that stay for a whole micro-batch, because they are used outside of their modules; averaged, copied: numbers in
+    buffers that change in a step, of real and of whole numbers; looked_at: buffers of which ranks tell
+    each other whether the step has changed them."""
+    step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
+    return step.step({REST, *held}, averaged, copied, looked_at)
+
+
+class _ModuleStep(DataCalls):
+    def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
+        passes = self.layout.micro_batches
+        self.reduce("data.targets", "data", 1, 8)
+        for unit in self.table.units:
+            self.gradients(unit, passes)
+        self.gathers(held, passes)
+        self.reduce("module.buffers.changed", "data", looked_at, 8)
+        for numel in (averaged, copied):
+            self.reduce("module.buffers", "data", numel, 8)
+        self.verdict()
+        return self.sent
+
+    def gathers(self, held: Collection[str], passes: int) -> None:
+        """Under ZeRO-3: units that are held once for each micro-batch, others forward and backward, the last of them
+        stays in between."""
+        if self.zero("dense") < 3:
+            return
+        others = [unit for unit in self.table.units if unit not in held]
+        for unit in self.table.units:
+            times = 1 if unit in held or unit == others[-1] else 2
+            numel = self.padded(unit, "dense")
+            self.shard("data.parameters", "all_gather", "dense", numel, self.work.parameter_bytes, times * passes)

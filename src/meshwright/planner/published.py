@@ -1,0 +1,182 @@
+"""What other engines keep of a layer, as published, and the arithmetic of model states that texts print.
+
+Sizes: s tokens in a row, b rows, h hidden, a heads, f MLP columns; t ranks of tensor parallelism. Bytes, with two for a
+number in the narrow type. These are closed forms from papers, not measured here; our own engine's are in `saved.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import unknown
+from meshwright.spec.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A layer and a micro-batch as closed forms see them. `flash`: whether scores are never written to memory;
+    `dropout`: whether masks of dropout are kept, a byte an element; `mixture`: whether the layer has experts."""
+
+    rows: int
+    sequence: int
+    config: ModelConfig
+    layout: Layout
+    flash: bool = True
+    dropout: bool = False
+    mixture: bool = False
+
+    @property
+    def mlp(self) -> tuple[float, float]:
+        """Of each token: inputs that its MLPs have, a copy for each expert that it takes, and their columns on a rank
+        (of experts with an even load; ranks of ep only exchange tokens)."""
+        config, layout = self.config, self.layout
+        if not self.mixture:
+            return 1.0, config.intermediate / layout.tp
+        cut = layout.etp if layout.expert_parallel else layout.tp
+        columns = config.experts_per_token * config.expert_intermediate / cut + config.shared_intermediate / layout.tp
+        return config.experts_per_token + (config.shared_intermediate > 0), columns
+
+
+class PublishedEngine(Protocol):
+    """Whose kernels and buffers are priced."""
+
+    name: str
+    source: str
+
+    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        """What is kept of one layer on one rank: operation and bytes."""
+
+
+class Megatron:
+    """Megatron-LM's transformer layer: fused kernels that keep their inputs in the narrow type.
+
+    For a GPT (f = 4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and
+    sequence parallelism its published parts (Korthikanti et al. 2022, arXiv:2205.05198, equations 1, 2, 4 and 6). The
+    same counting of inputs prices grouped queries, SwiGLU and flash attention.
+    """
+
+    name = "megatron"
+    source = "Korthikanti et al. 2022, arXiv:2205.05198, section 4, equations 1 to 6"
+
+    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        config, layout = shape.config, shape.layout
+        t = layout.tp
+        whole = t if t > 1 and layout.tensor_sequence_parallel else 1  # what only sequence parallelism cuts
+        tokens = shape.rows * shape.sequence / layout.cp
+        h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        if layout.recompute == "full":
+            yield "layer.input", 2 * tokens * h / whole
+            return
+        yield "attention_norm.input", 2 * tokens * h / whole
+        yield "attention.qkv.input", 2 * tokens * h / whole
+        yield "attention.query_key", 2 * tokens * (query + key) / t
+        yield "attention.value", 2 * tokens * key / t
+        if not shape.flash and layout.recompute == "none":
+            scores = config.heads * shape.sequence * tokens / t
+            yield "attention.softmax", 2 * scores
+            if shape.dropout:
+                yield "attention.dropout_mask", scores
+                yield "attention.dropout", 2 * scores
+        yield "attention.output.input", 2 * tokens * query / t
+        if shape.dropout:
+            yield "attention.output.dropout_mask", tokens * h / whole
+        yield "mlp_norm.input", 2 * tokens * h / whole
+        copies, columns = shape.mlp
+        yield "mlp.up.input", 2 * tokens * copies * h / whole
+        yield "mlp.activation.input", 2 * tokens * columns * (2 if config.gated else 1)
+        yield "mlp.down.input", 2 * tokens * columns
+        if shape.dropout:
+            yield "mlp.dropout_mask", tokens * h / whole
+
+
+class TorchEager:
+    """PyTorch's own operations one after another, as Hugging Face and torchtitan without torch.compile write a Llama:
+    norms in float32, every operand of SwiGLU kept, copies of rotated queries and keys. every_second: whether selective
+    recomputation is torchtitan's "op"."""
+
+    name = "torchtitan"
+    source = "counted from the operations; an operand of every product, norm and activation"
+    every_second = True
+
+    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        config, layout = shape.config, shape.layout
+        t = layout.tp
+        whole = t if t > 1 and layout.tensor_sequence_parallel else 1
+        tokens = shape.rows * shape.sequence / layout.cp
+        h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        if layout.recompute == "full":
+            yield "layer.input", 2 * tokens * h / whole
+            return
+        copies, columns = shape.mlp
+        if layout.recompute == "selective" and self.every_second and not shape.mixture:
+            # The block's input, every second product (queries, values, half of the MLP's way up, its way down) and the
+            # core of attention, with the logarithm of each row's sum.
+            yield "layer.input", 2 * tokens * h / whole
+            yield "attention.query_and_value", 2 * tokens * (query + key) / t
+            yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
+            yield "mlp.up.output", 2 * tokens * columns
+            yield "mlp.down.output", 2 * tokens * h / whole
+            return
+        for name in ("attention_norm", "mlp_norm"):
+            yield f"{name}.input_and_output", 2 * 2 * tokens * h / whole
+            yield f"{name}.in_float32", 3 * 2 * tokens * h / whole
+        yield "attention.qkv.output", 2 * tokens * (query + 2 * key) / t
+        yield "attention.rotated", 2 * tokens * (query + key) / t
+        if config.query_key_norm:
+            yield "attention.query_key_norm", 3 * 2 * tokens * (query + key) / t
+        if not shape.flash and layout.recompute == "none":
+            yield "attention.scores", 5 * config.heads * shape.sequence * tokens / t
+        yield "attention.output.input", 2 * tokens * query / t
+        if shape.mixture:
+            yield "mlp.dispatched", 2 * tokens * copies * h / whole
+        yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
+
+
+class Foundry(TorchEager):
+    """MosaicML's llm-foundry (MPT): PyTorch's operations under FSDP."""
+
+    name = "llm-foundry"
+    every_second = False
+
+
+PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Megatron(), TorchEager(), Foundry())}
+
+
+def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
+    """Bytes that an engine keeps of one layer, by operation. `UserError` for an engine nobody published."""
+    if engine not in PUBLISHED:
+        raise UserError(unknown("engine", engine, PUBLISHED))
+    return dict(PUBLISHED[engine].kept(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of model states a parameter on each rank: weights, gradients, optimizer (its copy of the weights among
+    it)."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool = False) -> StateBytes:
+    """Of Adam under ZeRO over `ranks` (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1, figure 1): in mixed
+    precision 2 + 2 + 12 bytes a parameter, 2 + 4 + 12 with gradients in float32, in float32 alone 4 + 4 + 8."""
+    weights, gradients, optimizer = (2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else (4.0, 4.0, 8.0)
+    return StateBytes(
+        weights / (ranks if zero == 3 else 1), gradients / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )  # fmt: skip
+
+
+def devices_for_weights(parameters: int, bytes_each: int, device_bytes: int) -> int:
+    """How many devices the weights alone need."""
+    return -(-parameters * bytes_each // device_bytes)

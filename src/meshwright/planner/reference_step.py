@@ -1,0 +1,126 @@
+"""What a step takes longer than its pieces: `probe` measures both, and the planner multiplies by the ratio.
+
+Pieces are timed one by one, their operands still in the caches and nobody waiting. In a step they follow each other,
+operands come from memory, and ranks that wait for each other in every layer wait for whichever was held up. How much
+that is worth depends on the machine; the model here is none that a user plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.engines import Engine
+from meshwright.planner.micro_batch import AS_ADDED, MICRO_BATCH_PARTS
+from meshwright.planner.step_time import step_time
+from meshwright.program.durations import Floats
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.refuse import refuse
+
+LEAST, MOST = 0.5, 20.0
+"""Of a factor: what is beyond is noise."""
+
+
+class ReferenceModel(NamedTuple):
+    """What is measured: a model, the rows that a rank has alone, and their tokens."""
+
+    config: ModelConfig
+    rows: int
+    sequence: int
+
+
+def reference_model(kind: str) -> ReferenceModel:
+    """On "cpu" or "cuda": as large as what is trained there."""
+    if kind == "cpu":
+        return ReferenceModel(_llama(hidden=256, layers=4, heads=8, intermediate=704, vocabulary=4096), 4, 256)
+    return ReferenceModel(_llama(hidden=1024, layers=4, heads=16, intermediate=2816, vocabulary=16384), 4, 2048)
+
+
+def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocabulary=vocabulary, hidden=hidden, layers=layers, heads=heads, kv_heads=heads // 2,
+        head_dim=hidden // heads, intermediate=intermediate, max_positions=4096, norm="rmsnorm", norm_epsilon=1e-5,
+        activation="silu", gated=True, positions="rope",
+    )  # fmt: skip
+
+
+def reference_layouts(
+    kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
+) -> list[Layout]:
+    """Under which it is measured: data parallel in every precision, and with the ranks of a host on each of the axes
+    whose ranks wait for each other in every layer."""
+    ranks, model = host_ranks * hosts, reference_model(kind)
+    # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
+    waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
+    found = [Layout(dp=ranks, precision=precision) for precision in precisions]
+    for axis in axes:
+        layout = Layout(dp=hosts, precision=waiting).with_(**{axis: host_ranks})
+        try:
+            refuse(layout, model.config, model.rows * ranks, model.sequence)
+        except UserError:  # heads or tokens that so many ranks cannot share
+            continue
+        found += [layout] if host_ranks > 1 else []
+    return found
+
+
+def batch_of(layout: Layout, model: ReferenceModel) -> int:
+    """Sequences of a step: with every layout a rank has as much to do."""
+    return model.rows * layout.world_size
+
+
+@lru_cache(maxsize=32)
+def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
+    """How much longer each part of a micro-batch (`MICRO_BATCH_PARTS`) takes in a step than its pieces: 1 where no step
+    was measured, and for other engines. Steps of compiled blocks are taken to exceed their pieces as those of eager
+    ones do: operands come from memory, and ranks share it, in both."""
+    measured = cluster.measured
+    if measured is None or not measured.steps or engine.name != "meshwright":
+        return AS_ADDED
+    steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
+    base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
+    if base is None:
+        return AS_ADDED
+    compute, data = _added(cluster, Layout.parse(base.layout))
+    found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
+    found["compute"] = _known((base.seconds - data) / compute["compute"])
+    for (axis, other), each in steps.items():
+        if axis == "data":
+            continue
+        parts, data = _added(cluster, Layout.parse(each.layout))
+        alike = steps.get(("data", other), base)
+        own, sums = _added(cluster, Layout.parse(alike.layout))
+        working = _known((alike.seconds - sums) / own["compute"]) * parts["compute"]
+        found[axis] = _known((each.seconds - working - data) / parts[axis])
+    if not any(axis == "context" for axis, _ in steps):
+        found["context"] = found["tensor"]
+    found["expert"] = found["tensor"]
+    return np.array([found[part] for part in MICRO_BATCH_PARTS])
+
+
+def _axis(layout: Layout) -> str:
+    return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
+
+
+def _known(factor: float) -> float:
+    """The factor, or 1 where noise was larger than what was to be told."""
+    return factor if LEAST <= factor <= MOST else 1.0
+
+
+def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
+    """Seconds of the parts of a measured step if they took what its pieces do, and of its sums of gradients."""
+    assert cluster.measured is not None
+    model = reference_model(cluster.kind)
+    # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.
+    then = replace(
+        cluster, devices=layout.world_size, devices_per_node=min(cluster.measured.ranks, layout.world_size),
+        calibration=None,
+    )  # fmt: skip
+    parts = step_time(model.config, layout, then, model.sequence, batch_of(layout, model)).breakdown
+    return dict(parts), parts["data"]

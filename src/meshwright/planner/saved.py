@@ -1,0 +1,239 @@
+"""Every tensor that the engine's eager forward of one micro-batch through one stage keeps for its backward on one rank.
+
+From the configuration, the layout and the shapes of the batch alone; each storage once. Left out are parameters (and
+what ZeRO gathers of them), the micro-batch itself (tokens, targets, where documents begin), which is there all through
+the step, and the tables of positions, which stay from step to step (`position_tables`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.layout import Layout
+from meshwright.planner import compiled_blocks, compiled_layers
+from meshwright.planner import saved_blocks as blocks
+from meshwright.planner.attention_tiles import Starts
+from meshwright.planner.saved_blocks import Entry, Local
+from meshwright.spec.chunks import keeps_head_gradient, loss_chunks
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import Stage, whole_model
+from meshwright.spec.work import predictions
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor that is kept from a forward to its backward: its whole storage, in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Copies of tokens in one mixture: `arrived` from ranks of ep at this rank, `computed` those that its experts get,
+    which ranks of etp share."""
+
+    arrived: int
+    computed: int
+
+
+def saved_activations(
+    config: ModelConfig,
+    layout: Layout,
+    rows: int,
+    sequence: int,
+    *,
+    stage: Stage | None = None,
+    at_once: bool = True,
+    documents: bool = False,
+    parameter_dtype: str = "float32",
+    device: str = "cpu",
+    tp_rank: int = 0,
+    routed: Mapping[int, Routed] | None = None,
+    pairs: bool = False,
+    compiled: bool = False,
+) -> list[Saved]:
+    """What one rank keeps of a micro-batch of `rows` rows of `sequence` tokens.
+
+    stage: None, the whole model. at_once: whether its backward is what follows its forward. documents: whether any row
+    packs several. device: "cpu" or "cuda", whose attention keeps other things. routed: by layer, what routers chose;
+    where nothing is said, each expert gets as many tokens as every other. pairs: of responses, and not the next token,
+    are what is learnt from. compiled: whether blocks and the final norm are, of which `compiled_blocks.known` says
+    whether it is written down; else they are priced as if they were not.
+    """
+    stage = whole_model(config) if stage is None else stage
+    types = _types(parameter_dtype)
+    at = replace(local_sizes(config, layout, rows, sequence, documents, parameter_dtype, device), pairs=pairs)
+    entries = _entries(at, stage, at_once, tp_rank, routed or {}, compiled)
+    return [_saved(entry, types) for entry in entries]
+
+
+def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
+    """Cosines and sines of rotary positions, made once for a power of two of positions (`model/rope.py`)."""
+    if config.positions != "rope":
+        return []
+    types = _types(parameter_dtype)
+    shape = 1 << (sequence - 1).bit_length(), config.head_dim // 2
+    return [_saved(Entry(f"rotation.table.{part}", shape, "wide"), types) for part in ("cosine", "sine")]
+
+
+def _types(parameter_dtype: str) -> dict[str, str]:
+    wide = parameter_dtype if parameter_dtype == "float64" else "float32"
+    return {"x": parameter_dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
+
+
+def _saved(entry: Entry, types: Mapping[str, str]) -> Saved:
+    dtype = types[entry.kind]
+    return Saved(entry.name, entry.shape, dtype, math.prod(entry.shape) * ITEM_BYTES[dtype])
+
+
+def local_sizes(
+    config: ModelConfig, layout: Layout, rows: int, sequence: int, documents: bool | Starts, parameter_dtype: str,
+    device: str,
+) -> Local:  # fmt: skip
+    """Sizes on one rank, of which the closed forms are made. documents: whether rows pack several, or where in each row
+    they begin."""
+    tokens = sequence // layout.cp
+    sliced = layout.tp if layout.tp > 1 and layout.tensor_sequence_parallel else 1
+    narrow = parameter_dtype in ("bfloat16", "float16")
+    starts = None if isinstance(documents, bool) else documents
+    masked = any(len(row) > 1 for row in starts) if starts is not None else bool(documents)
+    return Local(
+        config, layout, rows, sequence, tokens, tokens // sliced, narrow, device, masked, starts if masked else None
+    )
+
+
+def _entries(
+    at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed], compiled: bool
+) -> Iterator[Entry]:
+    config, again = at.config, at.layout.recompute
+    stream = at.rows, at.slice, config.hidden
+    mixtures = any(config.has_experts(layer) for layer in stage.layers)
+    if stage.first:
+        yield from _looked_up(at)
+    else:
+        yield Entry("input", stream, "x")
+    yield from _shared_by_layers(at, stage, mixtures)
+    input_kept = not stage.first and (config.norm == "layernorm" or not at.narrow)
+    for layer in stage.layers:
+        name, mixed = f"layers.{layer}", config.has_experts(layer)
+        rows = routed.get(layer) or _balanced(at)
+        if compiled and compiled_blocks.known(at, layer):
+            if stage.first or layer != stage.layers[0]:
+                yield Entry(f"{name}.input", stream, "x")
+            yield from compiled_layers.kept(at, layer)
+            if mixed and at.spread and again == "none":
+                yield from blocks.mixture(at, f"{name}.mlp", rows.computed)
+            elif mixed and at.spread and again == "selective":
+                yield Entry(f"{name}.mlp.input", stream, "x")
+                yield from blocks.mixture_products(at, f"{name}.mlp", rows.arrived, rows.computed)
+            continue
+        if again != "none" and (stage.first or layer != stage.layers[0]):
+            yield Entry(f"{name}.input", stream, "x")
+        if again == "selective":
+            yield from blocks.products(at, name, mixed, rows.arrived, rows.computed)
+        elif again == "none":
+            first = layer == stage.layers[0]
+            yield from blocks.layer(at, name, layer, rows.computed, input_kept and first)
+    if stage.last and config.encoder:
+        yield from _encoder_head(at)
+    elif stage.last:
+        if compiled and config.norm == "rmsnorm":
+            yield Entry("final_norm.input", stream, "x")
+            yield Entry("final_norm.scale", (*stream[:-1], 1), "wide")
+        else:
+            yield from blocks.norm(at, "final_norm")
+        yield from _loss(at, stage, at_once, tp_rank)
+    elif mixtures:
+        yield Entry("balance", (), "wide")
+
+
+def _balanced(at: Local) -> Routed:
+    copies = at.routed * at.config.experts_per_token
+    return Routed(copies, copies * (at.layout.etp if at.spread else 1))
+
+
+def _looked_up(at: Local) -> Iterator[Entry]:
+    """Where rows of tables are added up on the way back."""
+    if at.layout.tp > 1:
+        yield Entry("embedding.places", (at.rows, at.tokens), "index")
+        yield Entry("embedding.elsewhere", (at.rows, at.tokens), "bool")
+    if at.config.embedding_norm:
+        yield from blocks.norm(at, "embedding_norm")
+    if at.config.positions == "learned":
+        rows = at.rows if at.masked else 1
+        if at.masked or at.layout.cp == 1:
+            yield Entry("positions.places", (rows, at.tokens), "index")
+        if at.config.token_types:
+            yield Entry("token_types.places", (rows, at.tokens), "index")
+
+
+def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry]:
+    """What is made once a micro-batch: rotations of positions, what each token may see, targets of each row."""
+    config, layout = at.config, at.layout
+    rows = at.rows if at.masked else 1
+    if config.positions == "rope" and (at.masked or layout.cp > 1):
+        for part in ("cosine", "sine"):
+            yield Entry(f"rotation.{part}", (rows, 1, at.tokens, config.head_dim // 2), "wide")
+    if config.encoder:
+        if at.masked:
+            yield Entry("attention.added", (at.rows, 1, at.tokens, at.tokens), "x")
+        return
+    length = at.tokens if at.ring else at.whole
+    for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
+        limited = 0 < window < at.whole
+        if at.device == "cuda" and not at.ring and blocks.masked(at, window or None):
+            if layout.recompute != "none":  # else layers keep what they make of it
+                yield Entry(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
+        elif limited or (at.masked and at.ring):
+            yield Entry(f"attention.first_visible.{window or 'all'}", (rows, length), "index")
+    if mixtures and (config.router_loss or layout.recompute != "none"):
+        yield Entry("router.targets", (at.rows,), "index")
+
+
+def _encoder_head(at: Local) -> Iterator[Entry]:
+    """What follows the last layer of an encoder (`model/encoder.py`)."""
+    config = at.config
+    places = predictions(config, at.rows, at.tokens)
+    inside = places, config.hidden
+    if config.head != "masked":
+        yield Entry("pooler.input", inside, "x")
+        yield Entry("pooler.output", inside, "x")
+        if config.labels:
+            yield Entry("classifier.logarithms", (places, len(config.labels)), "wide")
+            yield Entry("loss", (), "wide")
+            yield Entry("loss.weight", (), "wide")
+        return
+    yield Entry("transform.places", (places,), "index")
+    yield Entry("transform.input", inside, "x")
+    yield Entry("transform.output", inside, "x")
+    yield Entry("transform_norm.input", inside, "x")
+    for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
+        yield Entry(f"transform_norm.{what}", (places, 1), "x" if at.device == "cpu" else "wide")
+    several = len(loss_chunks(places, config.vocabulary, at.device)) > 1
+    yield Entry("head.hidden.gradient", inside, "x")
+    yield Entry("head.weight.gradient", (config.vocabulary, config.hidden), "wide" if several else "x")
+    yield Entry("head.bias.gradient", (config.vocabulary,), "wide")
+    yield Entry("loss", (), "wide")
+
+
+def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entry]:
+    """The gradients of the summed loss, or what they are made of later (`model/loss.py`)."""
+    config, layout = at.config, at.layout
+    tokens, width = at.rows * at.tokens, -(-config.vocabulary // layout.tp)
+    widest = min(width, config.vocabulary)
+    chunks = loss_chunks(tokens, widest, at.device)
+    if not at.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once):
+        yield Entry("head.hidden.gradient", (tokens, config.hidden), "x")
+        here = max(0, min(width, config.vocabulary - tp_rank * width))  # the last ranks' rows may be fewer
+        yield Entry("head.weight.gradient", (here, config.hidden), "x" if len(chunks) == 1 else "wide")
+    else:
+        yield Entry("head.input", (tokens, config.hidden), "x")
+        yield Entry("head.known", (2, tokens), "wide")
+    yield Entry("loss", (), "wide")

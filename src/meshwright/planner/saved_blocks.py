@@ -1,0 +1,302 @@
+"""What autograd keeps of one layer, operation by operation, as closed forms in rows, tokens, widths and degrees.
+
+An entry is (name, shape, bytes of an element, torch's name of the type); a storage that several operations keep is one
+entry. Only the sizes in `Local` are numbers of a batch: arrays of them in the place of numbers price many at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.spec.config import ModelConfig
+
+INDEX = 8
+"""Bytes of a place, a token or a number of rows (int64)."""
+
+
+class Entry(NamedTuple):
+    """A tensor that is kept. `kind`: "x" the model's type, "wide" that of sums, "index", "int32" or "bool"."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Sizes on one rank. tokens: of a row, on this rank of cp; slice: of those the ones between products (tokens / tp
+    with sequence parallelism); whole: tokens of a row. narrow: whether the model's type is narrower than that of sums.
+    device: "cpu" or "cuda"."""
+
+    config: ModelConfig
+    layout: Layout
+    rows: int
+    whole: int
+    tokens: int
+    slice: int
+    narrow: bool
+    device: str = "cpu"
+    masked: bool = False  # whether rows pack several documents
+    starts: tuple[tuple[int, ...], ...] | None = None  # where they begin in each row, where that is known
+    pairs: bool = False  # whether what is learnt from is pairs of responses, not the next token
+
+    @property
+    def heads(self) -> int:
+        return self.config.heads // self.layout.tp
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.config.kv_heads // self.layout.tp)
+
+    @property
+    def ring(self) -> bool:
+        """Whether keys and values go round."""
+        return self.layout.cp > 1 and self.layout.cp_method == "ring"
+
+    @property
+    def spread(self) -> bool:
+        """Whether experts have ranks of their own."""
+        return self.layout.expert_parallel
+
+    @property
+    def routed(self) -> int:
+        """Tokens that this rank routes."""
+        return self.rows * (self.tokens // self.layout.tp if self.spread else self.tokens)
+
+
+def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) -> Iterator[Entry]:
+    """A layer of which nothing is computed again. `computed`: copies of tokens that this rank's experts get, if it is a
+    mixture; `input_kept`: whether the layer's input is listed already."""
+    config = at.config
+    if config.encoder:
+        yield from encoder_layer(at, name)
+        return
+    yield from norm(at, f"{name}.attention_norm", input_kept)
+    yield from attention(at, f"{name}.attention", config.layer_window(number))
+    if config.post_norms:
+        yield from norm(at, f"{name}.attention_post_norm")
+    yield from norm(at, f"{name}.mlp_norm")
+    if config.has_experts(number):
+        yield from mixture(at, f"{name}.mlp", computed)
+    else:
+        yield from feed_forward(at, f"{name}.mlp", config.intermediate // at.layout.tp, config.gated)
+    if config.post_norms:
+        yield from norm(at, f"{name}.mlp_post_norm")
+
+
+def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
+    """A layer whose norms follow the sums."""
+    yield from attention(at, f"{name}.attention", None)
+    yield from norm(at, f"{name}.attention_norm")
+    yield from feed_forward(at, f"{name}.mlp", at.config.intermediate, at.config.gated)
+    yield from norm(at, f"{name}.mlp_norm")
+
+
+def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
+    """A norm over the hidden dimension. `input_kept`: its input is listed already."""
+    shape = at.rows, at.slice, at.config.hidden
+    if at.config.norm == "layernorm":
+        if not input_kept:
+            yield Entry(f"{name}.input", shape, "x")
+        for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
+            yield Entry(f"{name}.{what}", (at.rows, at.slice, 1), "x" if at.device == "cpu" else "wide")
+    else:
+        yield from _rms(at, name, shape, input_kept)
+
+
+def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iterator[Entry]:
+    """Root mean square: the input in the type of sums (a copy of a narrower one), a number a row, and their product."""
+    if at.narrow or not input_kept:
+        yield Entry(f"{name}.input", shape, "wide")
+    yield Entry(f"{name}.scale", (*shape[:-1], 1), "wide")
+    yield Entry(f"{name}.scaled", shape, "wide")
+
+
+def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
+    """From the norm's output to what the residual stream gets. `window`: what a token sees at most, in this layer."""
+    config, layout = at.config, at.layout
+    size, heads, kv_heads = config.head_dim, at.heads, at.kv_heads
+    tokens = at.rows, at.tokens
+    yield Entry(f"{name}.qkv.input", (*tokens, config.hidden), "x")
+    traded = layout.cp > 1 and layout.cp_method == "ulysses"
+    turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
+    repeated = repeats(at, window)
+    views = [not turned, not (turned or repeated), not repeated]
+    wide_views = config.query_key_norm and not at.narrow  # what is normed is kept as it is
+    if wide_views or (not traded and any(views)):
+        yield Entry(f"{name}.qkv.output", (*tokens, (heads + 2 * kv_heads) * size), "x")
+    if config.query_key_norm:
+        yield from _rms(at, f"{name}.query_norm", (*tokens, heads, size), input_kept=True)
+        yield from _rms(at, f"{name}.key_norm", (*tokens, kv_heads, size), input_kept=True)
+    if traded:
+        heads, copies = heads // layout.cp, max(1, layout.cp // kv_heads)
+        kv_heads = kv_heads * copies // layout.cp
+        yield Entry(f"{name}.traded", (at.rows, heads + 2 * kv_heads, at.whole, size), "x")
+    elif turned:
+        yield Entry(f"{name}.query", (at.rows, heads, at.tokens, size), "x")
+        if not repeated:
+            yield Entry(f"{name}.key", (at.rows, kv_heads, at.tokens, size), "x")
+    length = at.whole if traded else at.tokens
+    if at.ring:
+        yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
+    elif at.device == "cuda":
+        yield from _fused(at, name, heads, length, window)
+    elif config.encoder:
+        yield Entry(f"{name}.log_sum", (at.rows, heads, length), "wide")
+    yield Entry(f"{name}.output.input", (*tokens, at.heads * size), "x")
+
+
+def _fused(at: Local, name: str, heads: int, length: int, window: int | None) -> Iterator[Entry]:
+    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result, by their sources
+    (aten/src/ATen/native/transformers/cuda). Flash attention keeps the logarithms of its sums and the state of its
+    random numbers. The memory-efficient kernel, for masks and wide types, has a copy of keys and values for every query
+    head, its mask as numbers to be added, and logarithms for a multiple of 32 queries."""
+    limited = masked(at, window)
+    if repeats(at, window):
+        for what in ("keys", "values"):
+            yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
+    # An encoder's mask is one for all layers, made of numbers to be added already.
+    if limited and not at.config.encoder:
+        yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
+    queries = -(-length // 32) * 32 if limited or not at.narrow else length
+    yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
+    yield Entry(f"{name}.random_state", (2,), "index")
+    if length > at.tokens:  # the kernel's own result, before it is traded back
+        yield Entry(f"{name}.core", (at.rows, heads, length, at.config.head_dim), "x")
+
+
+def repeats(at: Local, window: int | None) -> bool:
+    """Whether keys and values are repeated for every query head (`model/attention.py`, `takes_groups`)."""
+    if at.device != "cuda" or at.ring or at.config.encoder:
+        return False
+    copies = max(1, at.layout.cp // at.kv_heads)
+    return at.heads > at.kv_heads * copies and (masked(at, window) or not at.narrow)
+
+
+def masked(at: Local, window: int | None) -> bool:
+    """Whether some token sees less than everything before it."""
+    return at.masked or (window is not None and window < at.whole)
+
+
+def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bool = True) -> Iterator[Entry]:
+    """An MLP of `width` columns on this rank. `input_tokens`: whether its input is not listed yet."""
+    tokens = at.rows, at.tokens
+    if input_tokens:
+        yield Entry(f"{name}.up.input", (*tokens, at.config.hidden), "x")
+    if gated or at.config.activation != "relu":  # ReLU needs its result alone
+        yield Entry(f"{name}.up.output", (*tokens, width * (2 if gated else 1)), "x")
+    if gated:
+        yield Entry(f"{name}.activation", (*tokens, width), "x")
+    yield Entry(f"{name}.down.input", (*tokens, width), "x")
+
+
+def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
+    """A mixture of experts. `received`: copies of tokens that this rank's experts get."""
+    config, layout, hidden = at.config, at.layout, at.config.hidden
+    chosen, experts = config.experts_per_token, config.experts
+    routed, copies = at.routed, at.routed * config.experts_per_token
+    wide_router = config.router == "sigmoid" and at.narrow  # it multiplies copies in the type of sums
+    if not wide_router or (config.shared_intermediate and not _apart(at)):
+        yield Entry(f"{name}.input", (routed, hidden), "x")
+    if wide_router:
+        yield Entry(f"{name}.router.input", (routed, hidden), "wide")
+        yield Entry(f"{name}.router.weight", (experts, hidden), "wide")
+    yield Entry(f"{name}.router.scores", (routed, experts), "wide")
+    yield Entry(f"{name}.router.chosen", (routed, chosen), "index")
+    if config.normalise_choice:
+        yield Entry(f"{name}.router.unnormalised", (routed, chosen), "wide")
+        yield Entry(f"{name}.router.sum", (routed, 1), "wide")
+    yield Entry(f"{name}.router.weights", (routed, chosen), "x")
+    yield from balance(at, name)
+    yield Entry(f"{name}.experts.inverse", (copies,), "index")
+    held, width = experts // layout.ep, config.expert_intermediate // (layout.etp if at.spread else layout.tp)
+    if at.spread:
+        yield Entry(f"{name}.experts.order_here", (received,), "index")
+        yield Entry(f"{name}.experts.inverse_here", (received,), "index")
+    yield Entry(f"{name}.experts.ends", (held,), "int32")
+    yield Entry(f"{name}.experts.up.input", (received, hidden), "x")
+    yield Entry(f"{name}.experts.up.output", (received, 2 * width), "x")
+    yield Entry(f"{name}.experts.activation", (received, width), "x")
+    yield Entry(f"{name}.experts.down.input", (received, width), "x")
+    yield Entry(f"{name}.experts.order", (copies,), "index")
+    yield Entry(f"{name}.experts.output", (routed, chosen, hidden), "x")
+    if config.shared_intermediate:
+        yield from shared(at, f"{name}.shared")
+
+
+def balance(at: Local, name: str) -> Iterator[Entry]:
+    """What balances the experts in the loss."""
+    if at.config.router_loss:
+        yield Entry(f"{name}.router.load", (at.rows, at.config.experts), "wide")
+    if at.config.router_bias:
+        yield Entry(f"{name}.router.above_mean", (at.config.experts,), "wide")
+
+
+def shared(at: Local, name: str) -> Iterator[Entry]:
+    """The expert of all tokens. Its input is the mixture's, but where that is a slice of the tokens."""
+    config = at.config
+    yield from feed_forward(at, name, config.shared_intermediate // at.layout.tp, True, _apart(at))
+    if config.shared_gate:
+        yield Entry(f"{name}.gate", (at.rows, at.tokens, 1), "x")
+        yield Entry(f"{name}.output", (at.rows, at.tokens, config.hidden), "x")
+
+
+def _apart(at: Local) -> bool:
+    """Whether the shared expert reads all tokens where the router reads this rank's slice of them."""
+    return at.spread and at.layout.tp > 1
+
+
+def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
+    """Selective recomputation: what matrix products make, and sums over ranks (`model/recompute.py`)."""
+    config, layout = at.config, at.layout
+    tokens = at.rows, at.tokens
+    yield Entry(f"{name}.attention.qkv.output", (*tokens, (at.heads + 2 * at.kv_heads) * config.head_dim), "x")
+    if at.ring:
+        yield Entry(f"{name}.attention.core", (at.rows, at.heads, at.tokens, config.head_dim), "x")
+        yield Entry(f"{name}.attention.log_sum", (at.rows, at.heads, at.tokens), "wide")
+    yield from _row_parallel(at, f"{name}.attention.output")
+    if not mixed:
+        width = config.intermediate // layout.tp * (2 if config.gated else 1)
+        yield Entry(f"{name}.mlp.up.output", (*tokens, width), "x")
+        yield from _row_parallel(at, f"{name}.mlp.down")
+        return
+    yield from mixture_products(at, f"{name}.mlp", arrived, computed)
+
+
+def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
+    """A product, and where ranks of tp have parts of it their sum."""
+    hidden = at.config.hidden
+    yield Entry(f"{name}.product", (at.rows, at.tokens, hidden), "x")
+    if at.layout.tp > 1:
+        yield Entry(f"{name}.sum", (at.rows, at.slice, hidden), "x")
+
+
+def mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
+    """Of a mixture."""
+    config, layout, hidden = at.config, at.layout, at.config.hidden
+    copies = at.routed * config.experts_per_token
+    width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
+    logits = "wide" if config.router == "sigmoid" else "x"
+    yield Entry(f"{name}.router.logits", (at.routed, config.experts), logits)
+    yield Entry(f"{name}.experts.up.output", (computed, 2 * width), "x")
+    yield Entry(f"{name}.experts.down.output", (computed, hidden), "x")
+    if layout.ep > 1:
+        yield Entry(f"{name}.experts.dispatched", (arrived, hidden), "x")
+        yield Entry(f"{name}.experts.combined", (copies, hidden), "x")
+    if layout.etp > 1:
+        yield Entry(f"{name}.experts.sum", (arrived, hidden), "x")
+    if config.router_loss:
+        parts = (layout.cp > 1) + (at.spread and layout.tp > 1)
+        for number in range(parts):
+            yield Entry(f"{name}.router.load.{number}", (at.rows, config.experts), "wide")
+    if config.shared_intermediate:
+        columns = config.shared_intermediate // layout.tp
+        yield Entry(f"{name}.shared.up.output", (at.rows, at.tokens, 2 * columns), "x")
+        yield Entry(f"{name}.shared.down.output", (at.rows, at.tokens, hidden), "x")
+        if config.shared_gate:
+            yield Entry(f"{name}.shared.gate", (at.rows, at.tokens, 1), "x")
+    if layout.tp > 1 and (not at.spread or config.shared_intermediate):
+        yield Entry(f"{name}.output", (at.rows, at.slice, hidden), "x")

@@ -1,0 +1,378 @@
+"""The best layouts of a model on a cluster: closed forms price the whole space, the ledger and the simulator decide.
+
+Candidates are taken in the order of their closed forms. Each is priced exactly (`estimate.priced`); where the simulator
+differs from a schedule's closed form, all candidates of that schedule and number of stages are corrected by as much and
+take their new places. The search ends when nothing that is left can be better than what was found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import RECOMPUTE
+from meshwright.planner.estimate import Estimate, priced
+from meshwright.planner.memory import context_bytes, memory_of, slack, unlike_ranks
+from meshwright.planner.screen import Array, Priced, screen
+from meshwright.planner.space import Problem, layout_of
+from meshwright.planner.step_time import PARTS, Step
+from meshwright.program.makespan import Makespans
+from meshwright.spec.refuse import refuse
+
+FINAL = 20
+"""So many are decided by the simulator."""
+
+MOST_PRICED = 120
+"""Exact prices that a search may take."""
+
+MOST_TOLD, MOST_LOOKED_AT = 3, 6
+"""Fast layouts that do not fit: told of, and priced exactly."""
+
+MOST_CHANGES = 3
+"""In how many things at most a layout that fits may differ from one that does not, to be told as its mend."""
+
+MOST_ADVICE = 4
+"""Changes of which the ledger is asked, of each number of changes."""
+
+DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
+"""A closed form of memory may be so many times the ledger's, or the ledger's so many times it, where the ledger has not
+been asked of a layout like it (tests/planner/test_search.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A fast layout that does not fit, and what would have to change: the fastest layout that fits of those that differ
+    in as few things as can be, if one does that differs in few."""
+
+    layout: Layout
+    seconds: float
+    bytes: float
+    change: str | None
+    instead: Layout | None
+    instead_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found: `best`, fastest first; why each loses to the first; how far closed forms were from the
+    simulator (relative, of all that were decided, by layout); fast layouts that do not fit; a sample of all for
+    pictures. undecided: so many layouts may be better than the last of the best, by their closed forms, but the search
+    had taken its exact prices."""
+
+    problem: Problem
+    best: tuple[Estimate, ...]
+    reasons: tuple[str, ...]
+    searched: int
+    seconds: float
+    differences: tuple[float, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    priced: Priced | None = field(default=None, repr=False)
+    undecided: int = 0
+
+
+def search(problem: Problem, top: int = 5) -> Found:
+    """The `top` fastest layouts that fit and that training takes. `best` is empty where none fits."""
+    begun = time.perf_counter()
+    # What no layout mends: more tokens than there are positions.
+    refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
+    every = screen(problem)
+    if not len(every.way):
+        raise UserError(_nothing(problem))
+    decided = _Decided(problem, every, max(top, FINAL))
+    best = decided.estimates(top)
+    advice = sorted(_advice(decided, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
+    return Found(
+        problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
+        tuple(decided.differences), tuple(advice), every, decided.undecided(best, top),
+    )  # fmt: skip
+
+
+def on_device(problem: Problem, peak: Array) -> Array:
+    """Bytes that a device needs where the allocator's peak is `peak`."""
+    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
+
+
+def _nothing(problem: Problem) -> str:
+    devices = problem.cluster.devices
+    return (
+        f"no layout of {devices} devices can share batch {problem.batch} of sequence {problem.sequence}: each of dp "
+        "replicas needs a sequence; take a larger batch or fewer devices"
+    )
+
+
+class _Decided:
+    """Of the candidates that may be among the best: their time by the simulator, and whether they fit by the ledger
+    where the closed form leaves a doubt."""
+
+    def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
+        self.problem, self.every = problem, every
+        self.room = problem.cluster.device.memory_bytes
+        self.best: list[tuple[float, int, Layout]] = []
+        self.difference: dict[int, float] = {}
+        self.makespans = Makespans()
+        self.kinds, self._memory = self._kinds(), self._memory_kinds()
+        self.factors: dict[int, float] = {}
+        self.stopped = False
+        self._wanted = wanted
+        self._needed = on_device(problem, every.bytes)
+        self._left = self._needed <= self.room * DOUBT_ABOVE
+        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
+        self.told = np.where(self._left, every.seconds, np.inf)
+        self._decide()
+
+    @property
+    def differences(self) -> list[float]:
+        """Of closed forms from the simulator, best layouts first."""
+        return [self.difference[at] for _, at, _ in self.best]
+
+    def _decide(self) -> None:
+        every, problem, wanted = self.every, self.problem, self._wanted
+        needed, left, told = self._needed, self._left, self.told
+        kinds, factors = self.kinds, self.factors
+        for _ in range(MOST_PRICED):
+            at = int(told.argmin())
+            if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
+                break
+            closed = told[at]
+            told[at], left[at] = np.inf, False
+            layout = self.layout(at)
+            if not self.takes(layout):
+                continue
+            if needed[at] * DOUBT_BELOW > self.room:
+                exact = device_bytes(problem, layout, self.room)
+                self._learn(at, exact)
+                if exact > self.room:
+                    continue
+            seconds = self.seconds(at, layout)
+            kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
+            if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
+                alike = (kinds == kind) & left
+                told[alike] = every.seconds[alike] * ratio
+                if (
+                    kind not in factors and abs(ratio - 1) > 0.002
+                ):  # what it is to be compared with is the corrected one
+                    closed = seconds
+                factors[kind] = ratio
+            self.difference[at] = closed / seconds - 1
+            insort(self.best, (seconds, at, layout))
+        else:
+            self.stopped = True
+
+    def _learn(self, at: int, exact: float) -> None:
+        """What closed forms of memory say of its kind, corrected by the ledger's bytes of one."""
+        alike = self._memory == self._memory[at]
+        self._needed[alike] *= exact / self._needed[at]
+        too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
+        self.told[too_large], self._left[too_large] = np.inf, False
+
+    def _kinds(self) -> Array:
+        """A number for each pipeline and about how many micro-batches it has a rank."""
+        every = self.every
+        inner = np.array([way.layout.tp * way.layout.cp * 1.0 / way.rows for way in every.ways])[every.way]
+        ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
+        micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
+        rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
+        return np.asarray(every.pipe * 64 + rounds)
+
+    def _memory_kinds(self) -> Array:
+        """A number for each schedule and way to recompute: closed forms of others err alike."""
+        schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
+        of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
+        of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
+        return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether training does; of what is only planned, whether it can be."""
+        problem = self.problem
+        try:
+            refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
+        except UserError:
+            return False
+        return True
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether training takes it, and devices have room for it."""
+        return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
+
+    def seconds(self, at: int, layout: Layout) -> float:
+        """Of a step, exactly."""
+        return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
+
+    def expected(self) -> Array:
+        """Closed forms, corrected by what the simulator said of their kind."""
+        factor = np.ones(int(self.kinds.max()) + 1)
+        factor[list(self.factors)] = list(self.factors.values())
+        return np.asarray(self.every.seconds * factor[self.kinds])
+
+    def _step(self, at: int, layout: Layout) -> Step:
+        """Of what the screen and the simulator have said already."""
+        problem, work = self.problem, self.every.work[self.every.way[at]]
+        return Step(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+            work=work, makespans=self.makespans,
+        )  # fmt: skip
+
+    def layout(self, at: int) -> Layout:
+        every = self.every
+        return layout_of(
+            self.problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
+            int(every.hybrid[at]),
+        )  # fmt: skip
+
+    def undecided(self, best: list[Estimate], top: int) -> int:
+        """How many layouts may be better than the last of the best, where the search stopped before it had seen all
+        that may be."""
+        if not self.stopped:
+            return 0
+        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
+
+    def estimates(self, top: int) -> list[Estimate]:
+        """The best, priced whole. Where one does not fit that its closed form had fit, others are looked at."""
+        found: dict[int, Estimate] = {}
+        while True:
+            fit: list[Estimate] = []
+            too_large: dict[int, float] = {}
+            for _, at, layout in self.best:
+                if at not in found and (size := self._too_large(layout)) is not None:
+                    too_large[at] = size
+                    continue
+                if at not in found:
+                    found[at] = priced(self.problem, layout, self._step(at, layout))
+                fit.append(found[at])
+                if len(fit) == top:
+                    break
+            self.best = [entry for entry in self.best if entry[1] not in too_large]
+            if len(fit) == top or not too_large or self.stopped:
+                return fit
+            for at, size in too_large.items():
+                self._learn(at, size)
+            self._decide()
+
+    def _too_large(self, layout: Layout) -> float | None:
+        """Bytes of the first rank that needs more than there is, None if none does."""
+        layout = layout.with_(precision=self.problem.precision)
+        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
+        return next((size for size in sizes if size > self.room), None)
+
+
+def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
+    """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
+    or the logits; where one needs more than `room`, of that one. What is shown is priced on every rank that differs."""
+    most = 0
+    for rank in sorted({0, layout.pp - 1}):
+        most = max(most, memory_of(problem, layout, rank).device_bytes)
+        if most > room:
+            break
+    return most
+
+
+def _reasons(best: list[Estimate]) -> Iterator[str]:
+    """Why each loses to the first: the parts that take longer, of the first one's step."""
+    for number, one in enumerate(best):
+        if number == 0:
+            yield "the fastest"
+            continue
+        first = best[0].time
+        more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
+        worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
+        less = [part for part in PARTS if more[part] <= -0.001]
+        most = max(PARTS, key=lambda part: more[part])
+        least = f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
+        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or least
+        yield text + (
+            f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
+        )
+
+
+def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
+    """Of the layouts that are faster than the first and do not fit, the fastest, each of another number of ranks on
+    some axis or with another way to recompute."""
+    problem, every, room = decided.problem, decided.every, decided.room
+    fit = on_device(problem, every.bytes) <= room
+    expected = decided.expected()
+    told = np.where(fit, np.inf, expected)
+    columns = _columns(problem, every)
+    found = 0
+    for _ in range(MOST_LOOKED_AT):
+        at = int(told.argmin())
+        if told[at] >= first or found == MOST_TOLD:
+            return
+        layout = decided.layout(at)
+        if not decided.takes(layout):
+            told[at] = np.inf
+            continue
+        seconds = decided.seconds(at, layout)
+        if seconds >= first:  # as may be all of its kind
+            told[decided.kinds == decided.kinds[at]] *= seconds / told[at]
+            told[at] = np.inf
+            continue
+        told[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        if (size := device_bytes(problem, layout)) <= room:
+            continue
+        found += 1
+        chosen = _mended(decided, columns, at, fit, expected)
+        if chosen is None:
+            yield Advice(layout, seconds, size, None, None, None)
+        else:
+            instead = decided.layout(chosen)
+            changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
+            change = " and ".join(dict.fromkeys(changes))
+            yield Advice(layout, seconds, size, change, instead, decided.seconds(chosen, instead))
+
+
+def _mended(decided: _Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
+    """The fastest layout that fits and differs from the one at `at` in as few things as can be."""
+    unlike = np.asarray(sum((column != column[at]).astype(np.int8) for column in columns.values()))
+    for changes in range(1, MOST_CHANGES + 1):
+        near = np.flatnonzero(fit & (unlike == changes))
+        for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
+            if decided.fits(decided.layout(each)):
+                return int(each)
+    return None
+
+
+def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
+    """Which layouts are as the one at `at` in these columns."""
+    return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
+
+
+_CHANGES: dict[str, Any] = {
+    "recompute": lambda one: f"ac:{one.recompute}",
+    "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
+    "rows": lambda one: f"mb{one.micro_batches}",
+    "schedule": lambda one: f"pp{one.pp}{one._schedule_suffix()}",
+    "tp": lambda one: f"tp{one.tp}",
+    "cp": lambda one: f"cp{one.cp}",
+    "pp": lambda one: f"pp{one.pp}",
+    "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
+    "sequence": lambda one: "norms that ranks of tp share" if one.tensor_sequence_parallel else "tp:nosp",
+}
+
+
+def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
+    """What a layout is made of, a column each. A change of ranks on one axis changes dp with it."""
+
+    def of_way(get: Any) -> Array:
+        return np.array([get(way) for way in every.ways])[every.way]
+
+    def of_pipe(get: Any) -> Array:
+        return np.array([get(pipe) for pipe in every.pipes])[every.pipe]
+
+    schedules = dict[tuple[str, int], int]()
+    return {
+        "tp": of_way(lambda way: way.layout.tp), "cp": of_way(lambda way: way.layout.cp),
+        "pp": of_pipe(lambda pipe: pipe.ranks), "rows": of_way(lambda way: way.rows),
+        "recompute": of_way(lambda way: RECOMPUTE.index(way.layout.recompute)),
+        "zero": every.zero * 2 + (every.hybrid > 0),
+        "schedule": of_pipe(lambda pipe: schedules.setdefault((pipe.schedule, pipe.chunks), len(schedules))),
+        "sequence": of_way(lambda way: way.layout.tensor_sequence_parallel * 2 + (way.layout.cp_method == "ring")),
+        "experts": of_way(lambda way: way.layout.ep * 1000 + way.layout.etp),
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""All layouts that a search looks at: the ways in which a rank can work on a micro-batch, and the schedules.
+
+A way is a layout of one pipeline stage (its dp only as large as its experts need), with the rows of a micro-batch; how
+many stages, replicas and micro-batches there are follows from the cluster and the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.engines import ENGINES, Engine
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.refuse import refuse
+
+MOST_ROWS = 16
+"""Of a micro-batch: beyond that products are as fast as they get, and there are only fewer micro-batches."""
+
+LEAST_TOKENS = 512
+"""Of a row, on a rank of cp: with fewer, messages take longer than attention."""
+
+CHUNKS = (2, 3, 4, 5, 6, 8)
+"""Of interleaved schedules: stages a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is planned: a model's training step of `batch` sequences of `sequence` tokens on a cluster. optimizer as
+    in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs: whether pairs of
+    responses are learnt from, and not the next token; assumed: what nothing said of the model."""
+
+    config: ModelConfig
+    cluster: Cluster
+    sequence: int
+    batch: int
+    engine: Engine = ENGINES["meshwright"]
+    compile: bool = False
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    documents: float = 1.0
+    pairs: bool = False
+    assumed: str | None = None
+
+    @property
+    def only_planned(self) -> bool:
+        """Whether layouts that `train` cannot run are wanted too: of models and engines that are only planned, and of
+        encoders, which other loops train."""
+        config = self.config
+        return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+
+
+class Way(NamedTuple):
+    """A layout of one stage, and the sequences of a micro-batch."""
+
+    layout: Layout
+    rows: int
+
+
+class Pipe(NamedTuple):
+    """A pipeline without its micro-batches."""
+
+    ranks: int
+    schedule: str
+    chunks: int
+
+
+def divisors(number: int) -> list[int]:
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def ways(problem: Problem) -> list[Way]:
+    """Every way that the model admits, on any number of stages."""
+    found = []
+    for stage in _stages(problem):
+        for recompute in RECOMPUTE:
+            layout = stage.with_(recompute=recompute)
+            found += [Way(layout, rows) for rows in _rows(problem)]
+    return found
+
+
+def _rows(problem: Problem) -> list[int]:
+    return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
+
+
+def _stages(problem: Problem) -> Iterator[Layout]:
+    config, engine = problem.config, problem.engine
+    devices = problem.cluster.devices
+    for tp in divisors(devices):
+        # Across nodes tensor parallelism waits for the network in every product.
+        if tp > problem.cluster.devices_per_node or (tp > 1 and "tp" not in engine.axes):
+            continue
+        for cp in divisors(devices // tp):
+            if cp > 1 and (problem.sequence // cp < LEAST_TOKENS or "cp" not in engine.axes):
+                continue
+            for ep, etp in _experts(config, engine, devices, tp):
+                for whole in (True, False)[: 1 + (tp > 1)]:
+                    for method in ("ring", "ulysses")[: 1 + (cp > 1)]:
+                        try:
+                            layout = Layout(
+                                dp=ep * etp, tp=tp, tensor_sequence_parallel=whole, cp=cp, cp_method=method,
+                                ep=ep, etp=etp,
+                            )  # fmt: skip
+                            refuse(layout, config, layout.dp, problem.sequence, planning=True)
+                        except UserError:
+                            continue
+                        yield layout
+
+
+def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
+    yield 1, 1
+    if config.experts and "ep" in engine.axes:
+        for ep in divisors(config.experts):
+            for etp in {1, tp}:
+                if ep * etp > 1 and devices % (ep * etp) == 0:
+                    yield ep, etp
+
+
+def pipes(problem: Problem) -> Iterator[Pipe]:
+    """Every pipeline that the engine and the model's layers admit."""
+    config, engine = problem.config, problem.engine
+    for ranks in divisors(problem.cluster.devices):
+        if ranks == 1:
+            yield Pipe(1, "1f1b", 1)
+            continue
+        if "pp" not in engine.axes or ranks > config.layers or config.encoder:  # `refuse` has the reason
+            continue
+        for schedule in engine.schedules:
+            usual, _, most = SCHEDULE_CHUNKS[schedule]
+            for chunks in CHUNKS if most is None else (usual,):
+                if ranks * chunks <= config.layers and not (schedule in ("dualpipe", "chimera") and ranks % 2):
+                    yield Pipe(ranks, schedule, chunks)
+
+
+def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
+    """The whole layout. `hybrid`: 0 for none."""
+    one = way.layout
+    dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
+    return one.with_(
+        dp=dp, zero=zero, hybrid=hybrid or None, pp=pipe.ranks, schedule=pipe.schedule, chunks=pipe.chunks,
+        micro_batches=problem.batch // (dp * way.rows), precision=problem.precision,
+    )  # fmt: skip

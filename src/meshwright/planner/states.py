@@ -1,0 +1,118 @@
+"""What a rank holds from step to step: parameters, masters, gradients and the optimizer's state, unit by unit, as
+`parallel/units.py` lays them out. The sums are those of `DataParallel.memory` and of the optimizer's tensors, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import OPTIMIZERS, unknown
+from meshwright.planner.data_calls import AXES_OF
+from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.rows import Part, padded_numel
+
+STATE_KINDS: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
+}  # fmt: skip
+"""One tensor of the masters' size and type each. "momentum": SGD with it; "adam" holds what "adamw" does."""
+
+REDUCTIONS_IN_FLIGHT = 2
+"""As in `parallel/buffers.py`, of which a test holds this the equal."""
+
+
+class Flat(NamedTuple):
+    """A flat buffer on a rank: its unit and part, elements before and after padding, into how many shards it is cut
+    between steps, and what is sharded (0 to 3)."""
+
+    unit: str
+    part: Part
+    numel: int
+    padded: int
+    shards: int
+    zero: int
+
+    @property
+    def held(self) -> int:
+        """Elements of this rank's master."""
+        return self.padded // self.shards if self.zero else self.numel
+
+    @property
+    def name(self) -> str:
+        return self.unit if self.part == "dense" else f"{self.unit}.experts"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that stays from step to step. kind: "parameters", "masters", "gradients", "gradient_buffers" or
+    "optimizer"."""
+
+    kind: str
+    name: str
+    numel: int
+    dtype: str
+    bytes: int
+
+
+def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
+    """The kinds of state of an optimizer. `UserError` for an unknown one."""
+    if optimizer not in STATE_KINDS:
+        raise UserError(unknown("optimizer", optimizer, dict.fromkeys((*OPTIMIZERS, *STATE_KINDS))))
+    return STATE_KINDS[optimizer]
+
+
+def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
+    """The flat buffers of some units on any rank that holds them."""
+    found = []
+    for unit in units:
+        for part in table.unit_parts(unit, layout):
+            shards = shard_count(layout, part)
+            zero = layout.zero if shards > 1 else 0
+            numel = table.unit_numel(unit, layout, part)
+            found.append(
+                Flat(unit, part, numel, padded_numel(numel, shards if zero else 1), shards if zero else 1, zero)
+            )
+    return found
+
+
+def shard_count(layout: Layout, part: Part) -> int:
+    """Over how many ranks ZeRO shards a part."""
+    return layout.group_size(AXES_OF[part][1])
+
+
+def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
+    """Everything that stays between steps, once the first step is done."""
+    from meshwright.planner.saved import ITEM_BYTES
+
+    narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
+    for flat in flats:
+        here = flat.padded // (flat.shards if flat.zero == 3 else 1)
+        yield State("parameters", f"{flat.name}.parameters", here, parameter_dtype, here * narrow)
+        if parameter_dtype != master_dtype:
+            yield State("masters", f"{flat.name}.master", flat.held, master_dtype, flat.held * wide)
+        summed = flat.padded // (flat.shards if flat.zero >= 2 else 1)
+        yield State("gradients", f"{flat.name}.gradient", summed, master_dtype, summed * wide)
+        for kind in optimizer_kinds(optimizer):
+            yield State("optimizer", f"{flat.name}.{kind}", flat.held, master_dtype, flat.held * wide)
+    for size, count in kept_buffers(flats).items():
+        for number in range(count):
+            yield State("gradient_buffers", f"gradient_buffer.{number}", size, master_dtype, size * wide)
+
+
+def kept_buffers(flats: Sequence[Flat]) -> dict[int, int]:
+    """Whole gradient buffers that are kept for the next layer's turn (ZeRO-2 and 3), by size: `parallel/buffers.py`."""
+    sizes = [
+        tuple(flat.padded for flat in parts if flat.zero >= 2)
+        for _, parts in groupby(flats, key=lambda flat: flat.unit)
+    ]
+    kept: dict[int, int] = {}
+    for unit, run in groupby(sizes):
+        length = len(list(run))
+        for size in set(unit) if length > 1 else ():
+            several = unit.count(size) * min(length, 1 + REDUCTIONS_IN_FLIGHT // len(unit))
+            kept[size] = max(kept.get(size, 0), several)
+    return kept

@@ -1,0 +1,289 @@
+"""How long a training step takes: what stages compute and tell each other, the pipeline's program on a clock, and what
+data parallelism and the optimizer add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner import engines
+from meshwright.planner.bubbles import closed_makespan, places_of
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.communication import group_of, held, neighbours
+from meshwright.planner.data_time import (
+    OPTIMIZER_BYTES,
+    gradient_waits,
+    level_in_time,
+    passes_beside,
+    update_bytes,
+    updated,
+    zero_calls,
+)
+from meshwright.planner.engines import Engine
+from meshwright.planner.micro_batch import AS_ADDED, ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
+from meshwright.planner.rates import Collectives, Group, Rates, constants
+from meshwright.program.durations import Durations, Floats
+from meshwright.program.makespan import Makespans
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stage_times import program_for
+from meshwright.spec.stages import Stage, stages_of
+
+DATA = MICRO_BATCH_PARTS.index("data")
+_BOTH = slice(0, 1), slice(1, None)  # phases of the way there, and back
+PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step: the expected, and the bounds of `rates.toml` between which measured runs are expected.
+    `breakdown` adds up to `seconds`: compute of the rank that has the most to do, what it waits for ranks of tp
+    (tensor), cp (context) and ep (expert), for gathers and sums of data parallelism that nothing hides (data), for
+    messages between stages (pipeline), for other stages (bubble), and the optimizer. `simulated`: by the program on a
+    clock, not in closed form."""
+
+    seconds: float
+    low: float
+    high: float
+    breakdown: Mapping[str, float]
+    simulated: bool
+
+
+def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
+    """A time as the planner makes it, before any calibration: the expected one on a cluster, and its bounds."""
+    band, found = constants()["band"], cluster.calibration
+    if found is None:
+        return seconds, seconds * band["low"], seconds * band["high"]
+    return found.bounds(seconds, band["low"], band["high"])
+
+
+def step_time(
+    config: ModelConfig,
+    layout: Layout,
+    cluster: Cluster,
+    sequence: int,
+    batch: int,
+    *,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    simulate: bool = True,
+    documents: float = 1.0,
+    parts: bool = True,
+    in_place: Floats = AS_ADDED,
+    pairs: bool = False,
+) -> StepTime:
+    """Time of one step of `batch` sequences of `sequence` tokens.
+
+    simulate: run the pipeline's program on a clock; else its closed form, where there is one. documents: in a row, on
+    average. parts: simulate the pipeline without its messages too, to tell their part. in_place: of a measured machine,
+    how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). pairs: whether what
+    is learnt from is pairs of responses, whose loss makes the logits twice. Raises UserError for what the device lacks
+    and for a batch that the layout cannot share; whether the model fits the layout, `model.refuse` says.
+    """
+    whose = engines.engine(engine, compile=compile)
+    if batch % (layout.dp * layout.micro_batches):
+        share = layout.dp * layout.micro_batches
+        raise UserError(f'layout "{layout}": batch {batch} is not a multiple of dp x mb = {share}')
+    if optimizer not in OPTIMIZER_BYTES:
+        raise UserError(f'unknown optimizer "{optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
+    step = Step(config, layout, cluster, sequence, batch, whose, documents, in_place, pairs=pairs)
+    return step.priced(optimizer, simulate, parts)
+
+
+def durations_of(
+    config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
+    documents: float = 1.0, in_place: Floats = AS_ADDED, pairs: bool = False,
+) -> tuple[PipelineProgram, Durations]:  # fmt: skip
+    """The pipeline's program and the seconds of its steps, for pictures."""
+    step = Step(
+        config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place, pairs=pairs
+    )  # fmt: skip
+    program = program_for(layout, config, sequence)
+    forward, back, weight = cluster.time_factor * np.array(step.stages(program.stages)).sum(axis=2).T
+    transfer = cluster.time_factor * step.transfer() if layout.pp > 1 else 0.0
+    return program, Durations(forward, back, weight, transfer)
+
+
+class Step:
+    """A layout's step. work: of a micro-batch, where somebody has priced it already under a layout that differs in
+    nothing that a micro-batch depends on; makespans: of programs, where somebody has asked for them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        cluster: Cluster,
+        sequence: int,
+        batch: int,
+        engine: Engine,
+        documents: float,
+        in_place: Floats = AS_ADDED,
+        *,
+        work: MicroBatch | None = None,
+        makespans: Makespans | None = None,
+        pairs: bool = False,
+    ) -> None:
+        self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
+        self.collectives = Collectives(cluster) if work is None else work.collectives
+        self.makespans = makespans or Makespans()
+        precision = layout.precision or default_precision(cluster)
+        self.itemsize = ITEMSIZE[precision]
+        self.rates = Rates.of(cluster, precision, engine.fusion)
+        rows = batch // (layout.dp * layout.micro_batches)
+        self.work = work or MicroBatch(
+            config,
+            layout,
+            self.collectives,
+            self.rates,
+            rows,
+            sequence,
+            engine,
+            self.itemsize,
+            documents,
+            in_place,
+            pairs,
+        )
+        self.held = held(config, layout)
+        self.zero = level_in_time(layout.zero, layout.pp, engine)
+        self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
+
+    def group(self, axis: str) -> Group:
+        return group_of(self.layout, axis, self.collectives.cluster)
+
+    def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
+        return self.collectives.seconds(operation, self.group(axis), size)
+
+    def stages(self, count: int) -> list[Floats]:
+        """`stage` of each, where there are so many."""
+        kinds: dict[tuple[object, ...], Floats] = {}
+        times = []
+        for stage in stages_of(self.config, count, self.sequence):
+            kind = (*layer_kinds(self.config, stage).items(), stage.first, stage.last)
+            if kind not in kinds:
+                kinds[kind] = self.stage(stage)
+            times.append(kinds[kind])
+        return times
+
+    def stage(self, stage: Stage) -> Floats:
+        """[phase, part] of a micro-batch, with what ZeRO-2 and 3 wait for."""
+        found = self.work.stage(stage, followed_at_once(self.layout))
+        if self.zero < 2:
+            return found
+        layers = len(stage.layers)
+        dense, spread = (np.array(numel / layers) for numel in self.held.of_stage(self.config, stage))
+        gather, scatter = zero_calls(self.zero, self.seconds, dense, spread, self.itemsize, self.gradient_bytes)
+        there, *back = found.sum(axis=1)
+        waits = zero_waits(gather, scatter, layers, there, sum(back), self.share())
+        found[:2, DATA] += waits
+        return found
+
+    def share(self) -> float:
+        """What sums over data-parallel ranks take from the computation beside them."""
+        axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
+        return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
+
+    def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
+        """As `step_time` says."""
+        layout, config = self.layout, self.config
+        program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
+        count = layout.pp * layout.chunks if program is None else program.stages
+        stages, times = stages_of(config, count, self.sequence), self.stages(count)
+        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
+        replicas = _replicas(places, count)
+        totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
+        busiest = totals.sum(axis=(1, 2)).argmax()
+        breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
+        breakdown |= {"pipeline": 0.0, "bubble": 0.0}
+        if layout.pp > 1:
+            makespan, messages = self.pipeline(program, times, places, parts)
+            breakdown["pipeline"] = messages
+            breakdown["bubble"] = max(0.0, makespan - messages - float(totals[busiest].sum()))
+        breakdown["data"] += self.gradients(stages, places, times)
+        breakdown["optimizer"] = self.update(stages, places, optimizer)
+        seconds = sum(breakdown.values())
+        cluster = self.collectives.cluster
+        breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
+        return StepTime(*with_bounds(cluster, seconds), breakdown, simulate)
+
+    def transfer(self) -> float:
+        """Seconds of a message from stage to stage."""
+        size = self.work.rows * self.sequence / self.layout.cp * self.config.hidden * self.itemsize
+        if self.layout.tensor_sequence_parallel or (self.engine.scatters and self.layout.tp > 1):
+            size /= self.layout.tp
+        return self.collectives.seconds("send", neighbours(self.layout, self.collectives.cluster), size)
+
+    def pipeline(
+        self, program: PipelineProgram | None, times: list[Floats], places: list[list[int]], parts: bool
+    ) -> tuple[float, float]:
+        """Makespan, and how much of it messages cost."""
+        forward, back, weight = np.array(times).sum(axis=2).T
+        transfer = self.transfer()
+        if program is None:
+            layout = self.layout
+            phases = np.array([[each[place].sum() for place in places] for each in (forward, back, weight)])
+            phases /= _replicas(places, len(times))
+            closed, messages = closed_makespan(
+                layout.schedule, layout.chunks, layout.micro_batches, phases, np.ones(layout.pp), len(times), transfer
+            )
+            return float(closed), float(messages)
+        asked = [Durations(forward, back, weight, transfer), Durations(forward, back, weight)][: 1 + parts]
+        self.makespans.ask(program, asked)
+        makespan, *without = (self.makespans.of(program, each) for each in asked)
+        return makespan, makespan - sum(without) if without else 0.0
+
+    # --- once a step
+
+    def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
+        """Dense and spread parameters, and layers, of the ranks of the pipeline, of those that are alike once."""
+        sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
+        alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
+        return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
+
+    def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
+        phases = [[sum(float(times[at][part].sum()) for at in place) for place in places] for part in _BOTH]
+        passes = passes_beside(self.layout.schedule, self.layout.pp, self.layout.micro_batches)
+        first_forward, last_backward = (passes * max(each) for each in phases)
+        return max(
+            float(
+                gradient_waits(
+                    self.zero, self.seconds, np.array(dense), np.array(spread), *self.shards(), layers,
+                    first_forward, last_backward, self.share(), self.engine, self.itemsize, self.gradient_bytes,
+                )
+            )
+            for dense, spread, layers in self.of_ranks(stages, places)
+        )  # fmt: skip
+
+    def shards(self) -> tuple[int, int]:
+        """Over how many ranks ZeRO shards dense parameters, and experts."""
+        return self.layout.group_size("shard"), self.layout.group_size("expert_shard")
+
+    def update(self, stages: tuple[Stage, ...], places: list[list[int]], optimizer: str) -> float:
+        most = max(
+            float(updated(self.layout.zero, np.array(dense), np.array(spread), *self.shards()))
+            for dense, spread, _ in self.of_ranks(stages, places)
+        )
+        return most * update_bytes(optimizer, self.engine, self.itemsize) / self.rates.memory
+
+
+def followed_at_once(layout: Layout) -> bool:
+    """Whether the last stage's backward follows its forward: in some schedules all forwards come first."""
+    return layout.schedule not in ("gpipe", "looped-bfs") or layout.pp == 1
+
+
+def default_precision(cluster: Cluster) -> str:
+    """What is computed in where the layout does not say; on processors bf16 if it is at least 1.2 times as fast, as the
+    trainer decides it."""
+    if cluster.kind == "cpu":
+        return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
+    return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"
+
+
+def _replicas(places: list[list[int]], stages: int) -> int:
+    """How often the ranks hold the model."""
+    return sum(map(len, places)) // stages

@@ -1,0 +1,323 @@
+"""What `meshwright plan` prints for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.planner.calibrate import RunFigures
+from meshwright.planner.calibration import Calibration
+from meshwright.planner.estimate import Estimate, model_document
+from meshwright.planner.explain import Row
+from meshwright.planner.ledger import Item
+from meshwright.planner.memory import GIB, RankMemory, by_layers
+from meshwright.planner.nearest import Nearest
+from meshwright.planner.search import MOST_PRICED, Advice, Found
+from meshwright.planner.space import Problem
+from meshwright.planner.step_time import with_bounds
+
+WIDE = 200
+"""Characters of a line where nobody says how many there is room for."""
+
+LEAST_WORDS = 16
+"""Characters that words need beside a table; with fewer, they go below it."""
+
+LEAST_PART = 1e-6
+"""Of a step: parts that take less are nothing but rounding."""
+
+
+def headline(problem: Problem, model: str) -> str:
+    """What is planned, in a line."""
+    sizes = model_document(problem.config)
+    active = (
+        "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
+    )
+    cluster = problem.cluster
+    compiled = ", compiled" if problem.compile else ""
+    calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
+    return (
+        f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
+        f"{problem.sequence:,} tokens on {cluster.name} ({cluster.devices:,} devices, "
+        f"{cluster.device.memory_bytes / GIB:.1f} GiB each); {problem.engine.name}{compiled}, "
+        f"{problem.precision}{calibrated}"
+    )
+
+
+def found_text(found: Found, width: int = WIDE) -> str:
+    """The table of a search, in lines of `width` characters where that can be."""
+    lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
+    if not found.best:
+        lines.append("none of them fits")
+    else:
+        lines += _best(found, width)
+    if found.undecided:
+        lines.append(f"  {undecided_text(found)}")
+    if found.advice and found.best:
+        lines.append("faster, but too large:")
+        lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
+    return "\n".join(lines)
+
+
+def _best(found: Found, width: int) -> Iterator[str]:
+    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
+    rows = [_row(one, unit) for one in found.best]
+    head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
+    figures = table([head, *rows])
+    names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
+    widest = max(map(len, names))
+    beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
+    before = widest if beside else 1
+    indent = " " * (before + len(figures[1]) + 4)
+    words = ("compared with the first", *found.reasons)
+    for name, line, why in zip(["   layout", *names], figures, words, strict=True):
+        if not beside:
+            yield name
+        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+
+
+def advice_text(found: Found, one: Advice) -> str:
+    """A layout that would be faster but does not fit, and what mends it."""
+    problem = found.problem
+    room = problem.cluster.device.memory_bytes
+    wants = (
+        f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
+    )
+    if one.instead is None or one.instead_seconds is None:
+        return f"{wants}; no three changes make it fit"
+    return f"{wants}; with {one.change} it fits: {around(problem, one.instead_seconds)}"
+
+
+def around(problem: Problem, seconds: float) -> str:
+    """An expected time with its bounds."""
+    _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
+    return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
+
+
+def nearest_text(found: Nearest, width: int = WIDE) -> str:
+    """What comes nearest where nothing fits."""
+    lines = ["what needs the least memory, which is still too much:", estimate_text(found.least, width)]
+    return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
+
+
+def nearest_line(found: Nearest) -> str:
+    """How many devices would be enough."""
+    enough = found.enough
+    if enough is None:
+        return "How many devices would be enough is not known."
+    memory = enough.memory.device_bytes
+    return (
+        f"Enough would be {found.devices:,} devices: {enough.layout}, "
+        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} of each."
+    )
+
+
+def undecided_text(found: Found) -> str:
+    """What a search leaves open that stopped."""
+    what = "better than the last of these" if found.best else "small enough"
+    return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
+
+
+def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
+    time = one.time
+    return (
+        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
+        f"{one.mfu:.1%}", unit.number(one.memory.device_bytes),
+    )  # fmt: skip
+
+
+def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
+    """What a recipe's own layout costs beside the best one, or why it cannot be."""
+    if isinstance(own, str):
+        return f"the recipe's own layout: {own}"
+    fits = "" if own.fits else ", which does not fit"
+    beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
+    memory = own.memory.device_bytes
+    return (
+        f"the recipe's own layout: {own.layout}, {around(own.problem, own.time.seconds)}{beside}; "
+        f"{Unit.of(memory).say(memory)}{fits}"
+    )
+
+
+def estimate_text(one: Estimate, width: int = WIDE) -> str:
+    """One layout: its time by part, its memory by category and by item."""
+    time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
+    unit = Unit.of(memory.device_bytes)
+    parts = ", ".join(
+        f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
+        for part, seconds in time.breakdown.items()
+        if seconds > LEAST_PART * time.seconds
+    )
+    lines = wrapped(
+        f"{one.layout}: {time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, "
+        f"{_flops(one.model_flops_per_device)} a device, MFU {one.mfu:.1%}",
+        width,
+        "  ",
+    )
+    lines += wrapped(f"  time: {parts}", width, "    ")
+    over = memory.device_bytes - room
+    verdict = "fits" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
+    where = f" on rank {memory.pp_rank} of pp" if one.layout.pp > 1 else ""
+    lines += wrapped(
+        f"  memory: {unit.say(memory.device_bytes)} of {Unit.of(room).say(room)}, {verdict}; "
+        f"fullest{where} at {memory.moment}",
+        width,
+        "    ",
+    )
+    figures = table([row[:2] for row in _bill(one, unit)])
+    for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
+        lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
+    for said in one.warnings:
+        lines += wrapped(f"  warning: {said}", width, "    ")
+    return "\n".join(lines)
+
+
+def share_text(share: float) -> str:
+    """Of a whole."""
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+    yield "", unit.name, "of which"
+    memory = one.memory
+    for category, size in memory.by_category().items():
+        if not size:
+            continue
+        largest = by_layers(item for item in memory.items if item.category == category)
+        named = [f"{item.name} {unit.number(item.bytes)}" for item in largest[:3] if item.bytes >= 0.005 * unit.bytes]
+        more = f" and {len(largest) - len(named)} more" if named and len(largest) > len(named) else ""
+        yield category, unit.number(size), ", ".join(named) + more
+
+
+def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
+    """Every tensor of a rank when its memory is fullest, those of layers that are alike in a line."""
+    unit = Unit.of(memory.peak_bytes)
+    head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
+    rows = [
+        (
+            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
+            "-" if item.stage is None else str(item.stage), there(item),
+        )
+        for item in by_layers(memory.items)
+    ]  # fmt: skip
+    title = f"rank {memory.pp_rank} of pp at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "there", "type", "shape"))])
+
+
+def there(item: Item) -> str:
+    """From when to when memory holds it."""
+    return "for that moment" if item.first == item.last else f"{item.first} to {item.last}"
+
+
+def shape_text(shape: Sequence[float]) -> str:
+    """Sizes, as people write them; "-" where there are none."""
+    return " x ".join(f"{size:,.0f}" for size in shape) or "-"
+
+
+def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
+    """What runs said, and what was kept of it."""
+    head = ("run", "layout", "predicted s", "measured s", "ratio", "memory not explained")
+    rows = [
+        (
+            each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
+            "-" if not each.peak_bytes else f"{(each.unexplained_bytes or 0) / each.peak_bytes:+.1%}",
+        )
+        for each in runs
+    ]  # fmt: skip
+    share = found.unexplained_share
+    memory = "" if share is None else f", {share:+.1%} of memory beyond what is itemised"
+    return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
+
+
+def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
+    """The table of operations, longest first."""
+    head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
+    shown = [
+        (
+            row.name, row.phase, f"{row.count:g}", shape_text(row.shape),
+            f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{row.intensity:,.0f}", row.bound,
+            f"{row.seconds * 1e3:,.3f}", f"{row.share:.1%}",
+        )
+        for row in rows[:most]
+    ]  # fmt: skip
+    rest = sum(row.share for row in rows[most:])
+    more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
+    where = f" on rank {pp_rank} of pp" if layout.pp > 1 else ""
+    total = sum(row.seconds for row in rows)
+    title = (
+        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
+        f"micro-batch{'es' * (layout.micro_batches > 1)} a step"
+    )
+    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as they need; words left, numbers right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if words else cell.rjust(width)
+            for cell, width, words in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
+    """The table without as many of the droppable columns, one after another, as do not fit into `width`."""
+    kept = [list(row) for row in rows]
+    lines = table(kept)
+    for name in droppable:
+        if max(map(len, lines)) <= width:
+            break
+        at = kept[0].index(name)
+        kept = [[*row[:at], *row[at + 1 :]] for row in kept]
+        lines = table(kept)
+    return lines
+
+
+def wrapped(line: str, width: int, indent: str) -> list[str]:
+    """The line in as many as it takes, those after the first indented; a word that is too long stays whole. Several
+    spaces stay several: columns stand in them."""
+    if len(line) <= width or width - len(indent) < LEAST_WORDS:
+        return [line]
+    at = line.rfind(" ", len(indent) + 1, width + 1)
+    if at < 0 or not line[:at].strip():
+        return [line]
+    return [line[:at].rstrip(), *wrapped(indent + line[at:].lstrip(), width, indent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What bytes are counted in."""
+
+    name: str
+    bytes: float
+
+    @classmethod
+    def of(cls, largest: float) -> Unit:
+        """In which the largest of several sizes has a digit before the point."""
+        return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
+
+    def number(self, size: float) -> str:
+        return f"{size / self.bytes:,.2f}"
+
+    def say(self, size: float) -> str:
+        return f"{size / self.bytes:,.1f} {self.name}"
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g} {letter}"
+    return f"{number:,}"

@@ -1,0 +1,204 @@
+"""Starts the ranks that measure a machine, as those of a run are started; or is one that torchrun or SLURM started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import RankLost, UserError
+from meshwright.launcher import rendezvous
+from meshwright.launcher.device import agree_on_device, choose_device, one_device
+from meshwright.launcher.hosts import agree_on_interface
+from meshwright.launcher.launcher import LaunchSpec, launch
+from meshwright.launcher.rank_process import run_rank
+from meshwright.launcher.rendezvous import Place
+from meshwright.monitoring.memory import keep_freed_memory
+from meshwright.terminal import print_message
+from meshwright.threads import available_cores
+
+if TYPE_CHECKING:
+    from meshwright.planner.measured import ReferenceStep
+    from meshwright.probe.points import Effort, Yardstick
+
+TIMEOUT_SECONDS = 120.0
+MOST_RANKS = 64  # processes on one machine
+
+
+def probe(
+    ranks: int | None = None,
+    device: str = "auto",
+    directory: Path = Path(),
+    effort: dict[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+    short: dict[str, Any] | None = None,
+    log: Callable[[str], None] = print_message,
+) -> dict[str, Any]:
+    """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
+    what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
+    effort: fields of `Effort` in place of the usual ones. threads: of each process. short: measure on processors what
+    one run needs alone (`Effort.short`): {"precisions", "axes"}; the result has "cluster", the tables of a cluster
+    file, too.
+
+    `UserError` for a device or a number of ranks that this machine has not.
+    """
+    kind = one_device(device)
+    most = MOST_RANKS
+    if kind == "cuda":
+        import torch
+
+        most = torch.cuda.device_count()
+    ranks = (most if kind == "cuda" else 2) if ranks is None else ranks
+    if not 1 <= ranks <= most:
+        has = (
+            f"it has {most} CUDA device{'s' if most > 1 else ''}" if kind == "cuda" else f"at most {most} are measured"
+        )
+        raise UserError(f"{ranks} ranks on this machine: {has}; right would be 1 to {most}")
+    description = {
+        "device": kind,
+        "disk": str(directory.absolute()),
+        "effort": effort or {},
+        "short": short,
+        "began": time.monotonic(),
+    }
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
+        command = (sys.executable, "-P", "-m", __name__)
+        spec = LaunchSpec(
+            description, ranks, Path(place), threads=threads, collective_timeout=TIMEOUT_SECONDS, command=command,
+            trains=False, log=log,
+        )  # fmt: skip
+        return launch(spec)
+
+
+def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
+    """Be a rank that torchrun, Kubernetes or SLURM started; every rank returns the result, with "rank" its own."""
+    start = rendezvous.place()
+    return _measure(start, {"device": device, "disk": str(directory.absolute()), "effort": {}}, started_by_others=True)
+
+
+def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.probe.pieces import pieces_of
+    from meshwright.probe.points import Effort
+    from meshwright.probe.rank import measure, mesh_of
+    from meshwright.probe.report import cluster_tables
+    from meshwright.probe.steps import reference_steps
+
+    keep_freed_memory()
+    whole = False
+    starts: dict[str, float] = {}
+    store, host_ranks = None, start.ranks
+    if started_by_others and start.ranks > 1:
+        store = rendezvous.meet(start, TIMEOUT_SECONDS)
+        interface = agree_on_interface(start, store)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        device = agree_on_device(description["device"], start, store)
+        host_ranks = _host_ranks(start, store)
+    else:
+        device = choose_device(description["device"], start.local_rank or 0)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    if "began" in description:  # the launcher's clock is this machine's
+        starts["rank"] = time.monotonic() - description["began"]
+    if start.ranks > 1:
+        begun = time.perf_counter()
+        store = store or rendezvous.meet(start, TIMEOUT_SECONDS)
+        rendezvous.initialise(start, store, device, TIMEOUT_SECONDS)
+        starts["meeting"] = time.perf_counter() - begun
+    try:
+        mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
+        short, tables, say = description.get("short"), {}, _say
+        if short is None:
+            effort = _effort(mesh.device.type, description["effort"])
+        else:
+            say = _say_nothing
+            effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
+        cores = max(1, available_cores())
+        steps = _Steps(partial(reference_steps, mesh, effort), start, store)
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
+        if short is not None:
+            tables = {"cluster": cluster_tables(found, mesh.device.type)}
+        whole = steps.failed is None
+        return {**found, **tables, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
+    finally:
+        if start.ranks > 1 and whole:
+            dist.destroy_process_group()
+
+
+class _Steps:
+    """Training steps of the reference model, which come last: where they fail on a rank, all else is kept. That rank
+    ends, which ends the others' waiting for it; `failed` has its rank and a line, those of the first that failed."""
+
+    def __init__(self, measure: Callable[[Yardstick, float], list[ReferenceStep]], start: Place, store: Any) -> None:
+        self.measure, self.start, self.store = measure, start, store
+        self.failed: dict[str, Any] | None = None
+
+    def __call__(self, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+        try:
+            return self.measure(yardstick, level)
+        except Exception as error:
+            self.failed = self._first(error)
+            if self.failed is None:  # nobody says why: a rank was lost
+                raise
+            return []
+
+    def _first(self, error: Exception) -> dict[str, Any] | None:
+        """The failure of the rank that failed first; None where ranks only lost another."""
+        own = None
+        if not isinstance(error, RankLost):
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            own = {"rank": self.start.rank, "line": line, "at": time.time()}
+        if self.store is None:
+            return own
+        keys = [f"meshwright/failed/{rank}" for rank in range(self.start.ranks)]
+        if own is not None:
+            self.store.set(keys[self.start.rank], json.dumps(own))
+        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        return min(told, key=lambda one: float(one["at"]), default=None)
+
+
+def _effort(kind: str, said: dict[str, Any]) -> Effort:
+    from meshwright.probe.points import Effort
+
+    usual = Effort.of(kind)
+    known = {field.name: getattr(usual, field.name) for field in fields(usual)}
+    assert said.keys() <= known.keys(), said
+    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in said.items()}
+    return Effort(**{**known, **as_tuples})
+
+
+def _host_ranks(start: Place, store: Any) -> int:
+    """Ranks on each host. `UserError` where hosts have unequal numbers, or not consecutive ones."""
+    store.set(f"meshwright/host/{start.rank}", socket.gethostname())
+    hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
+    size = hosts.count(hosts[0])
+    blocks = [hosts[at : at + size] for at in range(0, len(hosts), size)]
+    if any(len(set(block)) > 1 or len(block) < size for block in blocks) or len({b[0] for b in blocks}) < len(blocks):
+        counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+        raise UserError(f"hosts are compared with equally many ranks, consecutive on each host; started were {counts}")
+    return size
+
+
+def _say(line: str) -> None:
+    print_message(f"probe: {line}")
+
+
+def _say_nothing(line: str) -> None:
+    """One line was said of the whole."""
+
+
+if __name__ == "__main__":
+    run_rank(lambda description, start: _measure(start, description))

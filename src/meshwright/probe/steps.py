@@ -1,0 +1,95 @@
+"""Training steps of the reference model, which `probe` measures beside the pieces of a layer: what the planner says of
+them from the pieces is too little by as much as here (`planner/reference_step.py`)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import ForwardBackward
+from meshwright.planner.measured import ReferenceStep
+from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
+from meshwright.probe.points import DTYPES, Effort, Yardstick, precision_set, synchronize
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+
+_SITE = "probe"
+
+
+def reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+    """Measure `effort.steps` of them under each layout, with all other ranks; alike on all of them. Layouts take turns
+    in `effort.rounds`, so that what else happens on the machine meets all of them. mesh: of `probe.rank.mesh_of`, hosts
+    on dp and their ranks on tp. level: usual seconds of the yardstick."""
+    found, steps = [], effort.steps
+    layouts: list[Layout] = []
+    if steps:
+        layouts = reference_layouts(
+            mesh.device.type, mesh.tp.size, mesh.dp.size, effort.precisions, effort.axes
+        )  # fmt: skip
+    runs = [_Run(layout, mesh) for layout in layouts]
+    seconds: list[list[float]] = [[] for _ in runs]
+    if runs:
+        rounds = min(effort.rounds, steps)
+        for _ in range(rounds):
+            for run, times in zip(runs, seconds, strict=True):
+                with precision_set(run.layout.precision or "fp32"):
+                    times += run.measure(mesh, steps // rounds, yardstick, level)
+        for run, times in zip(runs, seconds, strict=True):
+            found.append(ReferenceStep(str(run.layout), statistics.median(times)))
+    for run in runs:
+        run.mesh.close()  # all ranks together; where one of them failed, nobody waits for it here
+    return found
+
+
+class _Run:
+    """The reference model under a layout."""
+
+    def __init__(self, layout: Layout, world: Mesh) -> None:
+        self.layout = layout
+        self.mesh = Mesh.create(layout, str(world.device), world.communicator.timeout_seconds)
+        model = reference_model(world.device.type)
+        table, program = parameter_table(model.config), program_for(layout, model.config, model.sequence)
+        partition = Partition.of(program, model.config, table, model.sequence)
+        dtype = DTYPES[layout.precision or "fp32"]
+        stages = partition.held(0)
+        module = Transformer(model.config, axes=self.mesh, device="meta", dtype=dtype, stages=stages)
+        self.parallel = DataParallel(module, table, self.mesh, seed=0, parameter_dtype=dtype, partition=partition)
+        self.passes = ForwardBackward(module, self.parallel, program)
+        self.batch = self._batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
+
+    def _batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
+        generator = torch.Generator().manual_seed(self.mesh.dp.rank)
+        tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
+        return [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
+
+    def measure(self, world: Mesh, steps: int, yardstick: Yardstick, level: float) -> list[float]:
+        """Seconds of each step, of the rank that was slowest in it, as if the ranks had been as fast as usual; one
+        before them is not counted."""
+        targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
+        times, local = [], [yardstick.seconds()]
+        for _ in range(1 + steps):
+            collectives.barrier(world.world, _SITE)
+            synchronize(world.device)
+            begun = time.perf_counter()
+            self.passes.train(self.batch, targets)
+            synchronize(world.device)
+            times.append(time.perf_counter() - begun)
+            self.parallel.zero_gradients()
+            local.append(yardstick.seconds())
+        slowest = torch.tensor(times[1:], dtype=torch.float64, device=world.device)
+        collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()
+        usual = torch.tensor(local[1:], dtype=torch.float64, device=world.device)
+        collectives.all_reduce(usual, world.world, _SITE).wait()
+        around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # before and after each step, of all ranks
+        return [float(each) for each in (slowest * level / around).tolist()]

@@ -1,0 +1,28 @@
+"""The recipe: one TOML file that says what to train and on what."""
+
+from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
+from meshwright.recipe.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text
+from meshwright.recipe.tables import (
+    CheckpointRecipe,
+    CollectivesRecipe,
+    ModelRecipe,
+    RunRecipe,
+    TrackRecipe,
+    TrainRecipe,
+)
+
+__all__ = [
+    "SCHEMA",
+    "CheckpointRecipe",
+    "CleanRecipe",
+    "CollectivesRecipe",
+    "DataRecipe",
+    "ModelRecipe",
+    "Recipe",
+    "RunRecipe",
+    "SourceRecipe",
+    "TrackRecipe",
+    "TrainRecipe",
+    "load_recipe",
+    "load_recipe_text",
+]

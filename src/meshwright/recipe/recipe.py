@@ -1,0 +1,214 @@
+"""The recipe: one TOML file that says what to train and on what; every mistake in it is one line that names its key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, PrivateAttr, model_validator
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.recipe.data import DataRecipe
+from meshwright.recipe.tables import (
+    CheckpointRecipe,
+    CollectivesRecipe,
+    ModelRecipe,
+    RunRecipe,
+    TrackRecipe,
+    TrainRecipe,
+)
+from meshwright.tables import Schema, Table
+from meshwright.toml import parse_toml, read_toml, write_toml
+
+
+def _layout(text: str) -> str:
+    if text == "auto":  # `meshwright train` has the planner choose
+        return text
+    try:
+        Layout.parse(text)
+    except UserError as error:
+        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the key says it already
+    return text
+
+
+_IN_PLACE_OF = {"data.source": "sources", "data.sources": "source"}
+
+
+class Recipe(Table):
+    """A whole recipe, read by `load_recipe` from a file or by `Recipe.from_tables` from dictionaries.
+
+    Relative paths in it start at the current directory.
+    """
+
+    layout: Annotated[str, AfterValidator(_layout)] = "dp1"
+    run: RunRecipe = RunRecipe()
+    model: ModelRecipe
+    data: DataRecipe
+    train: TrainRecipe
+    collectives: CollectivesRecipe = CollectivesRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+    track: TrackRecipe = TrackRecipe()
+
+    _source_path: Path | None = PrivateAttr(default=None)
+    _trusted: bool = PrivateAttr(default=False)
+    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_weights(cls, tables: Any) -> Any:
+        """Weights mean nothing with other tokens than those that they were trained on: their own unless said."""
+        model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
+        if not isinstance(model, Mapping) or not isinstance(data, Mapping):
+            return tables
+        if model.get("load_weights") is True and isinstance(model.get("from"), str) and "tokenizer" not in data:
+            return {**tables, "data": {**data, "tokenizer": model["from"]}}
+        return tables
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> Self:
+        if self.train.validate_every and not self.data.validation_fraction:
+            raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
+        preferences, objective = self.data.records == "preference", self.train.objective
+        if preferences and objective == "next-token":
+            raise ValueError(
+                'train.objective "next-token" would learn the rejected responses too; data.records "preference" is for '
+                "dpo and ipo"
+            )
+        if not preferences and objective in ("dpo", "ipo"):
+            raise ValueError(
+                f'train.objective "{objective}" learns from pairs of responses: it needs data.records = "preference", '
+                f'not "{self.data.records}"'
+            )
+        return self
+
+    @property
+    def objective(self) -> str:
+        """What training minimises, one of `names.OBJECTIVES`."""
+        return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
+
+    def __eq__(self, other: object) -> bool:
+        """Equal recipes say the same; from which file does not matter."""
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
+
+    @property
+    def parsed_layout(self) -> Layout:
+        """`UserError` where it is still to be chosen."""
+        if self.layout == "auto":
+            raise UserError(
+                f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
+                '"dp2 zero1" (`meshwright plan` says which is the fastest)'
+            )
+        return Layout.parse(self.layout)
+
+    @property
+    def source_path(self) -> Path | None:
+        """The file it was read from."""
+        return self._source_path
+
+    @property
+    def trusted(self) -> bool:
+        """Whether code that the recipe names may run: `--trust-recipe`, or `trust=True` where it was read."""
+        return self._trusted
+
+    def where(self, key: str) -> str:
+        """Where a person said the value of `key`: an override or the file."""
+        return _said_where(self._overrides, key, str(self._source_path or "recipe"))
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run.directory) if self.run.directory else Path("runs") / self.run.name
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
+        """Check a recipe given as nested dictionaries. `UserError` in one line that starts with `where`.
+
+        trust: code that it names may run (see `trusted`).
+        """
+        recipe = SCHEMA.check(tables, lambda key: where)
+        recipe._trusted = trust
+        return recipe
+
+    def to_toml(self) -> str:
+        """The whole recipe, defaults included, as TOML that reads back equal."""
+        return write_toml(self.to_tables())
+
+    def to_tables(self) -> dict[str, Any]:
+        """The whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
+    """Read the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one counts.
+
+    Values of overrides are TOML; a bare word is a string. trust: code that the recipe names may run. `UserError`: one
+    line with the file or the override, the key, and what would be right.
+    """
+    path = Path(path)
+    tables = read_toml(path, "recipe")
+    said_by: dict[str, str] = {}
+    for override in overrides:
+        key = SCHEMA.override(tables, override)
+        if key in _IN_PLACE_OF:  # what is said last takes the place of what the file says
+            tables["data"].pop(_IN_PLACE_OF[key], None)
+        said_by.pop(key, None)  # the last one counts, and is the last in an error line too
+        said_by[key] = override
+    run = tables.setdefault("run", {})
+    if isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
+        run.setdefault("name", path.stem)
+
+    recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path)))
+    recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
+    return recipe
+
+
+def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:
+    """The override that said `key`, else the file; for a table of which both said something, both."""
+    own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
+    if own:
+        return f'override "{own[-1]}"'
+    inside = [f'"{text}"' for name, text in said_by.items() if not key or name.startswith(f"{key}.")]
+    if not inside:
+        return file
+    return f"{file} with override{'s' if len(inside) > 1 else ''} {', '.join(inside)}"
+
+
+def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
+    """A recipe from its text, as `Recipe.to_toml` writes it; a `UserError` starts with `where`."""
+    recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
+    recipe._source_path = Path(where)
+    return recipe
+
+
+SCHEMA = Schema(
+    Recipe,
+    elsewhere={
+        "batch_size": "train.batch",
+        "d_model": "model.hidden",
+        "dtype": "layout",
+        "eps": "train.epsilon",
+        "grad_clip": "train.clip",
+        "hidden_size": "model.hidden",
+        "intermediate_size": "model.intermediate",
+        "label_smoothing": "train.preference_smoothing",
+        "lr": "train.learning_rate",
+        "max_grad_norm": "train.clip",
+        "max_steps": "train.steps",
+        "min_lr": "train.minimum_learning_rate",
+        "n_embd": "model.hidden",
+        "n_head": "model.heads",
+        "n_layer": "model.layers",
+        "num_attention_heads": "model.heads",
+        "num_hidden_layers": "model.layers",
+        "num_key_value_heads": "model.kv_heads",
+        "output_dir": "run.directory",
+        "precision": "layout",
+        "save_every": "checkpoint.every",
+        "seq_len": "data.sequence",
+        "tie_word_embeddings": "model.tied",
+        "vocab_size": "data.vocabulary",
+        "warmup_steps": "train.warmup",
+    },
+)

@@ -1,0 +1,234 @@
+"""Text from a checkpoint: one prompt, a key-value cache, pieces as they come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from meshwright.checkpoint import find_checkpoint
+from meshwright.data.records.conversations import Message
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.tokenizers.special_tokens import named_in, special_tokens, text_encoder
+from meshwright.errors import UserError
+from meshwright.launcher.device import one_device
+from meshwright.limits import limit_error
+from meshwright.model.cache import KeyValueCache
+from meshwright.model.huggingface import load_huggingface
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.inference import SplitModel
+from meshwright.serving.sampling import Sampler, Sampling
+from meshwright.serving.text import TextStream
+from meshwright.spec.config import ModelConfig
+from meshwright.untrusted import read_file, read_json
+
+_ROOM = 4096  # new tokens that the cache has room for at first; it grows
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came of a prompt. `tokens`: the new ones' numbers. `stopped`: "end" (the model ended the text), "length"
+    (max_tokens), or "context" (the model has no more positions)."""
+
+    prompt: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    stopped: str = "length"
+    prompt_tokens: int = 0
+    seconds_to_first_token: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+class Generator:
+    """A model and its tokenizer, ready to continue prompts."""
+
+    def __init__(
+        self,
+        model: Transformer | SplitModel,
+        tokenizer: Tokenizer,
+        *,
+        start: int | None = None,
+        ends: Iterable[int] = (),
+        directory: Path | None = None,
+    ) -> None:
+        """`model`: whole, or this rank's part of it, and every rank does the same; `start`: the token put before a
+        prompt, as before each document in training; `ends`: tokens that end it; `directory`: where the model came
+        from. What is special is read from the tokenizer and from the files beside it; a prompt never spells it."""
+        self.directory = directory
+        self.model = model.eval() if isinstance(model, Transformer) else model
+        self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        named = named_in(directory) if directory is not None else set()
+        added = tokenizer.get_added_tokens_decoder()  # what ends a text may be an ordinary token, such as a line's end
+        named |= {added[token].content for token in {start, *self.ends} if token in added}
+        self._encoder = text_encoder(tokenizer, special_tokens(tokenizer, named))
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: os.PathLike[str] | str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "auto",
+        check_hashes: bool = True,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> Generator:
+        """From a Hugging Face directory with model and tokenizer, a checkpoint, or a run directory (its newest whole
+        checkpoint; `log` gets a line for each newer one that is passed over).
+
+        device: one of `names.DEVICES`. Every byte of a checkpoint's model is checked against its hash first, unless
+        check_hashes is false.
+        """
+        device = one_device(device)
+        directory = find_checkpoint(directory, log, check_hashes=check_hashes)
+        model, config = load_huggingface(directory, dtype, device)
+        return cls.of_model(model, config, directory)
+
+    @classmethod
+    def of_model(cls, model: Transformer | SplitModel, config: ModelConfig, directory: Path) -> Generator:
+        """With the tokenizer that lies beside the model in `directory`."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
+        try:
+            tokenizer = Tokenizer.from_buffer(read_file(path))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"{path} is not a tokenizer: {error}") from None
+        start = config.bos_token if config.bos_token is not None else config.eos_token
+        return cls(model, tokenizer, start=start, ends=_ends(directory, config), directory=directory)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's tokens, behind the start token; none of them is special, whatever the prompt spells."""
+        tokens = ([] if self.start is None else [self.start]) + self._known(
+            self._encoder.encode(prompt, add_special_tokens=False).ids
+        )
+        if not tokens:
+            raise UserError("an empty prompt needs a model with a begin or end token; give a prompt")
+        return tokens
+
+    def encode_question(self, question: str) -> list[int]:
+        """The tokens of a user's turn and of what comes before the answer, by the chat template in the directory; what
+        ends the answer ends the text from now on. `UserError`: there is no template."""
+        assert self.directory is not None, "a chat template lies in a directory"
+        template = ExampleEncoder.of_directory(self.directory)
+        if (end := template.turn_end()) is not None:
+            self.ends |= {end}
+        if not (tokens := template.prompt([Message("user", question)])):
+            raise UserError(
+                f"{template.template.where}: renders a user turn as an empty prompt; it must emit the text before the "
+                "assistant's answer"
+            )
+        return self._known(tokens)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The tokens, all of which the model has. `UserError`: it has not."""
+        size = self.model.config.vocabulary
+        if tokens and max(tokens) >= size:
+            raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")
+        return tokens
+
+    def stream(
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        *,
+        cached: bool = True,
+        chat: bool = False,
+    ) -> Iterator[tuple[str, Generation]]:
+        """Continue `prompt`: yields each new piece of text (whole characters) with the generation so far.
+
+        The last pair holds the final figures. `cached=False` reads the whole text again for every token. `chat`: the
+        prompt is a user's turn, and the text the answer to it. `UserError` when the prompt leaves no position for a new
+        token.
+        """
+        if max_tokens < 1:
+            raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
+        if problem := limit_error("new_tokens", max_tokens, "max-tokens"):
+            raise UserError(problem)
+        tokens = self.encode_question(prompt) if chat else self.encode(prompt)
+        positions = self.model.config.max_positions
+        if len(tokens) >= positions:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens with its start, and the model {positions} positions: "
+                "none is left for a new token; shorten the prompt"
+            )
+        generation = Generation(prompt, prompt_tokens=len(tokens))
+        text = TextStream(self.tokenizer, tokens)
+        for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
+            generation.tokens.append(token)
+            piece = text.push(token)
+            generation.text += piece
+            if piece:
+                yield piece, generation
+        piece = text.rest()
+        generation.text += piece
+        yield piece, generation
+
+    def generate(
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        *,
+        cached: bool = True,
+        chat: bool = False,
+    ) -> Generation:
+        """Continue `prompt` and return when it is done; see `stream`."""
+        *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached, chat=chat)
+        return generation
+
+    def _tokens(
+        self, tokens: list[int], max_tokens: int, sampler: Sampler, generation: Generation, cached: bool
+    ) -> Iterator[int]:
+        """New tokens one by one; fills in the figures of `generation`."""
+        positions = self.model.config.max_positions
+        capacity = min(positions, len(tokens) + min(max_tokens, _ROOM))
+        cache = KeyValueCache(self.model.config, capacity=capacity) if cached else None
+        known, unread = list(tokens), list(tokens)
+        begun = first = time.perf_counter()
+        for number in range(max_tokens):
+            if len(known) >= positions:
+                generation.stopped = "context"
+                break
+            token = self._next(unread if cached else known, cache, sampler)
+            now = time.perf_counter()
+            if number == 0:
+                first, generation.seconds_to_first_token = now, now - begun
+            else:
+                generation.tokens_per_second = number / (now - first)
+            if token in self.ends:
+                generation.stopped = "end"
+                break
+            known.append(token)
+            unread = [token]
+            yield token
+
+    def _next(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
+        """The token that follows these, which follow those in the cache."""
+        if isinstance(self.model, SplitModel):
+            batch_BS = torch.tensor([tokens], device=self.model.mesh.device)
+            return self.model.next_token(batch_BS, cache, sampler.choose)
+        with torch.no_grad():
+            batch_BS = torch.tensor([tokens], device=self.model.embedding.weight.device)
+            hidden_BSH = self.model.hidden(batch_BS, cache=cache)
+            return sampler.choose(torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight))
+
+
+def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """Tokens that end a text: those of the configuration and those that are said for generation alone."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return frozenset(config.eos_tokens)
+    try:
+        said = read_json(path, "config_bytes").get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}") from None
+    ends = said if isinstance(said, list) else [said]
+    return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}

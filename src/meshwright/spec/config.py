@@ -1,0 +1,396 @@
+"""The architecture of a model as data: one frozen value, read from a Hugging Face configuration or from a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.errors import UserError
+from meshwright.limits import LIMITS, limit_error
+from meshwright.names import unknown
+from meshwright.spec.config_json import config_file, read_config, read_fields, write_config
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.rope_scaling import RopeScaling, read_rope_scaling
+
+if TYPE_CHECKING:
+    from meshwright.recipe import ModelRecipe
+
+__all__ = ["ModelConfig", "RopeScaling", "config_from_recipe"]
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Positions = Literal["rope", "learned", "alibi"]
+Router = Literal["softmax", "sigmoid"]
+Head = Literal["next", "masked", "classes", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A transformer: a decoder, or an encoder where the family is one. Sizes count elements; ``UserError`` when they
+    contradict each other or the family.
+
+    A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
+    (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
+    exist for planning: Gemma 2 norms each sublayer's output too, BLOOM norms its embeddings.
+
+    With ``experts`` every layer but the ``dense_layers`` has so many MLPs of width ``expert_intermediate``, of which a
+    token takes ``experts_per_token``, and one of ``shared_intermediate`` for all tokens (0: none), behind a gate of its
+    own with ``shared_gate``. ``normalise_choice``: the chosen experts' weights are made to add up to 1, before they are
+    multiplied by ``routed_scale``. ``router_loss`` weighs the auxiliary loss that balances them, ``router_bias`` says
+    that a bias on the scores does.
+
+    In an encoder a token sees all others, and norms follow the sums of the residual stream (``embedding_norm`` the
+    first). ``token_types``: kinds of segments that are told apart. ``head``: what it predicts: the ``masked`` tokens,
+    the ``classes`` of a row named by ``labels``, or nothing (``none``); a decoder the ``next`` token.
+    """
+
+    family: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    max_positions: int
+    norm: Norm
+    norm_epsilon: float
+    activation: Activation
+    gated: bool
+    positions: Positions
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    windowed_layers: tuple[bool, ...] | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    query_key_norm: bool = False
+    post_norms: bool = False
+    embedding_norm: bool = False
+    tied: bool = False
+    bos_token: int | None = None
+    eos_token: int | None = None
+    more_eos_tokens: tuple[int, ...] = ()  # some models end a turn and a text differently
+    initializer_range: float = 0.02
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    router: Router = "softmax"
+    router_bias: bool = False
+    router_loss: float = 0.0
+    normalise_choice: bool = False
+    routed_scale: float = 1.0
+    token_types: int = 0
+    head: Head = "next"
+    labels: tuple[str, ...] = ()
+    pad_token: int | None = None
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise UserError(f"model: {problem}")
+
+    def _problem(self) -> str | None:
+        if self.family not in FAMILIES:
+            return unknown("family", self.family, FAMILIES)
+        for name in (
+            "vocabulary",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
+        if (problem := self._size_problem()) is not None:
+            return problem
+        if (problem := self._experts_problem() or self._encoder_problem()) is not None:
+            return problem
+        if self.heads % self.kv_heads:
+            return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
+        if self.hidden % self.heads and self.family in ("llama", "gemma2"):  # transformers refuses these two only
+            return f"hidden {self.hidden} must be a multiple of heads {self.heads} in family {self.family}"
+        if self.positions == "rope" and self.head_dim % 2:
+            return f"head_dim {self.head_dim} must be even: rotary positions turn pairs of features"
+        for name, value in FAMILIES[self.family].fixed.items():
+            if getattr(self, name) != value:
+                return f"{name} is always {value!r} in family {self.family}, not {getattr(self, name)!r}"
+        if self.activation == "relu2" and self.family != "nemotron":
+            return f"activation relu2 is that of family nemotron, not of {self.family}"
+        alike = self.kv_heads == self.heads and self.head_dim * self.heads == self.hidden
+        if not self.gated and not alike and self.family != "nemotron":
+            return (
+                f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
+                f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
+            )
+        if (
+            self.family in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1")
+            and self.qkv_bias != self.output_bias
+        ):
+            return f"family {self.family} has both attention biases or none"
+        if self.sliding_window is not None and self.sliding_window < 1:
+            return f"sliding_window must be at least 1, not {self.sliding_window}"
+        if self.windowed_layers is not None and (
+            self.sliding_window is None or len(self.windowed_layers) != self.layers
+        ):
+            return f"windowed_layers needs a sliding_window and one entry for each of {self.layers} layers"
+        return None
+
+    def _size_problem(self) -> str | None:
+        """Which size is beyond its limit."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
+        values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
+        return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
+
+    def _experts_problem(self) -> str | None:
+        """What is wrong with the sizes of the mixture of experts."""
+        if not FAMILIES[self.family].experts:
+            given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
+            return f"family {self.family} has no experts: leave {given[0]} out" if given else None
+        for name in ("experts", "experts_per_token", "expert_intermediate"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1 in family {self.family}, not {getattr(self, name)}"
+        if self.experts_per_token > self.experts:
+            return f"experts_per_token {self.experts_per_token} is more than the {self.experts} experts there are"
+        if self.shared_intermediate < 0 or self.router_loss < 0:
+            return "shared_intermediate and router_loss must be at least 0"
+        if self.shared_gate and not self.shared_intermediate:
+            return f"shared_intermediate must be at least 1 in family {self.family}"
+        wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.layers]
+        if wrong or sorted(set(self.dense_layers)) != list(self.dense_layers):
+            return f"dense_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
+        if len(self.dense_layers) == self.layers:
+            return "dense_layers leaves no layer to the experts"
+        return FAMILIES[self.family].experts_problem(self)
+
+    def _encoder_problem(self) -> str | None:
+        """What is wrong with the parts that only an encoder has."""
+        if not self.encoder:
+            given = [name for name in ("token_types", "labels") if getattr(self, name)]
+            given += [f"head {self.head!r}"] if self.head != "next" else []
+            return f"family {self.family} is a decoder: leave {given[0]} out" if given else None
+        heads = FAMILIES[self.family].heads.values()
+        if self.head not in heads:
+            return f"head must be one of {', '.join(heads)} in family {self.family}, not {self.head!r}"
+        if self.token_types < 1:
+            return f"token_types must be at least 1 in family {self.family}, not {self.token_types}"
+        if (self.head == "classes") != bool(self.labels):
+            return 'labels name the classes of head "classes": leave them out with any other, give them with it'
+        if self.head == "classes" and len(self.labels) < 2:
+            return f"labels must name at least 2 classes, not {len(self.labels)}"
+        return None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.layers))
+
+    @property
+    def encoder(self) -> bool:
+        """Whether tokens see those after them too, and norms follow the sums of the residual stream."""
+        return FAMILIES[self.family].encoder
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether what predicts tokens computes with the embedding's matrix."""
+        return self.tied and self.head in ("next", "masked")
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it has a pooler, which sums a row up in one vector."""
+        return self.encoder and self.head != "masked"
+
+    @property
+    def planning_only(self) -> str | None:
+        """Why this model can be planned but not run; None when it can be run."""
+        return FAMILIES[self.family].planning_only
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """Every token that ends a text."""
+        return (() if self.eos_token is None else (self.eos_token,)) + self.more_eos_tokens
+
+    def layer_window(self, layer: int) -> int | None:
+        """Tokens that a token of this layer sees at most, itself included; None: all before it."""
+        if self.windowed_layers is not None and not self.windowed_layers[layer]:
+            return None
+        return self.sliding_window
+
+    @classmethod
+    def from_huggingface(cls, data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """The model that a Hugging Face configuration describes, in the spelling of transformers 4 or 5.
+
+        ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key,
+        sizes that do not fit each other, a quantised model, or anything else that we would not compute.
+        """
+        try:
+            return cls(**read_fields(data, where))
+        except UserError as error:
+            message = str(error)
+            raise UserError(f"{where}: {message[7:]}" if message.startswith("model: ") else message) from None
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """A ``config.json`` object that transformers 4 and 5 read as this model, and that we read back as it is."""
+        if self.planning_only:
+            raise UserError(f"{self.family} can be planned but not written: {self.planning_only}")
+        return write_config(self)
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> ModelConfig:
+        """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
+        return cls.from_huggingface(read_config(path), where=str(config_file(path)))
+
+
+def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
+    """The model that the recipe's ``[model]`` table describes; fields given there override the preset or directory.
+
+    ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
+    ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
+    """
+    if model.from_path is not None:
+        base = ModelConfig.from_path(model.from_path)
+    elif model.preset is not None:
+        # Presets are made of this module's configurations.
+        from meshwright.spec.presets import preset
+
+        base = preset(model.preset)
+    else:
+        base = _smallest(model, sequence, tokenizer_vocabulary)
+    overrides: dict[str, Any] = {
+        name: value
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "vocabulary",
+            "max_positions",
+            "rope_theta",
+            "sliding_window",
+            "tied",
+            "norm_epsilon",
+            "experts",
+            "experts_per_token",
+            "expert_intermediate",
+            "shared_intermediate",
+            "dense_layers",
+            "router_loss",
+        )
+        if (value := getattr(model, name)) is not None
+    }
+    _follow(base, overrides)
+    if model.from_path is None:
+        overrides.setdefault("vocabulary", tokenizer_vocabulary)
+    if model.rope_scaling is not None:
+        overrides["rope_scaling"] = read_rope_scaling(
+            model.rope_scaling,
+            max_positions=overrides.get("max_positions", base.max_positions),
+            where="model.rope_scaling",
+        )
+    if overrides.get("vocabulary", base.vocabulary) != base.vocabulary:
+        # The base's special tokens belong to the base's tokenizer.
+        overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
+    config = dataclasses.replace(base, **overrides)
+    if config.vocabulary < tokenizer_vocabulary:
+        raise UserError(
+            f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "
+            "take the model's own tokenizer or a larger vocabulary"
+        )
+    if sequence > config.max_positions:
+        raise UserError(
+            f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
+            "shorten it or set model.max_positions"
+        )
+    return config
+
+
+def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
+    """A model of the recipe's family with what the recipe must say; the rest as the family does it."""
+    assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
+    hidden, heads = model.hidden, model.heads
+    if hidden % heads and model.head_dim is None:
+        raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
+    fixed = FAMILIES[model.family].fixed
+    gated = bool(fixed["gated"])
+    # Two thirds of 4 x hidden, so that three matrices weigh what two would (Shazeer 2020, arXiv:2002.05202).
+    intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
+    fields: dict[str, Any] = {
+        "family": model.family,
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "layers": model.layers,
+        "heads": heads,
+        "kv_heads": model.kv_heads or heads,
+        "head_dim": model.head_dim or hidden // heads,
+        "intermediate": intermediate,
+        "max_positions": sequence,
+        "norm_epsilon": 1e-5,
+        "activation": "silu" if gated else "gelu_tanh",
+        "tied": not gated,
+    }
+    if FAMILIES[model.family].encoder:
+        fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
+    if FAMILIES[model.family].experts:
+        fields |= _smallest_experts(model, intermediate)
+    return ModelConfig(**{**fixed, **fields})
+
+
+def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
+    """A mixture that costs a token about what one MLP of the usual width does."""
+    assert model.family
+    fixed = FAMILIES[model.family].fixed
+    experts = model.experts or 8
+    chosen = model.experts_per_token or min(2, experts)
+    if model.family == "mixtral":  # experts as wide as the usual MLP
+        width = model.expert_intermediate or model.intermediate or intermediate
+    else:
+        width = model.expert_intermediate or max(
+            1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1)))
+        )
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_intermediate": width,
+        "shared_intermediate": fixed.get("shared_intermediate", width),
+        "normalise_choice": True,
+        "router_loss": 0.0 if fixed["router_bias"] else 0.001,
+    } | ({"intermediate": width} if model.family == "mixtral" else {})
+
+
+def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
+    """Let sizes that followed from others in ``base`` follow from the overridden ones."""
+    hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
+    if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
+        overrides.setdefault("head_dim", hidden // heads)
+    if base.kv_heads == base.heads:
+        overrides.setdefault("kv_heads", heads)
+    if base.intermediate == 4 * base.hidden and not base.gated:
+        overrides.setdefault("intermediate", 4 * hidden)
+    if base.family == "mixtral":  # one width under two names
+        width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
+        overrides |= {"intermediate": width, "expert_intermediate": width}
+    if "dense_layers" in overrides:
+        overrides["dense_layers"] = tuple(overrides["dense_layers"])
+    elif "layers" in overrides:
+        overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
+    if base.windowed_layers is not None and "layers" in overrides:
+        # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
+        layers = overrides["layers"]
+        overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]

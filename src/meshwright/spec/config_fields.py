@@ -1,0 +1,228 @@
+"""Which fields of a Hugging Face ``config.json`` are read, which change nothing here, and which are accepted at neutral
+values only, family by family.
+
+A field in none of these classes is named in one warning. `tests/spec/test_config_fields.py` holds the tables against
+the configuration classes of transformers and against what `config_json` looks at.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import ModelWarning, UserError
+from meshwright.limits import shorten, shorten_repr
+from meshwright.spec.families import Family
+
+
+@dataclass(frozen=True, slots=True)
+class NeutralValue:
+    """Accepted values of a field that would otherwise change the computation. text: shown in errors."""
+
+    text: str
+    accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
+
+
+def _only(*values: object) -> NeutralValue:
+    return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
+
+
+_ABSENT = NeutralValue("None", lambda value, fields: False)
+_NOTHING = NeutralValue("empty", lambda value, fields: not value)
+_EVERY_LAYER_ROTATES = NeutralValue(
+    "1 for every layer", lambda value, fields: isinstance(value, list) and all(entry == 1 for entry in value)
+)
+_FULL_ATTENTION = NeutralValue(
+    '"full_attention" for every layer',
+    lambda value, fields: isinstance(value, list) and all(entry == "full_attention" for entry in value),
+)
+_AS_WINDOWED = NeutralValue(
+    "the value that fits its sliding_window",
+    lambda value, fields: value is (fields.get("sliding_window") is not None),
+)
+_HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
+_EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
+_SCALE_OF_HEAD = NeutralValue(
+    "1 / sqrt(size of a head)",
+    lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
+)
+
+# Ignored in every family: metadata, caches, outputs, dropout (0 here) and generation settings.
+_METADATA = """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions
+    _post_init_done attn_implementation architectures auto_map dtype finetuning_task ignore_keys_at_rope_validation
+    is_llama_config model_type revision task_specific_params tokenizer_class torch_dtype torchscript
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 id2label label2id num_labels
+    _num_labels problem_type
+    initializer_range gradient_checkpointing chunk_size_feed_forward pretraining_tp tie_encoder_decoder """
+_DROPOUT = """attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
+    hidden_dropout_prob resid_pdrop summary_first_dropout """
+_GENERATION = """bad_words_ids begin_suppress_tokens cache_implementation decoder_start_token_id diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id
+    length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores prefix
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate suppress_tokens temperature
+    tf_legacy_loss top_k top_p typical_p use_cache use_return_dict bos_token_id eos_token_id pad_token_id sep_token_id
+    cls_token_id mask_token_id unk_token_id """
+_IGNORED = frozenset((_METADATA + _DROPOUT + _GENERATION).split())
+
+# Every family's, unless its own table below has another entry.
+_NEUTRAL: dict[str, NeutralValue] = {
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "attention_chunk_size", "text_config",
+         "rope_local_base_freq", "rotary_dim", "altup_num_inputs", "sliding_window_pattern", "kv_lora_rank",
+         "q_lora_rank", "cross_attention_hidden_size", "num_kv_shared_layers"),
+        _ABSENT,
+    ),
+    **dict.fromkeys(
+        ("embedding_multiplier", "logits_scaling", "logit_scale", "residual_multiplier", "rotary_pct", "rope_percent",
+         "partial_rotary_factor", "attention_out_multiplier", "lm_head_multiplier", "key_multiplier"),
+        _only(1.0),
+    ),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "attention_out_bias", "use_qk_norm", "qk_norm",
+         "qk_layernorm", "use_post_norm", "use_mrope", "alibi", "use_alibi", "parallel_attn", "use_parallel_residual",
+         "rope_interleaved", "rope_interleave", "add_cross_attention", "is_encoder_decoder", "is_decoder",
+         "apply_residual_connection_post_layernorm", "use_bidirectional_attention", "scale_attn_by_inverse_layer_idx",
+         "attention_sink", "add_final_layer_norm", "norm_topk_prob"),
+        _only(False),
+    ),
+    **dict.fromkeys(("scale_attn_weights", "is_causal", "use_rmsnorm"), _only(True)),
+    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), _only(1)),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+         "moe_intermediate_size", "shared_expert_intermediate_size", "router_jitter_noise", "num_nextn_predict_layers",
+         "mtp_num_hidden_layers"),
+        _only(0),
+    ),
+    **dict.fromkeys(("pruned_heads", "mlp_only_layers"), _NOTHING),
+    "attention_multiplier": _SCALE_OF_HEAD,
+    "query_pre_attn_scalar": _HEAD_DIM,
+    "use_sliding_window": _AS_WINDOWED,
+    "no_rope_layers": _EVERY_LAYER_ROTATES,
+    "layer_types": _FULL_ATTENTION,
+    "position_embedding_type": _only("absolute"),
+}  # fmt: skip
+
+_EVERY = "vocab_size tie_word_embeddings hidden_size num_hidden_layers num_attention_heads "
+_ROPE = "rope_theta rope_scaling rope_parameters original_max_position_embeddings "
+_DECODER = _EVERY + _ROPE + "max_position_embeddings intermediate_size num_key_value_heads head_dim "
+_LLAMA = _DECODER + "hidden_act rms_norm_eps "
+_WINDOWS = "sliding_window layer_types use_sliding_window "
+_MIXTURE = "num_experts_per_tok router_aux_loss_coef "
+_QWEN_MIXTURE = _MIXTURE + "num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
+
+# Family -> the fields that its configurations are read from, beside those that `_IGNORED` lists.
+_READ: dict[str, str] = {
+    "llama": _LLAMA + "attention_bias mlp_bias",
+    "mistral": _LLAMA + "sliding_window layer_types",
+    "qwen2": _LLAMA + _WINDOWS + "max_window_layers",
+    "qwen3": _LLAMA + _WINDOWS + "max_window_layers attention_bias",
+    "mixtral": _LLAMA + _MIXTURE + "sliding_window layer_types num_local_experts",
+    "qwen2_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "max_window_layers qkv_bias shared_expert_intermediate_size",
+    "qwen3_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "attention_bias num_local_experts",
+    "dots1": _LLAMA
+    + "sliding_window layer_types max_window_layers attention_bias n_routed_experts num_experts_per_tok "
+    "n_shared_experts moe_intermediate_size first_k_dense_replace routed_scaling_factor norm_topk_prob",
+    "gpt2": _EVERY
+    + "max_position_embeddings n_embd n_layer n_head n_inner n_positions activation_function layer_norm_epsilon",
+    "bloom": _EVERY + "n_embed n_layer n_head seq_length activation_function layer_norm_epsilon",
+    "bert": _EVERY + "max_position_embeddings intermediate_size hidden_act type_vocab_size layer_norm_eps",
+    "gemma2": _DECODER + "rms_norm_eps hidden_activation sliding_window layer_types attention_bias",
+    "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
+}
+
+# Family -> fields that change nothing in it. Of families that are only planned: what no size or operation hangs on.
+_OWN_IGNORED: dict[str, str] = {
+    # Sizes of a summarising head, an old name of n_positions, and the precision of an intermediate result.
+    "gpt2": "summary_type summary_use_proj summary_activation summary_proj_to_labels n_ctx reorder_and_upcast_attn "
+    "n_special predict_special_tokens",
+    "llama": "max_sequence_length",  # an old name of max_position_embeddings
+    "bert": "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head "
+    "pooler_type",
+    "bloom": "slow_but_exact masked_softmax_fusion offset_alibi attention_softmax_in_fp32 bias_dropout_fusion "
+    "skip_bias_add skip_bias_add_qkv hidden_act n_inner",
+    "gemma2": "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar hidden_act",
+    "nemotron": "partial_rotary_factor rope_percent",
+    "dots1": "ep_size",
+    "qwen3_moe": "max_window_layers",  # every layer has a window or none has
+}
+
+_OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
+    "bert": {"problem_type": _only("single_label_classification")},  # the loss of an encoder's head
+    "qwen2": {"attention_bias": _only(True), "qkv_bias": _only(True)},
+    "qwen2_moe": {"attention_bias": _only(True)},
+    "qwen3": {name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+    "qwen3_moe": {name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+    "mixtral": {"norm_topk_prob": _only(True)},
+    "dots1": {
+        **{name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+        "scoring_func": _only("sigmoid", "noaux_tc"), "topk_method": _only("noaux_tc"),
+        "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,  # its other names in transformers
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """The known fields of a family's configurations; no field is in two classes."""
+
+    read: frozenset[str]
+    ignored: frozenset[str]
+    neutral: Mapping[str, NeutralValue]
+
+
+def field_table(family: str) -> FieldTable:
+    """The known fields of a family's ``config.json``."""
+    read = frozenset(_READ[family].split())
+    own = _OWN_NEUTRAL.get(family, {})
+    ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read - own.keys()
+    neutral = _NEUTRAL | own
+    return FieldTable(read, ignored, {name: one for name, one in neutral.items() if name not in read | ignored})
+
+
+def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
+    """Compare all fields of a configuration with the table of its family.
+
+    ``fields``: what `config_json` read of it. ``UserError`` for a field that changes the computation; one
+    `ModelWarning` for fields that are not known, one where the repository brings code of its own or another
+    architecture. A field that is null says nothing.
+    """
+    table = field_table(family.name)
+    unknown = []
+    for name, value in data.items():
+        if value is None or name in table.read or name in table.ignored:
+            continue
+        neutral = table.neutral.get(name)
+        if neutral is None:
+            unknown.append(name)
+        elif not neutral.accepts(value, fields):
+            raise UserError(
+                f'{where}: unsupported "{name}" = {shorten_repr(value)}; {family.name} supports only {neutral.text}'
+            )
+    if unknown:
+        names = ", ".join(f'"{shorten(str(name), 80)}"' for name in unknown[:8])
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        warnings.warn(
+            f"{where}: unknown {family.name} fields ignored: {names}{more}; results differ from the original model if "
+            "they change the computation",
+            ModelWarning,
+            stacklevel=2,
+        )
+    if foreign := foreign_architecture_note(data, family):
+        warnings.warn(f"{where}: {foreign}", ModelWarning, stacklevel=2)
+
+
+def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
+    """One line where a configuration asks for code or an architecture that is not the family's own; else None."""
+    if data.get("auto_map"):
+        return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
+    named = data.get("architectures") or [family.architecture]
+    first = named[0] if isinstance(named, list) else named
+    if not family.encoder and str(first).lower() != family.architecture.lower():
+        named = shorten(str(first), 80)
+        return f'"architectures" names {named}; treated as {family.architecture}, whose layers may differ'
+    return None

@@ -1,0 +1,325 @@
+"""Hugging Face's ``config.json``, read and written.
+
+A key that a configuration leaves out has the value that transformers gives it, so that both read the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
+from meshwright.spec.config_fields import check_fields
+from meshwright.spec.config_reader import Reader
+from meshwright.spec.encoder_json import read_encoder, write_encoder
+from meshwright.spec.experts_json import read_experts, write_experts
+from meshwright.spec.families import FAMILIES, Family
+from meshwright.spec.rope_scaling import read_rope_scaling, write_rope_scaling
+from meshwright.untrusted import read_json
+
+if TYPE_CHECKING:
+    from meshwright.spec.config import ModelConfig
+
+_ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
+
+# Field of ModelConfig -> keys of a config.json, the usual one first.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate": ("intermediate_size",),
+    "max_positions": ("max_position_embeddings",),
+    "norm_epsilon": ("rms_norm_eps",),
+}
+_GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
+    "hidden": ("n_embd", "hidden_size"),
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "kv_heads": ("n_head", "num_attention_heads"),
+    "intermediate": ("n_inner",),
+    "max_positions": ("n_positions", "max_position_embeddings"),
+    "norm_epsilon": ("layer_norm_epsilon",),
+}
+_BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
+    "kv_heads": ("num_attention_heads",),
+    "norm_epsilon": ("layer_norm_eps",),
+}
+_NEMOTRON_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("norm_eps",)}
+_BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
+    "hidden": ("hidden_size", "n_embed"),
+    "max_positions": ("seq_length",),
+}
+
+
+def config_file(path: str | Path) -> Path:
+    """The ``config.json`` of a Hugging Face directory, or the file itself."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """What a ``config.json`` holds; ``UserError`` when it is missing or not JSON."""
+    file = config_file(path)
+    try:
+        data = read_json(file, "config_bytes")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
+    return data
+
+
+def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
+    """Names that this family's config.json uses for fields of ModelConfig, the usual one first."""
+    keys = {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS, "nemotron": _NEMOTRON_KEYS}
+    return keys.get(family, _KEYS)
+
+
+def read_family(data: Mapping[str, Any], where: str) -> Family:
+    """The family that ``model_type`` names; an error says what of another is not known, and lists the known ones."""
+    name = data.get("model_type")
+    known = ", ".join(FAMILIES)
+    if name is None:
+        raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(
+            f'{where}: "model_type" {shorten_repr(name)} is not a known family; what its layers compute and which '
+            f"parameters they have is not known here, so nothing of it can be priced or run (known: {known})"
+        )
+    for key in ("quantization_config", "compression_config"):
+        if data.get(key) is not None:
+            raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
+    return FAMILIES[name]
+
+
+def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of ModelConfig that a Hugging Face configuration describes.
+
+    ``UserError`` and `ModelWarning` as `check_fields` has them.
+    """
+    family = read_family(data, where)
+    read = Reader(data, family.defaults, where)
+    keys = file_keys(family.name)
+    heads = read.integer("heads", keys["heads"])
+    kv_heads = read.integer("kv_heads", keys["kv_heads"], heads)
+    hidden = read.integer("hidden", keys["hidden"])
+    if heads % kv_heads:
+        raise UserError(
+            f'{where}: "{keys["heads"][0]}" {heads} is not a multiple of "{keys["kv_heads"][0]}" {kv_heads}'
+        )
+    fields: dict[str, Any] = {
+        "family": family.name,
+        "vocabulary": read.integer("vocabulary", keys["vocabulary"]),
+        "hidden": hidden,
+        "layers": read.integer("layers", keys["layers"]),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "norm_epsilon": read.number(keys["norm_epsilon"], 1e-6 if family.fixed["norm"] == "rmsnorm" else 1e-5),
+        "initializer_range": read.number(("initializer_range",), 0.02),
+        "tied": read.boolean("tie_word_embeddings"),
+    }
+    if family.encoder or family.name in ("gpt2", "bloom"):
+        if hidden % heads:
+            raise UserError(
+                f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}'
+            )
+        # BLOOM's positions are slopes, not a table: its trained length (2048) is not in the file and bounds nothing.
+        fields["head_dim"] = hidden // heads
+        of_file = family.name != "bloom"  # whose width transformers fixes, whatever the file says
+        fields["intermediate"] = (
+            read.integer("intermediate", keys["intermediate"], None if family.encoder else 4 * hidden)
+            if of_file
+            else 4 * hidden
+        )
+        fields["max_positions"] = read.integer(
+            "max_positions", keys["max_positions"], 2048 if family.name == "bloom" else None
+        )
+        fields["activation"] = read.activation(
+            ("hidden_act" if family.encoder else "activation_function",),
+            {"gpt2": "gelu_new", "bert": "gelu"}.get(family.name, "gelu_pytorch_tanh"),
+        )
+        if family.encoder:
+            fields |= read_encoder(read, family, fields["vocabulary"])
+    else:
+        _, head_dim = read.get(keys["head_dim"])
+        if head_dim is None and hidden % heads:
+            raise UserError(
+                f'{where}: "hidden_size" {hidden} is not a multiple of "num_attention_heads" {heads} '
+                'and there is no "head_dim"'
+            )
+        fields["head_dim"] = read.integer("head_dim", keys["head_dim"], hidden // heads)
+        fields["intermediate"] = read.integer("intermediate", keys["intermediate"])
+        fields["max_positions"] = read.integer("max_positions", keys["max_positions"])
+        fields["activation"] = (
+            read.activation(("hidden_activation",), "gelu_pytorch_tanh")
+            if family.name == "gemma2"
+            else read.activation(("hidden_act",), str(family.fixed.get("activation", "silu")))
+        )
+        _read_rope(data, fields, where, read)
+        _read_windows(data, fields, where, read)
+        if family.name == "qwen2_moe":
+            fields["qkv_bias"] = read.boolean("qkv_bias")
+        if family.experts:
+            fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
+        if family.name in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1"):
+            fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
+        if family.name in ("llama", "nemotron"):
+            fields["mlp_bias"] = read.boolean("mlp_bias")
+    bos = read.tokens("bos_token_id", fields["vocabulary"])
+    eos = read.tokens("eos_token_id", fields["vocabulary"])
+    fields["bos_token"] = bos[0] if bos else None
+    fields["eos_token"] = eos[0] if eos else None
+    fields["more_eos_tokens"] = eos[1:]
+    fields = {**family.fixed, **fields}
+    check_fields(data, family, fields, where)
+    return fields
+
+
+def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
+    """``rope_theta`` and ``rope_scaling`` of transformers 4, or ``rope_parameters`` of transformers 5."""
+    fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
+    # A file with both spellings: transformers 5 itself lets rope_scaling win.
+    for key in ("rope_scaling", "rope_parameters"):
+        entry = data.get(key)
+        if entry is None or entry == {}:
+            continue
+        at = f"{where}: {key}"
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{at} must be an object, not {shorten_repr(entry)}")
+        per_type = [value for value in entry.values() if isinstance(value, Mapping)]
+        if per_type:
+            if any(value != per_type[0] for value in per_type):
+                raise UserError(f"{at}: rotary positions that differ between layers are not supported")
+            entry = per_type[0]
+        inner = Reader(entry, {}, at)
+        if inner.number(("partial_rotary_factor",), 1.0) != 1.0 and fields["family"] != "nemotron":
+            raise UserError(f'{at}: "partial_rotary_factor" other than 1 is not supported')
+        fields["rope_theta"] = inner.number(("rope_theta",), fields["rope_theta"])
+        if data.get("original_max_position_embeddings") is not None:
+            entry = {**entry, "original_max_position_embeddings": data["original_max_position_embeddings"]}
+        fields["rope_scaling"] = read_rope_scaling(entry, max_positions=fields["max_positions"], where=at)
+        return
+
+
+def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
+    """Which layers see a sliding window only, and how wide it is."""
+    family, layers = fields["family"], fields["layers"]
+    if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
+        return
+    _, window = read.get(("sliding_window",))
+    if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not read.boolean("use_sliding_window"):
+        window = None
+    types = data.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
+        for name in types:
+            if name not in ("full_attention", "sliding_attention"):
+                raise UserError(
+                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
+                )
+        windowed = [name == "sliding_attention" for name in types]
+    elif family in ("mistral", "mixtral", "qwen3_moe"):
+        windowed = [True] * layers
+    elif family == "gemma2":
+        windowed = [index % 2 == 0 for index in range(layers)]
+    elif family == "qwen2_moe":  # as transformers 5 has it: every other layer, below the first max_window_layers
+        first = _window_layers(read)
+        windowed = [index % 2 == 0 and index < first for index in range(layers)]
+    else:
+        first = _window_layers(read)
+        windowed = [index >= first for index in range(layers)]
+    if window is None or not any(windowed):
+        return
+    if family in ("mistral", "mixtral", "qwen3_moe") and not all(windowed):
+        raise UserError(f'{where}: "layer_types" of a {family} model must be all alike')
+    fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
+    fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+
+
+def _window_layers(read: Reader) -> int:
+    _, value = read.get(("max_window_layers",), 28)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
+    return value
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A ``config.json`` that transformers 4 and 5 read as this model."""
+    family = FAMILIES[config.family]
+    eos: int | list[int] | None = config.eos_token
+    if config.more_eos_tokens:
+        eos = list(config.eos_tokens)
+    shared: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocabulary,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": config.bos_token,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+    if config.family == "gpt2":
+        return shared | {
+            "n_embd": config.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.intermediate,
+            "n_positions": config.max_positions,
+            "n_ctx": config.max_positions,
+            "activation_function": {"gelu_tanh": "gelu_new"}.get(
+                config.activation, _ACTIVATION_KEYS[config.activation]
+            ),
+            "layer_norm_epsilon": config.norm_epsilon,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
+    if family.encoder:
+        return shared | write_encoder(config, family, _ACTIVATION_KEYS[config.activation])
+    scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
+    written = shared | {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": _ACTIVATION_KEYS[config.activation],
+        "rms_norm_eps": config.norm_epsilon,
+        "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+    }
+    if config.experts:
+        written |= write_experts(config)
+    if config.family in ("llama", "qwen3", "qwen3_moe", "dots1"):
+        written["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        written["mlp_bias"] = config.mlp_bias
+    if config.family == "qwen2_moe":
+        written["qkv_bias"] = config.qkv_bias
+    if config.family in ("mistral", "mixtral", "dots1"):
+        written["sliding_window"] = config.sliding_window
+    if config.family == "qwen3_moe":
+        written["use_sliding_window"] = config.sliding_window is not None
+        written["sliding_window"] = config.sliding_window
+    if config.family in ("qwen2", "qwen3", "qwen2_moe", "dots1"):
+        windowed = [config.layer_window(index) is not None for index in range(config.layers)]
+        if config.family != "dots1":
+            written["use_sliding_window"] = any(windowed)
+        written["sliding_window"] = config.sliding_window
+        written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
+        written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]
+    return written

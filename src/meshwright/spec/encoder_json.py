@@ -1,0 +1,67 @@
+"""An encoder in Hugging Face's ``config.json``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
+from meshwright.spec.families import Family
+
+if TYPE_CHECKING:
+    from meshwright.spec.config import ModelConfig
+    from meshwright.spec.config_reader import Reader
+
+
+def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
+    """What only an encoder has. The first of ``architectures`` says what it predicts; without one, masked tokens."""
+    architectures = read.data.get("architectures") or [family.architecture]
+    known = ", ".join(family.heads)
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f'{read.where}: "architectures" must be a list of names, not {shorten_repr(architectures)}')
+    if architectures[0] not in family.heads:
+        raise UserError(f"{read.where}: the head of {architectures[0]} is not computed here (computed: {known})")
+    head = family.heads[architectures[0]]
+    padding = read.tokens("pad_token_id", vocabulary)
+    return {
+        "token_types": read.integer("token_types", ("type_vocab_size",)),
+        "head": head,
+        "labels": _read_labels(read) if head == "classes" else (),
+        "pad_token": padding[0] if padding else None,
+    }
+
+
+def _read_labels(read: Reader) -> tuple[str, ...]:
+    """The names of the classes: of ``id2label``, or those that transformers makes up for ``num_labels`` (2)."""
+    _, names = read.get(("id2label",))
+    if names is None:
+        return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))
+    try:
+        return tuple(str(names[str(number)]) for number in range(len(names)))
+    except (KeyError, TypeError):
+        message = f'"id2label" must name the classes from "0" on, not {shorten_repr(names)}'
+        raise UserError(f"{read.where}: {message}") from None
+
+
+def write_encoder(config: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
+    """The keys that only an encoder has; `activation` as Hugging Face calls it."""
+    (architecture,) = (name for name, head in family.heads.items() if head == config.head)
+    written: dict[str, Any] = {
+        "architectures": [architecture],
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.max_positions,
+        "type_vocab_size": config.token_types,
+        "hidden_act": activation,
+        "layer_norm_eps": config.norm_epsilon,
+        "pad_token_id": config.pad_token,
+        "position_embedding_type": "absolute",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    if config.labels:
+        names = {str(number): label for number, label in enumerate(config.labels)}
+        written |= {"id2label": names, "label2id": {label: number for number, label in enumerate(config.labels)}}
+    return written

@@ -1,0 +1,92 @@
+"""What a ``config.json`` says of a mixture of experts, read and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
+
+if TYPE_CHECKING:
+    from meshwright.spec.config import ModelConfig
+    from meshwright.spec.config_reader import Reader
+
+
+def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
+    """The fields of ModelConfig that say how many experts there are and how tokens come to them."""
+    fields: dict[str, Any] = {
+        "experts": read.integer("experts", _experts_keys(family)),
+        "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
+        "expert_intermediate": intermediate
+        if family == "mixtral"
+        else read.integer("expert_intermediate", ("moe_intermediate_size",)),
+    }
+    if family == "dots1":
+        first = _whole(read, "first_k_dense_replace", 0)
+        fields["dense_layers"] = tuple(range(min(first, layers)))
+        fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer("experts", ("n_shared_experts",))
+        fields["routed_scale"] = read.number(("routed_scaling_factor",), 1.0)
+    else:
+        _, weight = read.get(("router_aux_loss_coef",))
+        fields["router_loss"] = 0.0 if weight == 0 else read.number(("router_aux_loss_coef",), 0.001)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields["dense_layers"] = _dense_layers(read, layers)
+    if family == "qwen2_moe":
+        fields["shared_intermediate"] = read.integer("shared_intermediate", ("shared_expert_intermediate_size",))
+    if family != "mixtral":
+        fields["normalise_choice"] = read.boolean("norm_topk_prob")
+    return fields
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a ``config.json`` that say the same."""
+    written: dict[str, Any] = dict.fromkeys(_experts_keys(config.family), config.experts)
+    written["num_experts_per_tok"] = config.experts_per_token
+    if config.family != "mixtral":
+        written["moe_intermediate_size"] = config.expert_intermediate
+        written["norm_topk_prob"] = config.normalise_choice
+    if config.family == "dots1":
+        return written | {
+            "first_k_dense_replace": len(config.dense_layers),
+            "n_shared_experts": config.shared_intermediate // config.expert_intermediate,
+            "routed_scaling_factor": config.routed_scale,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    written["router_aux_loss_coef"] = config.router_loss
+    written["output_router_logits"] = False
+    if config.family in ("qwen2_moe", "qwen3_moe"):
+        written["decoder_sparse_step"] = 1
+        written["mlp_only_layers"] = list(config.dense_layers)
+    if config.family == "qwen2_moe":
+        written["shared_expert_intermediate_size"] = config.shared_intermediate
+    return written
+
+
+def _experts_keys(family: str) -> tuple[str, ...]:
+    """The keys for the number of experts, that of transformers 4 and that of 5, in the order in which they count."""
+    return {
+        "mixtral": ("num_local_experts",),
+        "qwen2_moe": ("num_experts",),
+        "qwen3_moe": ("num_experts", "num_local_experts"),
+        "dots1": ("n_routed_experts",),
+    }[family]
+
+
+def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
+    """Layers with a plain MLP: those that are listed, and of the others all but every so-many-th."""
+    step = read.integer("layers", ("decoder_sparse_step",), 1)
+    _, listed = read.get(("mlp_only_layers",))
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
+        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {shorten_repr(listed)}')
+    listed = frozenset(listed)
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
+def _whole(read: Reader, key: str, default: int) -> int:
+    _, value = read.get((key,), default)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f'{read.where}: "{key}" must be a whole number, not {shorten_repr(value)}')
+    return value

@@ -1,0 +1,112 @@
+"""The parameter table of a foreign module: any torch.nn.Module, whose parameters are spread over dp alone. Free of
+torch; `parallel/module_table.py` derives it from the module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.partition import Partition
+from meshwright.spec.rows import Initial, Row, Tensor
+from meshwright.spec.stages import Stage
+
+REST = "(rest)"
+"""The unit of all parameters that are in no other; it is there from the first forward to the end of the backward."""
+
+
+class ForeignParameter(NamedTuple):
+    """A parameter as `named_parameters` gives it, the unit that it lies in, and whether weight decay applies."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str
+    decay: bool
+
+
+class KeptValue(NamedTuple):
+    """A buffer or a frozen parameter: its dtype is called as torch and numpy call it ("int64")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ModulePartition(Partition):
+    """A foreign module is one stage."""
+
+    @classmethod
+    def whole(cls, table: ParameterTable) -> ModulePartition:
+        """Everything on every rank."""
+        return cls(table, (Stage(0, range(0), first=True, last=True),), ((0,),))
+
+    def units(self, stage: Stage) -> tuple[str, ...]:
+        """All of them, in the order in which the module names them."""
+        return self.table.units
+
+
+def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
+    """The table of trained parameters. Units come in the order of their first parameters, `REST` first."""
+    units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
+    units |= dict.fromkeys(each.unit for each in parameters)
+    tensors = []
+    for unit in units:
+        own = [each for each in parameters if each.unit == unit]
+        tensors += [_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
+    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
+
+
+def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
+    """The same with what is kept beside the trained parameters, as checkpoints have it."""
+    rows = [_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
+    return ParameterTable((*table.rows, *rows), table.tensors, table.units)
+
+
+def refuse_for_module(layout: Layout, batch: int) -> None:
+    """`UserError` with the first reason why no foreign module can be trained on the layout in steps of `batch`."""
+    layout.refuse_unbuilt()
+    spread = f'layout "{layout}"'
+    own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
+    for axis, ranks in own.items():
+        if ranks > 1:
+            raise UserError(
+                f"{spread}: {axis} cuts models that Meshwright builds itself; a module of your own is spread over dp "
+                "alone, with zero0 to zero3, hs and mb"
+            )
+    if layout.recompute != "none":
+        raise UserError(
+            f"{spread}: ac recomputes the blocks of models that Meshwright builds itself; a module of your own calls "
+            "torch.utils.checkpoint where it is to be computed again"
+        )
+    parts = layout.dp * layout.micro_batches
+    if batch % parts:
+        raise UserError(
+            f"{spread}: train.batch = {batch} samples do not divide into dp x mb = {parts} equal parts; take a "
+            f"multiple, such as {-(-batch // parts) * parts}"
+        )
+
+
+def _tensor(parameter: ForeignParameter) -> Tensor:
+    row = _row(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
+    return Tensor(parameter.name, parameter.unit, (row,))
+
+
+def _row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
+    return Row(
+        name=name,
+        shape=shape,
+        transposed=False,
+        tensor=name,
+        offset=0,
+        unit=unit,
+        split={},
+        blocks=(),
+        granularity=1,
+        remainder="refuse",
+        partial=None,
+        initial=Initial("zeros"),  # its own: the module's values are taken over
+        decay=decay,
+        kept=kept,
+    )

@@ -1,0 +1,324 @@
+"""The parameter table: every tensor of a model, once, with all that others ask about it.
+
+A row is a tensor as Hugging Face names and shapes it on disk. Rows make up engine tensors (query, key and value are one
+matrix here), engine tensors make up units (the flat buffers of ZeRO). Builder, planner, checkpoint, gradient sums and
+server read the same table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from meshwright.layout import Layout
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.disk_names import DISK_NAMES
+from meshwright.spec.rows import Box, Initial, Part, Row, SplitAxis, Tensor
+
+__all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table"]
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """All rows and engine tensors of a model, in the order of the units and, in a unit, of its flat buffer."""
+
+    rows: tuple[Row, ...]
+    tensors: tuple[Tensor, ...]
+    units: tuple[str, ...]
+    tied: bool = False
+    """Whether the head computes with the embedding's matrix."""
+
+    @cached_property
+    def _row_by_name(self) -> dict[str, Row]:
+        return {row.name: row for row in self.rows}
+
+    @cached_property
+    def _tensor_by_name(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def _tensors_by_unit(self) -> dict[str, tuple[Tensor, ...]]:
+        found: dict[str, list[Tensor]] = {unit: [] for unit in self.units}
+        for tensor in self.tensors:
+            found[tensor.unit].append(tensor)
+        return {unit: tuple(tensors) for unit, tensors in found.items()}
+
+    def row(self, name: str) -> Row:
+        return self._row_by_name[name]
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensor_by_name[name]
+
+    def unit_tensors(self, unit: str, layout: Layout | None = None, part: Part | None = None) -> tuple[Tensor, ...]:
+        """A unit's tensors in the order of its flat buffers: those that weight decay applies to, then the rest. `part`:
+        those of one of the two alone."""
+        tensors = self._tensors_by_unit[unit]
+        return tensors if part is None else tuple(each for each in tensors if each.part(layout or Layout()) == part)
+
+    def unit_parts(self, unit: str, layout: Layout) -> tuple[Part, ...]:
+        """The flat buffers that a unit has on a layout: a second one where experts are spread over their own axes."""
+        apart = any(tensor.part(layout) == "experts" for tensor in self._tensors_by_unit[unit])
+        return ("dense", "experts") if apart else ("dense",)
+
+    def needed_by(self, unit: str) -> tuple[str, ...]:
+        """The units whose tensors a unit computes with: itself, and the embedding where it is a tied head."""
+        return (unit, "embedding") if self.tied and unit == "head" else (unit,)
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the model; a tied embedding counts once."""
+        return sum(row.numel for row in self.rows)
+
+    @cached_property
+    def active_numel(self) -> int:
+        """Parameters that one token computes with, on average: of each layer's experts those that it chooses."""
+        return round(sum(row.numel * row.active for row in self.rows))
+
+    def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
+        """The boxes of a row that the rank at ``coordinates`` (as ``layout.coordinates`` gives) holds.
+
+        Together the ranks' boxes cover the row, each element on ``row.replicas(layout)`` ranks of tp; an expert under
+        expert parallelism is covered once by each block of ep x etp ranks.
+        """
+        offset = self.tensor(row.tensor).local_offset(row, layout)
+        dims = range(len(row.engine_shape))
+        boxes = []
+        for intervals in itertools.product(*(row.intervals(layout, coordinates, dim) for dim in dims)):
+            starts, sizes, local = (tuple(part) for part in zip(*intervals, strict=True))
+            boxes.append(Box(starts, sizes, (local[0] + offset, *local[1:])))
+        return tuple(boxes)
+
+    def unit_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
+        """Elements of a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on one device."""
+        tensors = self.unit_tensors(unit, layout, part)
+        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
+
+    def unit_decay_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
+        """How many elements at the front of a unit's flat buffer weight decay applies to."""
+        tensors = [tensor for tensor in self.unit_tensors(unit, layout, part) if tensor.decay]
+        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
+
+    def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
+        """Where a tensor's part lies in the rank's flat buffer of its unit: (start, stop)."""
+        layout = layout or Layout()
+        together = self.unit_tensors(tensor.unit, layout, tensor.part(layout))
+        before = itertools.takewhile(lambda other: other.name != tensor.name, together)
+        start = sum(math.prod(other.local_shape(layout)) for other in before)
+        return start, start + math.prod(tensor.local_shape(layout))
+
+    def row_range(self, row: Row, layout: Layout | None = None) -> tuple[int, int]:
+        """Where a row's part lies in the rank's flat buffer of its unit: (start, stop), in engine orientation."""
+        layout = layout or Layout()
+        tensor = self.tensor(row.tensor)
+        start = self.tensor_range(tensor, layout)[0]
+        start += tensor.local_offset(row, layout) * math.prod(tensor.local_shape(layout)[1:])
+        return start, start + math.prod(row.local_shape(layout))
+
+
+def parameter_table(config: ModelConfig) -> ParameterTable:
+    """The table of a model. Families that can only be planned have one too."""
+    builder = _Builder(config)
+    builder.build()
+    units: dict[str, dict[str, list[Row]]] = {}
+    for row in builder.rows:
+        units.setdefault(row.unit, {}).setdefault(row.tensor, []).append(row)
+    tensors = []
+    for unit, grouped in units.items():
+        found = [Tensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
+        tensors += sorted(found, key=lambda tensor: not tensor.decay)
+    rows = tuple(row for tensor in tensors for row in tensor.rows)
+    return ParameterTable(rows, tuple(tensors), tuple(units), config.tied_head)
+
+
+class _Builder:
+    """Writes the rows of a model, unit by unit in forward order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.names = DISK_NAMES[config.family]
+        self.rows: list[Row] = []
+        # GPT-2's recipe: the matrices that add to the residual stream begin smaller, by the number of additions
+        # (Radford et al. 2019, section 2.3). An encoder norms each sum, which needs no such care.
+        self.normal = Initial("normal", config.initializer_range)
+        additions = 1 if config.encoder else 2 * config.layers
+        self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
+
+    def build(self) -> None:
+        config = self.config
+        hidden, vocabulary = config.hidden, config.vocabulary
+        self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+        # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
+        if config.token_types:
+            self.add("token_types", "token_types", (config.token_types, hidden), partial="sequence")
+        if config.positions == "learned":
+            self.add("positions", "positions", (config.max_positions, hidden), partial="sequence")
+        if config.embedding_norm:
+            self.norm("embedding_norm", "embedding_norm")
+        for layer in range(config.layers):
+            self.layer(f"layers.{layer}", layer)
+        if config.encoder:
+            self.encoder_head()
+            return
+        self.norm("head", "final_norm")
+        if not config.tied:
+            self.add("head", "head", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+
+    def encoder_head(self) -> None:
+        """What follows the last block of an encoder: a transform before the embedding's matrix and a bias after it, or
+        a pooler and what classifies with it. All ranks of tp would hold all of it but the bias."""
+        hidden = self.config.hidden
+        dense = {"masked": "transform"}.get(self.config.head, "pooler")
+        for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
+            self.add("head", dense, shape, suffix=suffix, partial="sequence")
+        if self.config.head == "masked":
+            self.norm("head", "transform_norm", tensor="transform_norm")
+            self.add("head", "head", (self.config.vocabulary,), {"tp": 0}, suffix="bias", remainder="pad")
+        elif self.config.head == "classes":
+            classes = len(self.config.labels)
+            for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
+                self.add("head", "classifier", shape, suffix=suffix, partial="sequence")
+
+    def layer(self, unit: str, layer: int) -> None:
+        config = self.config
+        hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
+        query, key = config.heads * head_dim, config.kv_heads * head_dim
+        attention, mlp = f"{unit}.attention", f"{unit}.mlp"
+
+        self.norm(unit, "attention_norm", layer)
+        if "qkv" in self.names:
+            # BLOOM's file mixes the three head by head; GPT-2's has all queries, all keys, all values.
+            mixed = config.family == "bloom"
+            blocks, granularity = ((3 * query,), 3 * head_dim) if mixed else ((query,) * 3, head_dim)
+            self.linear(
+                unit, f"{attention}.qkv", "qkv", layer, 3 * query, hidden, column=True, bias=config.qkv_bias,
+                blocks=blocks, granularity=granularity,
+            )  # fmt: skip
+        else:
+            for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
+                self.linear(
+                    unit, f"{attention}.qkv", part, layer, size, hidden, column=True, bias=config.qkv_bias,
+                    offset=offset, granularity=head_dim, replicate=part != "query",
+                )  # fmt: skip
+        if config.query_key_norm:
+            self.norm(unit, "query_norm", layer, tensor=f"{attention}.query_norm", size=head_dim, partial="heads")
+            self.norm(unit, "key_norm", layer, tensor=f"{attention}.key_norm", size=head_dim, partial="heads")
+        self.linear(
+            unit, f"{attention}.output", "attention_output", layer, hidden, query, column=False,
+            bias=config.output_bias, granularity=head_dim,
+        )  # fmt: skip
+        if config.post_norms:
+            self.norm(unit, "attention_post_norm", layer)
+
+        self.norm(unit, "mlp_norm", layer)
+        if config.has_experts(layer):
+            self.mixture(unit, mlp, layer)
+        else:
+            self.feed_forward(unit, mlp, layer, intermediate)
+        if config.post_norms:
+            self.norm(unit, "mlp_post_norm", layer)
+
+    def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
+        hidden, bias = self.config.hidden, self.config.mlp_bias
+        for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
+            self.linear(unit, f"{mlp}.up", prefix + part, layer, width, hidden, column=True, bias=bias, offset=offset)
+        self.linear(unit, f"{mlp}.down", f"{prefix}down", layer, hidden, width, column=False, bias=bias)
+
+    def mixture(self, unit: str, mlp: str, layer: int) -> None:
+        """A router, its experts one after the other in one tensor each way, and the expert that all tokens share."""
+        config = self.config
+        hidden, width = config.hidden, config.expert_intermediate
+        # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
+        # about a choice is a part.
+        self.add(unit, "router", (config.experts, hidden), tensor=f"{mlp}.router", layer=layer, partial="heads")
+        if config.router_bias:
+            self.add(
+                unit, "router", (config.experts,), tensor=f"{mlp}.router", layer=layer, suffix="bias",
+                disk_suffix="e_score_correction_bias", partial="heads", balances=True,
+            )  # fmt: skip
+        for expert in range(config.experts):
+            start = expert * 2 * width
+            for part, offset in (("expert_gate", start), ("expert_up", start + width)):
+                self.linear(
+                    unit, f"{mlp}.experts.up", part, layer, width, hidden, column=True, bias=False, offset=offset,
+                    expert=expert,
+                )  # fmt: skip
+            self.linear(
+                unit, f"{mlp}.experts.down", "expert_down", layer, hidden, width, column=False, bias=False,
+                offset=expert * hidden, expert=expert,
+            )  # fmt: skip
+        if config.shared_intermediate:
+            self.feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
+        if config.shared_gate:
+            self.add(unit, "shared_expert_gate", (1, hidden), tensor=f"{mlp}.shared_gate", layer=layer, partial="heads")
+
+    def linear(
+        self, unit: str, tensor: str, part: str, layer: int, output: int, inputs: int, *, column: bool, bias: bool,
+        offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
+        expert: int | None = None,
+    ) -> None:  # fmt: skip
+        """A weight [output, inputs] and its bias. Column parallel cuts the outputs, row parallel the inputs."""
+        remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
+        partial: Literal["heads"] | None = "heads" if replicate else None
+        self.add(
+            unit, part, (output, inputs), {"tp": 0 if column else 1}, tensor=tensor, layer=layer, offset=offset,
+            blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
+            initial=self.normal if column else self.residual, expert=expert,
+        )  # fmt: skip
+        if not bias:
+            return
+        if column:
+            self.add(
+                unit, part, (output,), {"tp": 0}, tensor=tensor, layer=layer, offset=offset, suffix="bias",
+                blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
+            )  # fmt: skip
+        else:  # added after the ranks' products are summed, to each rank's piece of the sequence
+            self.add(unit, part, (output,), tensor=tensor, layer=layer, suffix="bias", partial="sequence")
+
+    def norm(
+        self, unit: str, part: str, layer: int | None = None, *, tensor: str | None = None, size: int | None = None,
+        partial: Literal["sequence", "heads"] = "sequence",
+    ) -> None:  # fmt: skip
+        tensor = tensor or (part if layer is None else f"{unit}.{part}")
+        # Gemma 2 multiplies by 1 + weight.
+        ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
+        shape = (size or self.config.hidden,)
+        self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, initial=ones)
+        if self.config.norm_bias:
+            self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, suffix="bias")
+
+    def add(
+        self, unit: str, part: str, shape: tuple[int, ...], split: Mapping[SplitAxis, int] | None = None, *,
+        tensor: str | None = None, layer: int | None = None, suffix: str = "weight", offset: int = 0,
+        blocks: tuple[int, ...] = (), granularity: int = 1,
+        remainder: Literal["refuse", "replicate", "pad"] = "refuse",
+        partial: Literal["sequence", "heads"] | None = None, initial: Initial | None = None,
+        expert: int | None = None, disk_suffix: str | None = None, balances: bool = False,
+    ) -> None:  # fmt: skip
+        split = split or {}
+        transposed = self.config.family == "gpt2" and layer is not None and len(shape) == 2
+        self.rows.append(
+            Row(
+                name=f"{self.names[part].format(i=layer, e=expert)}.{disk_suffix or suffix}",
+                shape=shape[::-1] if transposed else shape,
+                transposed=transposed,
+                tensor=f"{tensor or part}.{suffix}",
+                offset=offset,
+                unit=unit,
+                split=split,
+                blocks=blocks or tuple(shape[dim] for dim in split.values()),
+                granularity=granularity,
+                remainder=remainder,
+                partial=partial,
+                initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
+                # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
+                # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.
+                decay=len(shape) > 1,
+                active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
+                balances=balances,
+                expert=None if expert is None else (expert, self.config.experts),
+            )
+        )

@@ -1,0 +1,59 @@
+"""How long the steps of a model's stages last, and the pipeline's program for a model: `auto` searches with these.
+Whoever needs the program of a layout and a model asks here, so that all have the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.program.durations import Durations
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.schedules.library import program_of
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import stages_of
+from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
+
+_PARTS = 1024
+"""Times are whole numbers of these parts of a rank's mean forward: every sum of them is exact, so that ranks on unlike
+processors find the same program."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The times of a model's stages by their arithmetic, on `ranks` ranks and for rows of `sequence` tokens.
+
+    A product with weights is one product forward, one for its input's gradient and one for the weights'. The core of
+    attention has no weights, and twice the products on the way back. What is computed again comes with the input
+    gradient, and so do both gradients of the head. Transfers, sums over other axes and the memory's speed are left out.
+    """
+
+    config: ModelConfig
+    ranks: int
+    sequence: int
+    recompute: str = "none"
+
+    def __call__(self, count: int) -> Durations | None:
+        """Of `count` stages, in units of a rank's mean forward; None where the model has fewer layers."""
+        if count > self.config.layers:
+            return None
+        forward, input_gradient, weight_gradient = [0.0] * count, [0.0] * count, [0.0] * count
+        for stage in stages_of(self.config, count, self.sequence):
+            at = stage.index
+            for layer in stage.layers:
+                flops = layer_flops(self.config, layer, self.sequence)
+                whole, core = sum(flops.values()), sum(flops[name] for name in ATTENTION_CORE)
+                again = sum(flops.get(name, 0.0) for name in RECOMPUTED[self.recompute])
+                forward[at] += whole
+                input_gradient[at] += whole + core + again
+                weight_gradient[at] += whole - core
+            if stage.last:
+                forward[at] += head_flops(self.config, self.sequence)
+                input_gradient[at] += 2 * head_flops(self.config, self.sequence)
+        part = sum(forward) / self.ranks / _PARTS
+        kinds = (forward, input_gradient, weight_gradient)
+        return Durations(*([round(time / part) / _PARTS for time in times] for times in kinds))
+
+
+def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
+    """The program of a layout's pipeline for a model and rows of `sequence` tokens. Raises what `program_of` raises."""
+    return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

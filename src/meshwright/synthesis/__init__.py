@@ -1,0 +1,1 @@
+"""Generated instruction variants, labels and annotation exchange, by a served model."""

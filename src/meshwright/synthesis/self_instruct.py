@@ -1,0 +1,225 @@
+"""Self-Instruct: a served model writes new tasks after the example of a few, then examples of them, filtered.
+
+Wang et al., Self-Instruct: Aligning Language Models with Self-Generated Instructions (arXiv:2212.10560), section 2.2;
+the figures that the paper leaves to its code are from that code (github.com/yizhongw/self-instruct). The wording of the
+prompts is our own, for models that follow instructions; the paper's continue a text.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.data.records.exchanges import Record, first_request
+from meshwright.errors import UserError
+from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.endpoint import ChatRequest, Completion
+from meshwright.synthesis.rouge import Pool
+
+IN_CONTEXT, GENERATED_IN_CONTEXT = 8, 2  # tasks in a prompt, of which the model's own ("Instruction Generation")
+TOO_ALIKE = 0.7  # ROUGE-L with any task of the pool ("Filtering and Postprocessing")
+LEAST_WORDS, MOST_WORDS = 4, 150  # of an instruction; these and the words below: the code's
+MOST_INSTANCES = 5  # of one task
+UNSUITABLE = (  # what a language model cannot look at or do; the paper names image, picture and graph
+    *("image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps"),
+    *("draw", "plot", "go to"),
+)
+_NEW_TASKS = 8  # that a prompt asks for
+_ROUND = 8  # prompts whose tasks are sampled from the same pool
+_PATIENCE = 5  # rounds without a new task, after which the model has no more to say
+
+_WRITE_TASKS = (
+    "Here are {count} tasks that people have given an assistant:\n\n{tasks}\n\nWrite {more} more, numbered on from "
+    "{next}, one a line. They should differ from these and from one another in topic, in form and in what is wanted; "
+    "about a quarter of them should have one of a few fixed labels as the answer. Each must be complete in itself, "
+    "doable with text alone, and one or two sentences long. Write the tasks only, without solving them."
+)
+_IS_CLASSIFICATION = (
+    "Is the answer to this task always one of a small, fixed set of labels (such as yes or no, a category, a grade)? "
+    "Answer with yes or no alone.\n\nTask: {task}"
+)
+_WRITE_INSTANCE = (
+    "Task: {task}\n\nWrite {count} of what the task may be given to work on, with the answer. For each, write a line "
+    "that says Input: and then the material (or none, if the task needs nothing else), then a line that says Output: "
+    "and then the complete answer. Write nothing else."
+)
+_WRITE_LABELLED = (
+    "Task: {task}\n\nThe answer is one of a few labels. For each of these labels, up to {count}, write a line that "
+    "says Label: and then the label, then a line that says Input: and then material that gets this label. Write "
+    "nothing else."
+)
+
+
+@dataclass
+class Outcome:
+    """What a run made: `records` (Alpaca's keys, and `origin`), and of what was left out how many for which reason."""
+
+    records: list[Record] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        return {"records": len(self.records), "rounds": self.rounds, "dropped": dict(sorted(self.dropped.items()))}
+
+
+def self_instruct(
+    seeds: Sequence[tuple[str, Record]],
+    asker: Asker,
+    count: int,
+    seed: int = 0,
+    temperature: float = 0.7,
+    max_tokens: int = 1024,
+    instances: int = 1,
+    log: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+    """`count` new tasks (fewer where the model repeats itself), each with up to `instances` examples.
+
+    instances: asked for of a task whose answer is free text; of a classification, one for each of up to 5 labels. What
+    is asked depends on `seed` and the answers alone, so a run that is started again asks the same.
+    """
+    people = [first_request(record, where) for where, record in seeds]
+    people = list(dict.fromkeys(text for text in people if text.strip()))
+    if not people:
+        raise UserError("Self-Instruct needs tasks to start from, and the file has none")
+    outcome, pool = Outcome(), Pool(people)
+    made: list[str] = []
+    idle = 0
+    while len(made) < count and idle < _PATIENCE:
+        random_ = random.Random(f"{seed} {outcome.rounds}")
+        prompts = [_tasks_prompt(random_, people, made) for _ in range(_ROUND)]
+        requests = [
+            ChatRequest(_user(prompt), temperature, max_tokens=max_tokens, seed=_seed(seed, outcome.rounds, number))
+            for number, prompt in enumerate(prompts)
+        ]
+        before = len(made)
+        for answer in asker.ask(requests, "new tasks"):
+            for task in _numbered(answer, outcome.dropped):
+                reason = unsuitable(task) or ("like another task" if pool.is_like(task, TOO_ALIKE) else None)
+                if reason:
+                    outcome.dropped[reason] += 1
+                elif len(made) < count:
+                    made.append(task)
+                    pool.add(task)
+        idle = 0 if len(made) > before else idle + 1
+        outcome.rounds += 1
+        log(f"{len(made):,} of {count:,} new tasks after {outcome.rounds} rounds")
+    _add_instances(outcome, made, asker, seed, temperature, max_tokens, instances)
+    return outcome
+
+
+def unsuitable(task: str) -> str | None:
+    """Why an instruction is left out, whatever the others are; None where it is not."""
+    length = len(task.split())
+    if length < LEAST_WORDS:
+        return "too short"
+    if length > MOST_WORDS:
+        return "too long"
+    if any(re.search(rf"\b{word}\b", task, re.IGNORECASE) for word in UNSUITABLE):
+        return "needs more than text"
+    if task.lower().startswith("write a program"):
+        return "begins with: write a program"
+    if task[0] in string.punctuation:
+        return "begins with a punctuation mark"
+    return None
+
+
+def _tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
+    """The prompt for new tasks: people's and the model's own in a random order."""
+    own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
+    shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
+    random_.shuffle(shown)
+    tasks = "\n".join(f"{number}. {' '.join(task.split())}" for number, task in enumerate(shown, 1))
+    return _WRITE_TASKS.format(count=len(shown), tasks=tasks, more=_NEW_TASKS, next=len(shown) + 1)
+
+
+def _numbered(answer: Completion | None, dropped: Counter[str]) -> list[str]:
+    """The items of a numbered list. The last of an answer that was cut is not whole."""
+    if answer is None:
+        dropped["request refused"] += 1
+        return []
+    parts = re.split(r"^\s*(?:task\s+)?\d+\s*[.):]\s*", answer.text, flags=re.MULTILINE | re.IGNORECASE)[1:]
+    tasks = [task for part in parts if (task := " ".join(part.split()).strip("*"))]
+    if not tasks:
+        dropped["answer without tasks"] += 1
+    if answer.finish_reason == "length" and tasks:
+        dropped["cut off"] += 1
+        tasks.pop()
+    return tasks
+
+
+def _add_instances(
+    outcome: Outcome,
+    tasks: Sequence[str],
+    asker: Asker,
+    seed: int,
+    temperature: float,
+    max_tokens: int,
+    instances: int,
+) -> None:
+    """Examples of each task: of a classification the label first, so that not all are of one; else the input first."""
+    kinds = asker.ask(
+        [ChatRequest(_user(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=seed) for task in tasks], "kinds"
+    )
+    labelled = [kind is not None and kind.text.strip().lower().startswith("yes") for kind in kinds]
+    requests = []
+    for number, (task, has_labels) in enumerate(zip(tasks, labelled, strict=True)):
+        prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
+        text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
+        requests.append(ChatRequest(_user(text), temperature, max_tokens=max_tokens, seed=_seed(seed, -1, number)))
+    for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
+        pairs = _pairs(answer, has_labels, outcome.dropped)
+        if not pairs:
+            outcome.dropped["task without an example"] += 1
+        origin = {"method": "self-instruct", "model": asker.endpoint.model, "classification": has_labels}
+        for given, wanted in pairs[:MOST_INSTANCES]:
+            outcome.records.append({"instruction": task, "input": given, "output": wanted, "origin": origin})
+
+
+def _pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
+    """(input, output) of an answer, without those that the paper and its code leave out."""
+    if answer is None:
+        dropped["request refused"] += 1
+        return []
+    first, second = ("label", "input") if labelled else ("input", "output")
+    marks = re.split(rf"^[\s*#]*({first}|{second})\s*\d*\s*:[*\s]*", answer.text, flags=re.MULTILINE | re.IGNORECASE)
+    found: list[tuple[str, str]] = []
+    opened: str | None = None
+    for mark, text in zip(marks[1::2], marks[2::2], strict=True):
+        if mark.lower() == first:
+            opened = text.strip()
+        elif opened is not None:
+            found.append((text.strip(), opened) if labelled else (opened, text.strip()))
+            opened = None
+    if answer.finish_reason == "length" and found and opened is None:
+        dropped["cut off"] += 1
+        found.pop()
+    kept: list[tuple[str, str]] = []
+    for given, wanted in found:
+        given = "" if given.lower().strip(". ()<>") in ("none", "n/a", "noinput") else given
+        if not wanted:
+            dropped["empty output"] += 1
+        elif given == wanted:
+            dropped["output repeats the input"] += 1
+        elif given.endswith(":") or wanted.endswith(":"):
+            dropped["ends with a colon"] += 1
+        elif (given, wanted) not in kept:
+            kept.append((given, wanted))
+    inputs = [given for given, _ in kept if given]
+    if len(set(inputs)) < len(inputs):  # one input with two outputs: the task is not to be trusted
+        dropped["one input, several outputs"] += 1
+        return []
+    return kept
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _seed(seed: int, *numbers: int) -> int:
+    """A seed for a request of its own, so that equal prompts are answered differently."""
+    return random.Random(f"{seed} {numbers}").getrandbits(31)

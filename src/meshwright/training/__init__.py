@@ -1,0 +1,1 @@
+"""Training: step, loop, optimizers, precision, predictions beside measurements."""

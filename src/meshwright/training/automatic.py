@@ -1,0 +1,65 @@
+"""`layout = "auto"`: the planner's fastest layout that fits this machine's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.errors import UserError
+from meshwright.launcher.rank_threads import layer_flops
+from meshwright.layout import Layout
+from meshwright.planner.cluster import Cluster, cluster, this_machine
+from meshwright.planner.estimate import problem_of
+from meshwright.planner.models import config_of
+from meshwright.planner.search import search
+from meshwright.recipe import Recipe
+from meshwright.threads import choose_threads
+from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_profile, measure_first_start
+
+
+def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
+    """The layout of a recipe that leaves it open. `ranks`: those that somebody else has started; None: one for each GPU
+    of this machine, or as many processes as were measured. probe: measure a machine of processors that has not been, in
+    seconds and for two processes unless `ranks` says how many.
+
+    The precision stays open: the run resolves it. Raises UserError where the machine is not known, and where nothing
+    fits.
+    """
+    where = _devices(recipe, ranks, say if probe else None)
+    config, assumed = config_of(recipe)
+    problem = problem_of(
+        config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
+        compile=recipe.train.compile,
+    )  # fmt: skip
+    found = search(replace(problem, pairs=recipe.objective != "next-token", assumed=assumed), 1)
+    if not found.best:
+        raise UserError(
+            f'layout = "auto": none of {found.searched:,} layouts fits into the memory of {where.name} '
+            f"({where.devices} devices); take a smaller batch, shorter sequences or more devices"
+        )
+    best = found.best[0]
+    layout = str(replace(best.layout, precision=None))
+    say(
+        f"layout = {layout}: the fastest of {found.searched:,} that fits {where.name}; {best.time.seconds:.3g} s a "
+        f"step expected ({best.time.low:.3g} to {best.time.high:.3g})"
+    )
+    return layout
+
+
+def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
+    import torch
+
+    if recipe.run.device != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        local = torch.cuda.device_count()
+        table = {"device": name, "devices": ranks or local, "devices_per_node": min(local, ranks or local)}
+        return cluster(table, 'layout = "auto"')
+    where = None
+    if not this_machine().exists():
+        many = ranks or 2
+        threads = recipe.run.threads or choose_threads(many, None, layer_flops(recipe, Layout.parse(f"dp{many}")))
+        if say is not None:
+            measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
+        where = find_hardware_profile(many, threads)
+    where = where or cluster("this", 'layout = "auto"')
+    return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

@@ -1,0 +1,189 @@
+"""Measures what predictions of a run lack of this machine, before its ranks start: a hardware profile, by as many
+processes and threads as the run has, and the memory of a process beyond its tensors. Free of torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.checkpoint import newest
+from meshwright.errors import MeshwrightError, Terminated, UserError
+from meshwright.layout import Layout
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.planner.cluster import Cluster, cluster, this_machine
+from meshwright.planner.machine_profile import (
+    PROBE_VARIABLE,
+    HardwareProfile,
+    HardwareProfileKey,
+    may_measure,
+    measurement_lock,
+    read_profile,
+    write_profile,
+)
+from meshwright.recipe import Recipe
+from meshwright.threads import available_cores
+from meshwright.training.process_constants import ProcessKey, measure_process_memory
+
+SYNCHRONOUS_AXES = ("tp", "cp")
+"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
+(`planner/reference_step.py`)."""
+
+CANDIDATE_PRECISIONS = ("bf16", "fp32")
+"""Of a layout that names no precision the ranks take one of these, whichever is faster: both are measured."""
+
+
+def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
+    """CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
+    first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
+    if (probed := _probed(ranks, threads)) is not None:
+        return probed
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    profile = read_profile(key)
+    return None if profile is None else _usable(profile, key.path)
+
+
+def measurement_advice(device: str) -> str:
+    """What to do so that a start of a recipe with this `run.device` measures this machine."""
+    if not may_measure():
+        return f"start once without {PROBE_VARIABLE}=0"
+    if not on_processors(device):  # a GPU's device file, and a torch that does not use it
+        return "start once with run.device=cpu"
+    return "start once without --no-probe"
+
+
+def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
+    """Measure what the predictions of a run need, as `measure_first_start`; nothing where it has no steps left."""
+    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    if checkpoint is None or checkpoint.step < recipe.train.steps:
+        layout, device = recipe.parsed_layout, recipe.run.device
+        measure_first_start(layout, device, threads, log, compiled=recipe.train.compile)
+
+
+def measure_first_start(
+    layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
+    axes: tuple[str, ...] | None = None, compiled: bool | None = None,
+) -> None:  # fmt: skip
+    """Measure what the predictions of a run of this layout need, unless it is known; keep it for later starts. device:
+    the recipe's; ranks, axes: unless given, the layout's; compiled: whether blocks are, None: process memory is not
+    measured.
+
+    What goes wrong is a line, and the run goes on without a prediction; only an interrupt or SIGTERM ends it.
+    """
+    if not may_measure() or not on_processors(device):
+        return
+    ranks = ranks or layout.world_size
+    axes = _synchronous(layout) if axes is None else axes
+    precisions = CANDIDATE_PRECISIONS if layout.precision is None else (layout.precision,)
+    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
+
+    def profile_known() -> bool:
+        return _probed(ranks, threads) is not None or _covered(key, precisions, axes)
+
+    def unknown() -> list[ProcessKey]:
+        return [each for each in processes if each.read() is None]
+
+    with _log_failure("hardware measurement failed, so step time is not predicted", log):
+        if profile_known() and not unknown():
+            return
+        with measurement_lock(log):
+            profile, memory = not profile_known(), unknown()  # another may have measured before
+            if profile or memory:
+                _measure(key if profile else None, precisions, axes, memory, log)
+
+
+@contextmanager
+def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Make a line of what goes wrong inside, stop signals aside."""
+    try:
+        yield
+    except Terminated:
+        raise
+    except Exception as error:
+        last = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+        log(f"{what}: {' '.join(last.split())[:200]}")
+
+
+def _synchronous(layout: Layout) -> tuple[str, ...]:
+    """Which of `SYNCHRONOUS_AXES` price this layout."""
+    used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
+    return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
+
+
+def _measure(
+    key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
+    log: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Measure a hardware profile unless `key` is None, and the memory of these processes."""
+    what, paths = [], [str(each.path) for each in processes]
+    if key is not None:
+        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_threads(key.threads)})")
+        paths.insert(0, str(key.path))
+    if processes:
+        what.append(f"process memory ({_threads(processes[0].threads)})")
+    log(f"measuring {' and '.join(what)}: about 10 s, once (stored in {' and '.join(paths)}; skip with --no-probe)")
+    begun = time.monotonic()
+    if key is not None:
+        with _log_failure("hardware measurement failed, so step time is not predicted", log):
+            _measure_profile(key, precisions, axes, log)
+    for each in processes:
+        with _log_failure("process memory overhead could not be measured", log):
+            each.write(measure_process_memory(each, log))
+    log(f"measured in {time.monotonic() - begun:.1f} s")
+
+
+def _measure_profile(
+    key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
+) -> None:
+    """Measure a profile and keep it; what an earlier one covers is measured again with it. `UserError` where a part of
+    the measurement failed."""
+    from meshwright.probe.ranks import probe
+
+    earlier = read_profile(key)
+    if earlier is not None:
+        precisions, axes = (*precisions, *earlier.precisions), (*axes, *earlier.axes)
+    wanted = {"precisions": sorted({*precisions}), "axes": sorted({*axes})}
+    found = probe(key.ranks, key.device, Path(), threads=key.threads, short=wanted, log=log)
+    if found["failed"] is not None:
+        raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
+    profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
+    _usable(profile, key.path)
+    write_profile(key, profile)
+
+
+def _probed(ranks: int, threads: int) -> Cluster | None:
+    """What `meshwright probe` wrote, where it measured this."""
+    if not this_machine().exists():
+        return None
+    found = cluster("this")
+    alike = found.kind == "cpu" and found.measured is not None and found.measured.threads == threads
+    return found if alike and found.devices >= ranks else None
+
+
+def _covered(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
+    profile = read_profile(key)
+    if profile is None or not profile.covers(precisions, axes):
+        return False
+    try:
+        _usable(profile, key.path)
+    except MeshwrightError:
+        return False
+    return True
+
+
+def _usable(profile: HardwareProfile, path: Path) -> Cluster:
+    """The cluster of its tables. `UserError` where they are damaged."""
+    return cluster(profile.cluster, str(path))
+
+
+def on_processors(device: str) -> bool:
+    """Whether ranks will compute on processors: without a look into torch, which would take a second."""
+    gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    return device == "cpu" or (device == "auto" and not gpus)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

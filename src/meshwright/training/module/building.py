@@ -1,0 +1,63 @@
+"""From a script's `build` to a trainer: the same module with the same values on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.parallel.module_table import Derived, check_values, derive
+from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.recipe import ModuleRecipe
+from meshwright.training.module.task import Task
+from meshwright.training.module.trainer import ModuleTrainer, parameter_dtype
+from meshwright.training.module.values import contiguous_buffers, same_values
+
+
+def build_trainer(task: Task, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTrainer:
+    """This rank's trainer, with the values that rank 0's `build` gave. Every rank calls it."""
+    layout = recipe.parsed_layout
+    module = _built(task, recipe.run.seed, layout, torch.device(mesh.device))
+    derived = derive(module, task.units, task.decays)
+    _check_alike(derived, mesh)
+    same_values(module, mesh)
+    if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
+        layout = Layout.parse(f"{layout} fp32")
+    return ModuleTrainer(task, recipe, layout, mesh, module, derived)
+
+
+def _built(task: Task, seed: int, layout: Layout, device: torch.device) -> nn.Module:
+    """The module as `build` makes it, on the device, ready to be trained."""
+    draw_from(seed_for(seed, "module"), device)
+    module = task.build()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"build gives {type(module).__name__}: a torch.nn.Module is needed")
+    check_values(module)
+    module.to(device)
+    if not module.training:  # as from_pretrained leaves it
+        module.train()
+    dtype = parameter_dtype(module, layout)
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for inner in module.modules():
+        if isinstance(inner, nn.modules.batchnorm._NormBase):  # it computes with statistics of its weights' dtype
+            for name, value in inner.named_buffers(recurse=False):
+                if value.is_floating_point() and dtype.itemsize < value.dtype.itemsize:
+                    inner._buffers[name] = value.to(dtype)
+    contiguous_buffers(module)
+    return module
+
+
+def _check_alike(derived: Derived, mesh: Mesh) -> None:
+    """`UserError` on all ranks where one has built another module than rank 0."""
+    rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
+    mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)
+    problem = None
+    if agreement.numbers([mine], count=1) != [mine]:
+        problem = f"rank {mesh.rank} has built another module than rank 0: build must not depend on the rank"
+    if (said := agreement.first_text(problem)) is not None:
+        raise UserError(said[1])

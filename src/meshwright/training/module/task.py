@@ -1,0 +1,33 @@
+"""What a script says of its training: the module, the loss, the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshwright.parallel.module_table import ChooseUnit
+from meshwright.training.module.data import Collate, Samples
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Measure = Callable[[nn.Module, Any], torch.Tensor | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The arguments of `fit`; see there."""
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    data: Samples
+    collate: Collate
+    count: Callable[[Any], int | torch.Tensor] | None
+    reduction: Literal["mean", "sum"]
+    validation: Samples | None
+    measures: dict[str, Measure]
+    units: ChooseUnit | None
+    decays: Callable[[str, nn.Parameter], bool] | None
+    workers: int

@@ -1,0 +1,92 @@
+"""The memory of a process beyond its tensors, measured once per machine in a process of its own and kept in the store
+of `planner/machine_profile.py`. Free of torch.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from meshwright import __version__
+from meshwright.planner.machine_profile import (
+    measurement_file,
+    processor_name,
+    read_measurement,
+    torch_version,
+    write_measurement,
+)
+
+KIND = "memory"
+LIMIT_SECONDS = 300
+"""For a measurement; compiling on a busy machine takes the most of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConstants:
+    """Measured process memory beyond tensors on this machine.
+
+    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
+    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_*: torch.compile, what it
+    keeps and what it holds beside that while it works.
+    """
+
+    first_use_bytes: int
+    heap_overhead_fraction: float
+    kernel_bytes: int
+    compiler_resident_bytes: int
+    compiler_transient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKey:
+    """What constants hold for: the recipe's precision, threads of a rank, whether blocks are compiled."""
+
+    precision: str
+    threads: int
+    compiled: bool
+
+    @property
+    def path(self) -> Path:
+        """The file; whether there is one or not."""
+        return measurement_file(KIND, self._document())
+
+    def _document(self) -> dict[str, Any]:
+        versions = {"meshwright": __version__, "torch": torch_version(), "libc": " ".join(platform.libc_ver())}
+        return {**asdict(self), **versions, "processor": processor_name()}
+
+    def read(self) -> ProcessConstants | None:
+        """The constants kept; None where there are none or the file is damaged."""
+        found = read_measurement(KIND, self._document())
+        try:
+            return None if found is None else _constants(found)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, constants: ProcessConstants) -> None:
+        """Keep constants. `OSError` where the directory takes no file."""
+        write_measurement(KIND, self._document(), asdict(constants))
+
+
+def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> ProcessConstants:
+    """Measure in a process of its own, which is started as a rank is, with as many threads. Raises as
+    `meshwright.launcher.launcher.launch`: `RankLost` where it takes longer than `LIMIT_SECONDS`, `Terminated`."""
+    from meshwright.launcher.launcher import LaunchSpec, launch
+
+    description = {**asdict(key), "limit_seconds": LIMIT_SECONDS}
+    command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
+        spec = LaunchSpec(description, 1, Path(place), threads=key.threads, command=command, trains=False, log=log)
+        return _constants(launch(spec))
+
+
+def _constants(table: Mapping[str, Any]) -> ProcessConstants:
+    values = {field.name: table[field.name] for field in fields(ProcessConstants)}
+    if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
+        raise ValueError(table)
+    return ProcessConstants(**values)

@@ -1,0 +1,127 @@
+"""Predicts the peak resident set size (RSS) of a rank's process on a CPU, itemized, before the first step: what `top`,
+cgroup limits and the OOM killer see.
+
+What is resident already is read, not predicted. The step's tensors are the ledger's. What libraries add in the first
+steps, and what the C library's allocator holds beyond the tensors, is measured on small steps of the engine in a
+process of its own, once per machine, and kept in a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright.errors import UserError
+from meshwright.monitoring.memory import (
+    LARGEST_MMAP_THRESHOLD,
+    kernel_cache_capacity,
+    peak_resident_bytes,
+    resident_bytes,
+)
+from meshwright.planner.ledger import Item, Ledger
+from meshwright.training.process_constants import ProcessConstants
+
+if TYPE_CHECKING:
+    from meshwright.training.trainer import Trainer
+
+PAGES_READ = 1 << 16
+"""Bytes that the kernel maps around each place of a file that is read (fault-around)."""
+HASHED_AT_ONCE = 1 << 23
+"""Bytes that a save reads back at a time to hash them, with those that are on their way."""
+MATMULS_PER_EXPERT = 6
+"""In a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of a rank's process by item at its peak RSS."""
+
+    items: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Their sum."""
+        return sum(self.items.values())
+
+
+def predict_process_memory(
+    trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
+) -> ProcessMemory:
+    """Predict peak RSS by item, in bytes; call after `release_freed_memory`.
+
+    found: the ledger of this rank. resident_before: the process before its trainer was made. share: of the whole, what
+    calibration expects beyond. `UserError` where the kernel does not say what is resident.
+    """
+    _import_what_steps_import(trainer)
+    now = resident_bytes()
+    if now is None or resident_before is None:
+        raise UserError("the kernel does not say how much memory this process has")
+    states = sum(trainer.memory().values())
+    snapshot = sum((piece.stop - piece.start) * piece.tensor.element_size() for piece in trainer.pieces(owned=True))
+    reserved = snapshot if trainer.recipe.checkpoint.background else 0
+    compiled = trainer.recipe.train.compile
+    retained = round(constants.heap_overhead_fraction * _on_heap(found.items))
+    step = found.peak_bytes - states
+    items = {
+        "framework": resident_before,
+        "libraries": max(0, now - resident_before - states - reserved),
+        "model states": states,
+        "step tensors": step,
+        "checkpoint snapshot": snapshot,
+        "library workspaces": constants.first_use_bytes,
+        "compiled code": constants.compiler_resident_bytes if compiled else 0,
+        "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
+        "oneDNN kernel cache": _kernels(trainer) * constants.kernel_bytes,
+        "heap overhead": retained,
+        "mapped data": _data_read(trainer),
+        "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
+    }
+    items["startup peak"] = max(
+        0, (peak_resident_bytes() or 0) - sum(items.values())
+    )  # of a start that took more than steps
+    items["unexplained"] = round(share * sum(items.values()))
+    return ProcessMemory(items)
+
+
+def _import_what_steps_import(trainer: Trainer) -> None:
+    """Have torch import now what the first step would: it is resident then before the prediction."""
+    if trainer.layout.pp > 1:  # torch.autograd.backward with gradients of its own
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    if trainer.layout.recompute != "none":  # torch.utils.checkpoint
+        importlib.import_module("torch._dynamo")
+
+
+def _on_heap(items: tuple[Item, ...]) -> int:
+    """Bytes of the step's tensors that the allocator puts on its heap."""
+    total = 0
+    for item in items:
+        if item.first == "start" or item.category in ("framework", "unexplained"):
+            continue
+        of_one = math.prod(item.shape) * getattr(torch, item.dtype).itemsize if item.shape and item.dtype else 0
+        total += item.bytes if (of_one or item.bytes) < LARGEST_MMAP_THRESHOLD else 0
+    return total
+
+
+def _kernels(trainer: Trainer) -> int:
+    """Products of shapes that differ in every step, as far as their kernels are kept."""
+    config, layout = trainer.config, trainer.layout
+    if layout.precision in (None, "fp32"):
+        return 0
+    layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
+    experts = config.experts // layout.ep if layers else 0
+    steps = trainer.recipe.train.steps - trainer.steps_done
+    return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
+
+
+def _data_read(trainer: Trainer) -> int:
+    """Bytes of the files of prepared data that the steps left will have mapped."""
+    tokens, layout, train = trainer.tokens, trainer.layout, trainer.recipe.train
+    rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
+    dtype: Any = getattr(tokens, "dtype", None)
+    size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)
+    return int(min(size, rows * PAGES_READ))

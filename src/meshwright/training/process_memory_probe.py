@@ -1,0 +1,141 @@
+"""Measures what a rank's process takes beyond tensors, in a process that the launcher starts as a rank of its own.
+
+Two small models take a few steps each, as ranks take them. What the process keeps afterwards, freed memory released, is
+first use; by how much its highest resident set was above that and the ledger's peak is what the allocator retained.
+Reports the fields of `ProcessConstants`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.launcher.rank_process import run_rank
+from meshwright.launcher.rendezvous import Place
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
+from meshwright.monitoring.memory import (
+    keep_freed_memory,
+    peak_resident_bytes,
+    release_freed_memory,
+    reset_peak_rss,
+    resident_bytes,
+)
+from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.step import ForwardBackward
+from meshwright.planner.ledger import ledger
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+from meshwright.training.optimizer import Optimizer
+from meshwright.training.process_constants import ProcessConstants
+from meshwright.training.trainer import PARAMETER_DTYPES
+
+STEPS = 3
+KERNELS = 24
+"""Products of shapes of their own, whose kernels' memory is measured."""
+
+
+def _model(hidden: int, layers: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocabulary=2048, hidden=hidden, layers=layers, heads=4, kv_heads=2, head_dim=hidden // 4,
+        intermediate=3 * hidden, max_positions=512, norm="rmsnorm", norm_epsilon=1e-5, activation="silu", gated=True,
+        positions="rope",
+    )  # fmt: skip
+
+
+SMALL = _model(64, 1), 4, 64  # rows, tokens
+LARGE = _model(192, 4), 8, 256
+
+
+class _Run:
+    """A model that takes steps: forward and backward of one micro-batch, an update."""
+
+    def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
+        config, rows, sequence = size
+        layout = Layout.parse(f"dp1 {precision}")
+        mesh = Mesh.create(layout, "cpu")
+        table, program = parameter_table(config), program_for(layout, config, sequence)
+        partition = Partition.of(program, config, table, sequence)
+        dtype = PARAMETER_DTYPES[precision]
+        module = Transformer(config, axes=mesh, device="meta", dtype=dtype, stages=partition.held(0))
+        self.parallel = DataParallel(module, table, mesh, seed=0, parameter_dtype=dtype, partition=partition)
+        train: Any = SimpleNamespace(
+            optimizer="adamw", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.1, momentum=0.0, router_bias_rate=0.0
+        )
+        self.optimizer = Optimizer(self.parallel.shards, train)
+        if compiled:
+            module.compile_blocks()
+        self.passes = ForwardBackward(module, self.parallel, program)
+        tokens = torch.randint(config.vocabulary, (rows, sequence + 1), generator=torch.Generator().manual_seed(0))
+        self.batch = [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), mesh)]
+        self.targets = count_targets((goals for _, goals, _ in self.batch), mesh)
+        found = ledger(config, layout, batch=rows, sequence=sequence, compile=compiled)
+        state = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
+        states = sum(self.parallel.memory().values()) + sum(tensor.nbytes for tensor in state)
+        self.step_bytes = found.peak_bytes - states
+
+    def steps(self) -> tuple[int, int]:
+        """Take some; bytes that the process keeps from then on, and by how much it was larger in them."""
+        before = _settled()
+        reset_peak_rss()
+        for _ in range(STEPS):
+            self.passes.train(self.batch, self.targets)
+            self.optimizer.step(1e-3)
+            self.parallel.publish()
+            self.parallel.zero_gradients()
+        highest = peak_resident_bytes() or 0
+        after = _settled()
+        return after - before, highest - after
+
+
+def measure(precision: str, compiled: bool) -> ProcessConstants:
+    """What `ProcessConstants` has, of this process."""
+    torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))  # loads what every rank has loaded
+    kept, _ = _Run(SMALL, precision, False).steps()
+    large = _Run(LARGE, precision, False)
+    more, above = large.steps()
+    retention = max(0.0, above / large.step_bytes - 1)
+    kernel = 0 if precision == "fp32" else _kernel(PARAMETER_DTYPES[precision])
+    compiler = compiling = 0
+    if compiled:
+        with tempfile.TemporaryDirectory(prefix="meshwright-compiled-") as place:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = place  # as the first run of a model has it
+            run = _Run(SMALL, precision, True)
+            compiler, compiling = run.steps()
+    return ProcessConstants(max(0, kept) + max(0, more), retention, kernel, max(0, compiler), max(0, compiling))
+
+
+def _kernel(dtype: torch.dtype) -> int:
+    """Bytes that a product of a new shape keeps."""
+    weight = torch.randn(384, 192).to(dtype)
+    before = _settled()
+    for rows in range(101, 101 + KERNELS):
+        torch.nn.functional.linear(torch.randn(rows, 192).to(dtype), weight)
+    return max(0, (_settled() - before) // KERNELS)
+
+
+def _settled() -> int:
+    release_freed_memory()
+    return resident_bytes() or 0
+
+
+def _work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    signal.alarm(description["limit_seconds"])  # ends this process
+    torch.set_num_threads(description["threads"])
+    keep_freed_memory()
+    return asdict(measure(description["precision"], description["compiled"]))
+
+
+if __name__ == "__main__":
+    run_rank(_work)

@@ -1,0 +1,176 @@
+"""Log-probabilities of the responses in preference data under the policy that training began with (the reference):
+computed once, before the first step, and kept in the run directory, for the weights move on and a resumed run has no
+other way to know them.
+
+Shapes: B rows, P the most pairs of a row, D = 2 P responses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.data.files import sync_directory
+from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
+
+FILE = "reference.safetensors"
+FORMAT = 1
+REFERENCE_SITE = "start.reference"
+WEIGHTS_SITE = "start.weights"
+_AT_ONCE = 1 << 20  # elements whose bits are summed together
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Log-probabilities (nats, float64) of all responses of one split, row after row. bounds [rows + 1]: where those of
+    each row begin and end."""
+
+    values: NDArray[np.float64]
+    bounds: NDArray[np.int64]
+
+    @classmethod
+    def unknown(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
+        """Room for those of rows with so many pairs."""
+        bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
+        return cls(np.zeros(int(bounds[-1])), bounds)
+
+    @property
+    def rows(self) -> int:
+        return len(self.bounds) - 1
+
+    def of_rows(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
+        """[B, D]; 0 where a row has fewer than `most` pairs, and in rows beyond the last."""
+        found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
+        for place, row in enumerate(rows.tolist()):
+            if row < self.rows:
+                values = self.values[self.bounds[row] : self.bounds[row + 1]]
+                found[place, : len(values)] = torch.from_numpy(values)
+        return found
+
+    def put(self, row: int, values_D: torch.Tensor) -> None:
+        """What was found of a row, in whose place there may be more than it has responses."""
+        first, end = int(self.bounds[row]), int(self.bounds[row + 1])
+        self.values[first:end] = values_D[: end - first].cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Of both splits. `made_of`: of which data and weights, and in which precision; `sha256`: of all of it."""
+
+    splits: Mapping[str, Responses]
+    made_of: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str:
+        """Equal where all values and what they were made of are."""
+        digest = hashlib.sha256(json.dumps(dict(self.made_of), sort_keys=True).encode())
+        for name in sorted(self.splits):
+            digest.update(name.encode() + b"\0")
+            digest.update(np.ascontiguousarray(self.splits[name].values, dtype="<f8").tobytes())
+        return digest.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all. Raises OSError."""
+        tensors = {name: np.ascontiguousarray(found.values) for name, found in self.splits.items()}
+        metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.made_of}
+        fresh = path.with_name(f".{path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(save(tensors, metadata=metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        sync_directory(path.parent)
+
+
+def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
+    """What `Reference.write` left, for splits whose rows have so many pairs. `UserError` says what is wrong with it:
+    there is none, it is damaged, or it is of other rows."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    written, sha256 = metadata.pop("format", ""), metadata.pop("sha256", "")
+    if written != str(FORMAT):
+        raise UserError(f'{path} has format "{written}", and this version reads {FORMAT}')
+    empty = {name: Responses.unknown(pairs) for name, pairs in pairs_by_row.items()}
+    if {name: found.shape for name, found in values.items()} != {name: e.values.shape for name, e in empty.items()}:
+        raise UserError(f"{path} is of other rows than those of the data")
+    found = Reference({name: Responses(values[name], each.bounds) for name, each in empty.items()}, metadata)
+    if found.sha256 != sha256:
+        raise UserError(f"{path} is damaged: its values are not those whose sha256 it holds")
+    return found
+
+
+def together(responses: Responses, mesh: Mesh) -> None:
+    """Every rank has put in what it found, each row on one rank alone: give them to all."""
+    if not responses.values.size:
+        return
+    values = torch.from_numpy(responses.values).to(mesh.device)
+    collectives.all_reduce(values, mesh.world, REFERENCE_SITE)
+    responses.values[:] = values.cpu().numpy()
+
+
+def weights_checksum(owned: Iterable[Piece], mesh: Mesh) -> str:
+    """64 bits that any layout finds alike of the same masters: the sum over all elements of their bits times an odd
+    number that depends on row and place, modulo 2^64. `owned`: the pieces of which each element is one rank's."""
+    total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for piece in owned:
+        name = int.from_bytes(hashlib.sha256(piece.name.encode()).digest()[:8], "little", signed=True)
+        flat = piece.tensor.reshape(-1)
+        bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()])
+        for begin in range(0, len(bits), _AT_ONCE):
+            part = bits[begin : begin + _AT_ONCE].to(torch.int64)
+            places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (piece.start + begin)
+            if (columns := piece.columns) is not None:  # of the whole row, wherever it is cut
+                places = places // columns.width * columns.of + columns.start + places % columns.width
+            total += ((part + 1) * ((places + name) * _ODD | 1)).sum()
+    collectives.all_reduce(total, mesh.world, WEIGHTS_SITE)
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def found_or_made(
+    path: Path,
+    pairs_by_row: Mapping[str, NDArray[np.int64]],
+    made_of: Mapping[str, str],
+    make: Callable[[], Reference],
+    agree: Agreement,
+    leader: bool,
+) -> tuple[Reference, bool]:
+    """Of a run that begins: what an earlier start of it left, if that is of the same data and weights (true), or what
+    `make` computes, written by the leader. `UserError` where it cannot be written."""
+    earlier = None
+    try:
+        earlier = read_reference(path, pairs_by_row)
+    except UserError:
+        pass  # there is none, or none that counts
+    if agree.everyone(earlier is not None and earlier.made_of == made_of):
+        assert earlier is not None
+        return earlier, True
+    made, problem = make(), None
+    if leader:
+        try:
+            made.write(path)
+        except OSError as error:
+            problem = f"{path} cannot be written: {(error.strerror or str(error)).lower()}"
+    if (said := agree.first_text(problem)) is not None:
+        raise UserError(said[1])
+    return made, False

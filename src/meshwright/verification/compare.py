@@ -1,0 +1,264 @@
+"""Comparison of the ranks' results with one device's: which value differs first, by how much, in what pattern."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.layout import Layout
+from meshwright.parallel.pieces import Piece
+from meshwright.spec.rows import Part
+from meshwright.verification.patterns import backward_order, describe_pattern
+from meshwright.verification.problem import Problem
+from meshwright.verification.ranks import RankResult
+from meshwright.verification.reference import Reference, Rows
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
+"""By the dtype of the parameters."""
+BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two experts to the other one
+
+
+def tolerance_of(problem: Problem) -> float:
+    """The largest relative error that passes."""
+    mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
+    return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The largest relative error over all gradients, updates and optimizer states and whose it is, those of losses and
+    norms, and, where one exceeds the tolerance, a line that says what differs first."""
+
+    worst_name: str
+    worst_error: float
+    loss_error: float
+    gradient_norm_error: float
+    failure: str | None
+    step: int | None = None  # to which the failure belongs, from 0
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
+    """Compare every rank's losses, norms, gradients, updates, optimizer state, parameters and counters with the
+    reference."""
+    refused = next((result.refused for result in results if result.refused), None)
+    if refused is not None:
+        return Comparison("", math.inf, math.inf, math.inf, refused)
+    comparing = _Comparing(reference, results, layout)
+    found = list(comparing.differences())
+    text, step = found[0] if found else (None, None)
+    return Comparison(comparing.worst_name, comparing.worst, comparing.loss_error, comparing.norm_error, text, step)
+
+
+Difference = tuple[str, int | None]  # what differs, and in which step, from 0
+
+
+class _Comparing:
+    """A comparison in the order in which things are computed."""
+
+    def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
+        self.reference, self.results, self.layout = reference, results, layout
+        self.tolerance = tolerance_of(reference.problem)
+        self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
+
+    def differences(self) -> Iterator[Difference]:
+        """Everything that differs by more than the tolerance, first things first."""
+        for step in sorted(self.results[0].steps):
+            yield from self._counters(step)
+            if step == self.reference.problem.nan_step:
+                if any(math.isfinite(result.steps[step].norm) for result in self.results):
+                    yield (
+                        (
+                            f"step {step + 1}: ranks disagree on whether the gradient is finite "
+                            "(overflow check not all-reduced)"
+                        ),
+                        None,
+                    )
+            else:
+                yield from self._gradients(step)
+            yield from self._weights(step)
+        if self.reference.problem.steps in self.results[0].counters:
+            yield from self._end()
+
+    def _counters(self, steps: int) -> Iterator[Difference]:
+        """Checkpoint counters after `steps` steps, and what a resume there did not restore."""
+        for name, right in self.reference.counters(steps).items():
+            found = (result.counters[steps][name] for result in self.results)
+            if (wrong := next((value for value in found if value != right), None)) is not None:
+                yield f"{name} is {wrong} after {steps} steps, not {right}", None
+
+    def _gradients(self, step: int) -> Iterator[Difference]:
+        """Gradients, loss and norm of a step."""
+        reference, results = self.reference, [result.steps[step] for result in self.results]
+        pieces = [result.gradients for result in results]
+        errors = self._note(_errors(_copies(self.layout, pieces, reference), reference.gradients[step]))
+        truth = reference.losses[step]
+        loss = max(_relative(result.loss, truth) for result in results)
+        norm = max(_relative(result.norm, reference.norms[step]) for result in results)
+        self.loss_error, self.norm_error = max(self.loss_error, loss), max(self.norm_error, norm)
+        farthest = max((result.loss for result in results), key=lambda value: _relative(value, truth))
+        ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
+        if (first := self._first(errors)) is not None:
+            pattern = describe_pattern(reference, pieces, self.layout, step, first)
+            beside = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
+            yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){beside}", step
+        if loss > self.tolerance:
+            yield f"step {step + 1}: the loss is off by {loss:.1e} ({ratio})", step
+        if norm > self.tolerance:
+            yield f"step {step + 1}: the gradient norm is off by {norm:.1e} though every gradient is right", step
+        if any(result.scale != reference.scales[step] for result in results):
+            yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
+
+    def _weights(self, step: int) -> Iterator[Difference]:
+        """The updates up to a step, and the equality of replicas."""
+        reference, problem = self.reference, self.reference.problem
+        start, end = reference.weights[0], reference.weights[step + 1]
+        copies = _copies(self.layout, [result.steps[step].weights for result in self.results], reference)
+        made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
+        # Adding an update to a weight rounds it, on both sides; that rounding says nothing of the update.
+        rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
+        grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
+        errors = self._note(_errors(made, {name: after - start[name] for name, after in end.items()}, grains))
+        if (first := self._first(errors)) is not None:
+            steps = f"{step + 1} steps" if step else "1 step"
+            yield f"the update of {first} after {steps} is off by {errors[first]:.1e}", None
+        if (name := _unequal(copies)) is not None:
+            yield f"replicas of {name} differ after step {step + 1}", None
+
+    def _end(self) -> Iterator[Difference]:
+        """Optimizer state, parameters, counters and validation loss after the last step."""
+        reference, results = self.reference, self.results
+        pieces = [result.optimizer for result in results]
+        kinds = {piece.kind for of_rank in pieces for piece in of_rank}
+        if kinds != set(reference.optimizer):
+            yield f"the optimizer keeps {sorted(kinds)}, not {sorted(reference.optimizer)}", None
+        for kind in sorted(kinds & set(reference.optimizer)):
+            of_kind = [[piece for piece in of_rank if piece.kind == kind] for of_rank in pieces]
+            copies, truth = _copies(self.layout, of_kind, reference), reference.optimizer[kind]
+            errors = self._note(_errors(copies, {name: truth[name] for name in truth if name in self._optimized()}))
+            if (first := self._first(errors)) is not None:
+                yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
+        masters = next(iter(_copies(self.layout, [self._last(result) for result in results], reference)))
+        for rank, result in enumerate(results):
+            for piece in result.parameters:
+                if not torch.equal(piece.tensor, piece.of(masters[piece.name]).to(piece.tensor.dtype)):
+                    yield f"the parameter {piece.name} on rank {rank} is not its master weight, rounded", None
+        yield from self._counters(reference.problem.steps)
+        for rank, result in enumerate(results):
+            yield from ((f"{text} (rank {rank})", None) for text in result.not_restored)
+        loss = max(_relative(result.final_loss, reference.final_loss) for result in results)
+        self.loss_error = max(self.loss_error, loss)
+        if loss > self.tolerance:
+            yield f"the validation loss after the last update is off by {loss:.1e}", None
+
+    def _optimized(self) -> set[str]:
+        """Parameter entries that the optimizer updates; biases that balance experts follow a rule of their own."""
+        return {row.name for row in self.reference.table.rows if not row.balances}
+
+    def _last(self, result: RankResult) -> list[Piece]:
+        return result.steps[max(result.steps)].weights
+
+    def _note(self, errors: dict[str, float]) -> dict[str, float]:
+        name, error = max(errors.items(), key=lambda item: item[1])
+        if error > self.worst:
+            self.worst_name, self.worst = name, error
+        return errors
+
+    def _first(self, errors: dict[str, float]) -> str | None:
+        """The first entry in the order of the backward pass whose error is too large."""
+        if max(errors.values()) <= self.tolerance:
+            return None
+        return next(name for name in backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
+
+
+def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
+    """The relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of `truth`), for
+    some true gradients are zero (a key bias). Infinite where a value is missing or not finite. `grains`: norms of
+    differences, by name, that are not counted."""
+    count = sum(b.numel() for b in truth.values())
+    mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
+    errors = {}
+    for name, b in truth.items():
+        difference = float((values[name].double() - b.double()).norm())
+        if grains is not None and math.isfinite(difference):
+            difference = max(0.0, difference - grains[name])
+        scale = max(float(b.double().norm()), 1e-3 * math.sqrt(b.numel() * mean_square))
+        error = difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
+    """Groups of ranks that hold one whole copy of gradients and masters together: those that share ZeRO's shards, each
+    with its ranks of tp, on all stages; of experts that are spread over ranks of their own, with those of its block of
+    ep x etp."""
+    everyone = range(layout.world_size)
+    block = layout.ep * layout.etp
+    stages = {rank: group for group in layout.groups("pp") for rank in group}
+    if part == "dense":
+        axis, beside = "shard", {rank: group for group in layout.groups("tp") for rank in group}
+    else:
+        axis, beside = "expert_shard", {rank: tuple(everyone[rank // block * block :][:block]) for rank in everyone}
+    sharing = layout.groups(axis) if layout.zero else [(rank,) for rank in everyone]
+    first = [ranks for ranks in sharing if beside[ranks[0]][0] == stages[ranks[0]][0] == ranks[0]]
+    return [
+        tuple(member for rank in ranks for neighbour in beside[rank] for member in stages[neighbour]) for ranks in first
+    ]
+
+
+def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
+    """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
+    of tp or pp hold is once that of each of them. Of experts there may be more copies, or fewer, than of all else."""
+    parts: tuple[Part, Part] = ("dense", "experts")
+    dense, experts = (_copies_of(layout, pieces, reference, part) for part in parts)
+    return [
+        dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
+    ]
+
+
+def _copies_of(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference, part: Part) -> list[Rows]:
+    names = [row.name for row in reference.table.rows if row.part(layout) == part]
+    if not names:
+        return [{}]
+    copies = []
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    for ranks in holders(layout, part):
+        for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
+            rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
+            for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
+                for piece in pieces[rank]:
+                    if piece.name in rows:
+                        piece.put(rows[piece.name])
+            copies.append(rows)
+    return copies
+
+
+def _errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
+    """The largest error of each row over all copies."""
+    errors = dict.fromkeys(truth, 0.0)
+    for copy in copies:
+        for name, error in relative_errors(copy, truth, grains).items():
+            errors[name] = max(errors[name], error)
+    return errors
+
+
+def _relative(value: float, truth: float) -> float:
+    error = abs(value - truth) / abs(truth)
+    return error if math.isfinite(error) else math.inf
+
+
+def _unequal(copies: Sequence[Rows]) -> str | None:
+    """The first entry of which two whole copies differ in a bit."""
+    first, *others = copies
+    return next((name for name in first for copy in others if not _same(first[name], copy[name])), None)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or not bool(a.isfinite().all())

@@ -1,0 +1,286 @@
+"""Faults planted in local code: while one is planted, one function of the engine is replaced by a wrong one.
+
+Each strikes only where it changes what the function does, so that a fault that a layout cannot have is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.data.order import SampleOrder
+from meshwright.model import ring_attention, tiled_attention
+from meshwright.model.documents import Documents
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.gradients import GradientSums
+from meshwright.parallel.units import UnitBuffers
+from meshwright.training import trainer
+from meshwright.training.optimizer import Optimizer
+from meshwright.training.trainer import Trainer
+
+
+class FaultCounter:
+    """How often a planted fault changed something on this rank."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._met: list[object] = []  # kept: the id of a freed object would be used again
+
+    def record_if(self, changed: bool) -> bool:
+        """Count a strike if something is changed; whether it is."""
+        self.count += bool(changed)
+        return bool(changed)
+
+    def again(self, thing: object) -> bool:
+        """Whether an object is met for a second time."""
+        met = any(each is thing for each in self._met)
+        self._met.append(thing)
+        return met
+
+
+FaultyFunction = Callable[..., Any]  # takes the strikes, the right function and its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFaultSpec:
+    """Where a fault is planted: `owner.name`, a method or function; `case`: the problem that shows it."""
+
+    case: str
+    owner: Any
+    name: str
+    wrong: FaultyFunction
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFault:
+    """One of `LOCAL_FAULTS`, by name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def case(self) -> str:
+        """Name of the problem that shows it: updates, dtypes or long sequences."""
+        return LOCAL_FAULTS[self.name].case
+
+    @contextmanager
+    def planted(self) -> Iterator[FaultCounter]:
+        """Inside, the fault is planted in this process."""
+        plan, strikes = LOCAL_FAULTS[self.name], FaultCounter()
+        kind = plan.owner.__dict__[plan.name]
+        right = kind.__func__ if isinstance(kind, classmethod) else kind
+
+        def wrong(*arguments: Any, **options: Any) -> Any:
+            return plan.wrong(strikes, right, *arguments, **options)
+
+        replacement: Any = classmethod(wrong) if isinstance(kind, classmethod) else wrong
+        setattr(plan.owner, plan.name, replacement)
+        try:
+            yield strikes
+        finally:
+            setattr(plan.owner, plan.name, kind)
+
+
+# --- gradients and updates
+
+
+def _overwritten(strikes: FaultCounter, right: FaultyFunction, sums: GradientSums, parameter: Any) -> Any:
+    view, stale = right(sums, parameter)
+    strikes.record_if(not stale)
+    return view, True
+
+
+def _unclipped(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    scale = 1.0 / verdict.loss_scale
+    strikes.record_if(scale != right(self, verdict))
+    return scale
+
+
+def _clipped_twice(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    clipped = right(self, verdict) * verdict.loss_scale
+    strikes.record_if(clipped != 1.0)
+    return float(clipped**2 / verdict.loss_scale)
+
+
+def _clipped_locally(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
+    strikes.record_if(not math.isclose(norm, verdict.gradient_norm))
+    return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
+
+
+def _decay_moved(by: int) -> FaultyFunction:
+    def wrong(strikes: FaultCounter, right: FaultyFunction, self: DataParallel, unit: UnitBuffers) -> Any:
+        shard = right(self, unit)
+        end = shard.master.numel()
+        held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
+        moved = min(max(shard.decay_numel + by, 0), end)
+        strikes.record_if(moved != shard.decay_numel and min(moved, shard.decay_numel) < max(held, default=0))
+        return dataclasses.replace(shard, decay_numel=moved)
+
+    return wrong
+
+
+def _next_rate(strikes: FaultCounter, right: FaultyFunction, step: int, train: Any) -> float:
+    strikes.record_if(right(step + 1, train) != right(step, train))
+    return float(right(step + 1, train))
+
+
+def _more_terms(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> int:
+    strikes.record_if(True)
+    return int(right(*arguments)) + 1
+
+
+def _never_skipped(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
+    verdict = right(*arguments)
+    verdict.finite = verdict.finite or strikes.record_if(True)
+    return verdict
+
+
+# --- parameters
+
+
+def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: UnitBuffers) -> None:
+    master = self.master
+    if strikes.again(self) and strikes.record_if(self.source.data_ptr() != master.data_ptr()):
+        self.master = self.source  # as where the dtypes agree: nothing is copied
+    right(self)
+    self.master = master
+
+
+def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: UnitBuffers) -> None:
+    zero = self.zero
+    if strikes.again(self) and strikes.record_if(zero in (1, 2)):
+        self.need()
+        self.zero = 0
+    right(self)
+    self.zero = zero
+
+
+# --- samples
+
+
+def _next_samples(strikes: FaultCounter, right: FaultyFunction, self: Trainer, step: int) -> Any:
+    strikes.record_if(True)
+    share = self.recipe.train.batch // self.mesh.dp.size
+    return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
+
+
+def _samples_of_rank_0(strikes: FaultCounter, right: FaultyFunction, self: Trainer, step: int) -> Any:
+    share = self.recipe.train.batch // self.mesh.dp.size
+    strikes.record_if(self.mesh.dp.rank > 0)
+    return self.order.sample(step * self.recipe.train.batch + np.arange(share))
+
+
+def _one_epoch(strikes: FaultCounter, right: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
+    wanted = np.asarray(numbers)
+    strikes.record_if(bool((wanted >= self.sequences).any()))
+    return right(self, wanted % self.sequences)
+
+
+# --- what a checkpoint restores
+
+
+def _restored_without(key: str) -> FaultyFunction:
+    def wrong(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+        fresh: Any = None if key == "loss_scale" else 0
+        strikes.record_if(state.get(key) != fresh)
+        right(self, {**state, key: fresh})
+
+    return wrong
+
+
+def _finite_steps_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+    scale = state.get("loss_scale")
+    if scale is not None and strikes.record_if(scale["finite_steps"] != 0):
+        state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
+    right(self, state)
+
+
+def _optimizer_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Optimizer, step_count: int) -> None:
+    right(self, step_count)
+    for tensors in self.state_tensors().values():
+        for tensor in tensors:
+            strikes.record_if(bool(tensor.any()))
+            tensor.zero_()
+
+
+# --- attention
+
+
+def _no_documents(strikes: FaultCounter, right: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
+    found = right(cls, ids_BS)
+    strikes.record_if(found.starts_BS is not None)
+    return cls(None)
+
+
+def _sees_next(strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
+    strikes.record_if(len(triangle) > 1)
+    return right(span, torch.triu(triangle, 2), first_RS)
+
+
+def _tile_forgets(
+    strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
+) -> Any:
+    """Every tile but the first loses the first key that it sees."""
+    found = []
+    for tile in right(span, triangle, first_RS):
+        keys, mask = tile.keys, tile.mask
+        if tile.queries.start > 0 and strikes.record_if(keys.stop - keys.start > 1):
+            wide = mask is not None and mask.shape[-1] == keys.stop - keys.start
+            mask = mask[..., 1:] if wide else mask
+            keys = slice(keys.start + 1, keys.stop)
+        found.append(tile._replace(keys=keys, mask=mask))
+    return found
+
+
+def _ring_forgets(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
+    """Of what queries see of another rank's keys, the last piece is left out."""
+    found = right(*arguments)
+    return found[:-1] if strikes.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
+
+
+LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
+    "gradient accumulation overwrites instead of adding": LocalFaultSpec(
+        "updates", GradientSums, "_view", _overwritten
+    ),
+    "gradient clipping missing": LocalFaultSpec("updates", Trainer, "_gradient_scale", _unclipped),
+    "gradient clipping applied twice": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_twice),
+    "gradient clipping uses the local norm": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_locally),
+    "weight-decay range one element too long": LocalFaultSpec("updates", DataParallel, "_shard", _decay_moved(1)),
+    "weight-decay range one element too short": LocalFaultSpec("updates", DataParallel, "_shard", _decay_moved(-1)),
+    "weight decay applied to norms and biases": LocalFaultSpec(
+        "updates", DataParallel, "_shard", _decay_moved(1 << 40)
+    ),
+    "learning rate off by one step": LocalFaultSpec("updates", trainer, "learning_rate", _next_rate),
+    "loss normalized by one target too many": LocalFaultSpec("updates", trainer, "count_terms", _more_terms),
+    "non-finite step not skipped": LocalFaultSpec("updates", Trainer, "_agree", _never_skipped),
+    "parameters not rounded from master weights": LocalFaultSpec("dtypes", UnitBuffers, "publish", _not_rounded),
+    "parameters not all-gathered after the update": LocalFaultSpec("updates", UnitBuffers, "publish", _not_gathered),
+    "sample index off by one": LocalFaultSpec("updates", Trainer, "_samples", _next_samples),
+    "all ranks read rank 0's samples": LocalFaultSpec("updates", Trainer, "_samples", _samples_of_rank_0),
+    "every epoch uses the first epoch's permutation": LocalFaultSpec("updates", SampleOrder, "sample", _one_epoch),
+    "step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("step")),
+    "update counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("optimizer_steps")),
+    "skipped-step counter not restored": LocalFaultSpec(
+        "updates", Trainer, "restore", _restored_without("skipped_steps")
+    ),
+    "consecutive-skip counter not restored": LocalFaultSpec(
+        "updates", Trainer, "restore", _restored_without("skipped_in_a_row")
+    ),
+    "finite-step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _finite_steps_forgotten),
+    "loss scale not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("loss_scale")),
+    "optimizer state not restored": LocalFaultSpec("updates", Optimizer, "restore_step_count", _optimizer_forgotten),
+    "attention not masked across documents": LocalFaultSpec("updates", Documents, "from_ids", _no_documents),
+    "causal mask off by one": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _sees_next),
+    "attention tile drops a key": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _tile_forgets),
+    "ring attention drops a KV block": LocalFaultSpec("long sequences", ring_attention, "spans", _ring_forgets),
+}

@@ -1,0 +1,213 @@
+"""Faults planted at every collective call of a layout and in local code, one at a time. A verifier that cannot fail
+proves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from meshwright.comm.faults import KINDS, Fault
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.wrong_groups import other_groups
+from meshwright.layout import Layout
+from meshwright.recipe import CollectivesRecipe
+from meshwright.verification.cases import CaseBuilder
+from meshwright.verification.compare import Comparison, compare
+from meshwright.verification.local_faults import LOCAL_FAULTS, LocalFault
+from meshwright.verification.problem import Problem
+from meshwright.verification.ranks import RankResult, run_rank
+from meshwright.verification.reference import Reference
+
+_SHIFT = "the log of a sum of exponentials does not depend on what is subtracted from all of them"
+NEUTRAL: dict[tuple[str, str, str], str] = {
+    ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same"
+    for kind in ("double", "drop", "stale")
+} | {
+    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays",
+    ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
+}
+"""(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
+NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
+    ("validation.loss", "all_reduce", kind): "all ranks have the same quotient of loss and targets before the sum"
+    for kind in ("skip", "drop")
+}
+"""The same where every rank holds an equal share of the same loss: all are in one group of tp, and for preference pairs
+of tp x cp."""
+
+AnyFault = TypeVar("AnyFault", Fault, LocalFault)
+SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
+BATCH = 12  # faults for which the ranks are asked at once
+
+
+def plant_all(
+    maker: CaseBuilder,
+    reference: Callable[[Problem], Reference],
+    ranks: LocalRanks,
+    log: Callable[[str], None],
+    collectives: CollectivesRecipe | None = None,
+    planted: set[tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
+    """Every kind of fault at every call site of the layout, at all its calls and at a single one, and every local fault
+    that changes something there. Returns planted, caught, neutral, missed and faults.
+
+    planted: those that another model on the same layout had, which are left out; these are added. Most faults show
+    after one step; the others get all the steps of the problem.
+    """
+    planting = _Planting(maker, reference, ranks, collectives)
+    report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
+    before = set() if planted is None else set(planted)
+    for fault, found in planting.collective_faults(before):
+        neutral = neutral_reason(fault, maker.layout, paired=maker.preference is not None)
+        _note(report, maker.layout, str(fault), found.failure, neutral, log)
+    for local, found in planting.local_faults(before):
+        _note(report, maker.layout, str(local), found.failure, None, log)
+    if planted is not None:
+        planted |= planting.planted
+    return report
+
+
+def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
+    """Why the fault changes nothing on the layout; None if it must be found. paired: for preference pairs."""
+    sharing = layout.tp * (layout.cp if paired else 1)
+    known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
+    return known.get((fault.site, fault.operation, fault.kind))
+
+
+class _Planting:
+    """Runs of one layout and model with faults."""
+
+    def __init__(
+        self,
+        maker: CaseBuilder,
+        reference: Callable[[Problem], Reference],
+        ranks: LocalRanks,
+        collectives: CollectivesRecipe | None,
+    ) -> None:
+        self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
+        self.planted: set[tuple[str, ...]] = set()
+
+    def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
+        """Faults at call sites that struck, and what came of them."""
+        problem = self.maker.plain(layers=3)
+        (healthy,) = self._run(problem, [None])
+        short = dataclasses.replace(problem, steps=1)
+        every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
+        for batch in _batches(every):
+            found = self._try(short, batch)
+            # Those that no step showed, and stale results: one step may have no earlier one of the same size.
+            again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
+            if again:
+                found |= self._try(problem, again)
+            yield from ((fault, found[fault]) for fault in batch if fault in found)
+            self.planted |= {_key(fault) for fault in batch if fault in found}
+
+    def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
+        """Faults in local code that struck, and what came of them."""
+        for case, make in (
+            ("updates", lambda: self.maker.updates(layers=3)),
+            ("dtypes", self.maker.dtypes),
+            ("long sequences", self.maker.long),
+        ):
+            faults = [
+                LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
+            ]
+            for batch in _batches(faults):
+                found = self._try(make(), batch)
+                yield from found.items()
+                self.planted |= {(fault.name,) for fault in found}
+
+    def _try(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
+        """What came of each fault that struck."""
+        return {
+            fault: compare(self.reference(problem), results, self.maker.layout)
+            for fault, results in zip(faults, self._run(problem, faults), strict=True)
+            if any(result.struck for result in results)
+        }
+
+    def _run(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
+        """By fault, then by rank."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
+            layout = str(self.maker.layout)
+            of_ranks = self.ranks.run(
+                run_rank, problem, layout, self.collectives, faults, directory, timeout=SECONDS_OF_A_BATCH
+            )
+        return [list(results) for results in zip(*of_ranks, strict=True)]
+
+
+def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
+    """Some at a time, so that progress is seen."""
+    for start in range(0, len(faults), BATCH):
+        yield faults[start : start + BATCH]
+
+
+def _key(fault: Fault) -> tuple[str, ...]:
+    return fault.site, fault.operation, fault.kind, str(fault.call is None)
+
+
+def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls of the first step and of all steps: of each kind those of the rank that makes the most (ranks of other
+    stages may make none)."""
+    found: list[list[dict[str, Any]]] = []
+    for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
+        most: dict[tuple[str, str], dict[str, Any]] = {}
+        for call in (call for table in tables for call in table):
+            key = call["site"], call["operation"]
+            if key not in most or call["calls"] > most[key]["calls"]:
+                most[key] = call
+        found.append(list(most.values()))
+    return found[0], found[1]
+
+
+def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
+    """What can go wrong with the calls of a run that nothing spoilt: each site and operation, each kind, at all calls
+    and in the middle of the first step."""
+    faults = []
+    calls_first_step, calls = _calls_of_all(results)
+    in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
+    for call in calls:
+        site, operation = call["site"], call["operation"]
+        for kind in KINDS:
+            groups: tuple[tuple[int, ...], ...] = ()
+            if kind == "wrong group":
+                if operation == "transfer":
+                    continue  # between two ranks; a message of another micro-batch is a stale one
+                alike = [_signature(result, site, operation) for result in results]
+                groups = tuple(other_groups(layout, call["axis"], operation != "all_reduce", alike))
+                if not groups and operation in ("all_reduce", "rotate"):
+                    continue  # the same ranks in another order have the same sum, and make the same ring
+            fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)
+            faults.append(fault)
+            single = in_first_step.get((site, operation), 0)
+            if single > 1:
+                faults.append(dataclasses.replace(fault, call=single // 2 + 1))
+    return faults
+
+
+def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
+    """How often a rank made these calls, and of how many bytes."""
+    return tuple(
+        (call["calls"], call["payload_bytes"])
+        for call in result.calls
+        if (call["site"], call["operation"]) == (site, operation)
+    )
+
+
+def _note(
+    report: dict[str, Any],
+    layout: Layout,
+    fault: str,
+    failure: str | None,
+    neutral: str | None,
+    log: Callable[[str], None],
+) -> None:
+    report["planted"] += 1
+    outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
+    if outcome == "missed":
+        report["missed"].append(f"{layout}: {fault}")
+    else:
+        report[outcome] += 1
+    said = failure or neutral or "nothing was noticed"
+    report["faults"].append({"layout": str(layout), "fault": fault, "outcome": outcome, "said": said})
+    log(f"  {fault:<62} {outcome}: {said}")

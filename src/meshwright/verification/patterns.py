@@ -1,0 +1,175 @@
+"""The pattern of a wrong gradient, in words: whose part is missing, counted twice, of another parameter or step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.layout import Layout
+from meshwright.parallel.pieces import Piece
+from meshwright.verification.reference import Reference
+
+NO_PATTERN = "no recognized pattern"
+TOO_SHORT = "too few elements to identify a pattern"
+
+_FORWARD = (
+    *("embedding", "positions", "attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm"),
+    *("attention.output", "mlp_norm", "mlp.router", "mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared_gate"),
+    *("mlp.shared.up", "mlp.shared.down", "mlp.down", "final_norm", "head"),
+)
+"""The engine's tensors in the order in which a forward pass comes to them, those of each layer together."""
+
+
+def backward_order(reference: Reference) -> list[str]:
+    """Rows in the order in which the backward pass comes to them."""
+    places = []
+    for tensor in reference.table.tensors:
+        module = tensor.name.rpartition(".")[0]
+        if layer := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
+            place = (1, int(layer[1]), _FORWARD.index(layer[2]))
+        else:
+            place = (2 if module in ("final_norm", "head") else 0, 0, _FORWARD.index(module))
+        places += [(place, row.name) for row in tensor.rows]
+    return [name for _, name in sorted(places, key=lambda each: each[0], reverse=True)]
+
+
+def describe_pattern(
+    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str
+) -> str:
+    """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
+    truth = reference.gradients[step][name]
+    mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
+    if _apart_on_tp(reference, mine, layout, truth, name):
+        return "partial gradients were not summed over tp"
+    if _apart_on_pp(mine, layout, truth):
+        return "partial gradients of shared parameters were not summed over pp"
+    # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
+    parts = reference.parts(step, layout.dp * layout.micro_batches)
+    contributions = torch.stack([rows[name] for rows in parts]).double()
+    replicas = {rank: group for group in layout.groups("dp") for rank in group}
+    before = reference.gradients[step - 1][name] if step else None
+    found: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(mine):
+        labels = [(member, micro_batch) for member in replicas[rank] for micro_batch in range(layout.micro_batches)]
+        for piece in of_rank:
+            values, right = piece.tensor, piece.of(truth)
+            if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
+                previous = None if before is None else piece.of(before)
+                what = _describe(values.double(), right.double(), piece.of(contributions), labels, previous)
+                if what in (NO_PATTERN, TOO_SHORT):
+                    what = _of_another(reference, step, piece) or what
+                found.setdefault(what, []).append(rank)
+    if not found:
+        return "a small error everywhere"
+    too_short = found.pop(TOO_SHORT, [])
+    if not found:
+        found = {NO_PATTERN: []}
+    next(iter(found.values())).extend(too_short)
+    wrong = sorted({rank for ranks in found.values() for rank in ranks})
+    everywhere = len(wrong) == sum(bool(of_rank) for of_rank in mine)
+    where = "" if everywhere else f", on {_ranks(wrong)} alone"
+    if not everywhere and [*found] == [NO_PATTERN]:
+        return f"differs on {_ranks(wrong)} alone"
+    if len(found) == 1:
+        return next(iter(found)) + where
+    return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
+
+
+def _apart_on_tp(
+    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor, name: str
+) -> bool:
+    """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
+    row = reference.table.row(name)
+    if "tp" not in row.gradient_axes(layout):
+        return False
+    size, copies = float(truth.norm()), row.replicas(layout)
+    for group in layout.groups("tp"):
+        for first in range(0, len(group), copies):
+            for same in zip(*(pieces[rank] for rank in group[first : first + copies]), strict=True):
+                right = same[0].of(truth)
+                total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+                if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
+                    return False
+    return True
+
+
+def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor) -> bool:
+    """Whether the ranks of pp that hold a row have the right gradient together but not each."""
+    size = float(truth.norm())
+    for group in layout.groups("pp"):
+        holding = [pieces[rank] for rank in group if pieces[rank]]
+        if len(holding) == 1:
+            return False
+        for same in zip(*holding, strict=True):
+            right = same[0].of(truth)
+            total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+            if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
+                return False
+    return True
+
+
+def _of_another(reference: Reference, step: int, piece: Piece) -> str | None:
+    """Whether a piece holds what belongs to another row of the same size."""
+    size = float(piece.tensor.norm())
+    for name, values in reference.gradients[step].items():
+        alike = name != piece.name and values.numel() == reference.gradients[step][piece.name].numel()
+        if alike and float((piece.of(values) - piece.tensor).norm()) < 1e-6 * size:
+            return f"the gradient of {name}"
+    return None
+
+
+def _describe(
+    values: torch.Tensor,
+    truth: torch.Tensor,
+    parts: torch.Tensor,
+    labels: Sequence[tuple[int, int]],
+    before: torch.Tensor | None,
+) -> str:
+    """The pattern of one rank's slice. `parts`: what each (rank, micro-batch) of `labels` contributes to it."""
+    size = float(truth.norm())
+    if not bool(values.isfinite().all()):
+        return "not finite"
+    if float(values.norm()) == 0:
+        return "zero"
+    if before is not None and float((values - before).norm()) < 1e-6 * size:
+        return "the gradient of the step before"
+    factor = float(values @ truth) / max(size * size, 1e-300)
+    if float((values - factor * truth).norm()) < 1e-6 * max(size, float(values.norm())):
+        return f"{factor:.4g} x the reference"
+    counted = [index for index in range(len(parts)) if float(parts[index].norm()) > 1e-6 * size]
+    if values.numel() <= len(counted):
+        return TOO_SHORT
+    basis = parts[counted].T
+    times = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
+    if float((basis @ times - values).norm()) < 1e-6 * size:
+        return _counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
+    return NO_PATTERN
+
+
+def _counts(often: dict[tuple[int, int], float]) -> str:
+    """How often the parts are in a sum that should hold each once."""
+    ranks = sorted({rank for rank, _ in often})
+    missing = {label for label, times in often.items() if abs(times) < 1e-4}
+    gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]
+    if len(missing) == len(often):
+        return "zero"
+    if gone and len(gone) == len(ranks) - 1 and len(ranks) > 1:
+        alone = next(rank for rank in ranks if rank not in gone)
+        return f"only the contribution of rank {alone}: not summed"
+    if missing and all(rank in gone for rank, _ in missing):
+        return f"contribution of {_ranks(gone)} missing"
+    if missing:
+        rank, micro_batch = min(missing)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"contribution of rank {rank}, micro-batch {micro_batch + 1}{more} missing"
+    extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
+    if extra:
+        return f"contribution of {_ranks(extra)} counted more than once"
+    return "contributions of the ranks summed with wrong weights"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

@@ -1,0 +1,200 @@
+"""Reference transformer on one device: plain float64 tensor operations and autograd, no kernels shared with the engine.
+
+It shares with the engine's model the configuration, the names of the engine tensors and the table of rotary
+frequencies; no module, kernel, chunk, tile, mask or autograd function.
+
+Shapes: B sequences, S tokens of each, H hidden, N query heads, K key-value heads, D head size, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.model.preference import Preference
+from meshwright.model.rope import inverse_frequencies
+from meshwright.spec.config import ModelConfig
+from meshwright.verification.samples import IGNORED, Batch
+
+Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, input] for matrices
+
+
+class BatchLoss(NamedTuple):
+    """Loss sums of a batch.
+
+    loss: reported loss (nats, summed over terms); objective: loss plus load-balancing loss, differentiated; terms:
+    divisor (target tokens or pairs); excess_loads: router-bias name -> [E] assignments above the mean.
+    """
+
+    loss: torch.Tensor
+    objective: torch.Tensor
+    terms: int
+    excess_loads: dict[str, torch.Tensor]
+
+
+def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
+    """Forward pass and loss of whole sequences."""
+    tokens_BS, targets_BS, ids_BS = (
+        torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
+    )
+    model = _Forward(config, weights, ids_BS)
+    x_BSH = model.hidden(tokens_BS)
+    head = weights["embedding.weight"] if config.tied else weights["head.weight"]
+    log_probabilities_BSV = F.log_softmax(x_BSH @ head.T, dim=-1)
+    counted_BS = targets_BS != IGNORED
+    chosen_BS = log_probabilities_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0]
+    chosen_BS = torch.where(counted_BS, chosen_BS, 0.0)
+    if preference is None:
+        counted_B = counted_BS.sum(dim=1)
+        loss = -chosen_BS.sum()
+    else:
+        pairs_B = (ids_BS.amax(dim=1) + 1) // 2
+        counted_B = pairs_B
+        loss = _preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
+    objective = loss
+    if config.router_loss:
+        for losses_B in model.balance_losses:
+            objective = objective + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
+    return BatchLoss(loss.detach(), objective, int(counted_B.sum()), model.excess_loads)
+
+
+def _preference_loss(
+    preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
+) -> torch.Tensor:
+    """DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17), pair by pair."""
+    assert batch.reference is not None
+    total = chosen_BS.new_zeros(())
+    for row in range(len(ids_BS)):
+        for pair in range(int(pairs_B[row])):
+            margins = [
+                chosen_BS[row][ids_BS[row] == document].sum() - float(batch.reference[row, document])
+                for document in (2 * pair, 2 * pair + 1)
+            ]
+            h, beta, smoothing = margins[0] - margins[1], preference.beta, preference.label_smoothing
+            if preference.objective == "ipo":
+                total = total + (h - 1 / (2 * beta)) ** 2
+            else:
+                total = total - (1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
+    return total
+
+
+class _Forward:
+    """One forward pass, and what its mixtures of experts leave for the loss."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
+        self.config, self.weights = config, weights
+        self.balance_losses: list[torch.Tensor] = []
+        self.excess_loads: dict[str, torch.Tensor] = {}
+        places_S = torch.arange(ids_BS.shape[1])
+        same_BSS = ids_BS[:, :, None] == ids_BS[:, None, :]
+        self.distance_SS = places_S[:, None] - places_S[None, :]
+        self.visible_BSS = same_BSS & (self.distance_SS >= 0)
+        self.positions_BS = (self.visible_BSS.sum(dim=2) - 1).long()  # tokens of the same document before each
+
+    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.weights["embedding.weight"][tokens_BS]
+        if self.config.positions == "learned":
+            x_BSH = x_BSH + self.weights["positions.weight"][self.positions_BS]
+        for layer in range(self.config.layers):
+            name = f"layers.{layer}"
+            x_BSH = x_BSH + self.attention(self.norm(x_BSH, f"{name}.attention_norm"), layer)
+            normed_BSH = self.norm(x_BSH, f"{name}.mlp_norm")
+            mlp = self.mixture if self.config.has_experts(layer) else self.feed_forward
+            x_BSH = x_BSH + mlp(normed_BSH, f"{name}.mlp")
+        return self.norm(x_BSH, "final_norm")
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
+        if self.config.norm == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+        centred = x - x.mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+        return normed + self.weights[f"{name}.bias"] if self.config.norm_bias else normed
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
+        config, name = self.config, f"layers.{layer}.attention"
+        heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
+        sizes = [heads * size, kv_heads * size, kv_heads * size]
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in self.linear(x_BSH, f"{name}.qkv").split(sizes, dim=-1))
+        if config.query_key_norm:
+            q, k = (
+                x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * self.weights[f"{name}.{norm}"]
+                for x, norm in ((q, "query_norm.weight"), (k, "key_norm.weight"))
+            )
+        if config.positions == "rope":
+            q, k = self.rotate(q), self.rotate(k)
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+        scores_BNSS = torch.einsum("bqnd,bknd->bnqk", q, k) / size**0.5
+        visible_BSS, window = self.visible_BSS, config.layer_window(layer)
+        if window is not None:
+            visible_BSS = visible_BSS & (self.distance_SS < window)
+        p_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf")).softmax(dim=-1)
+        return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
+
+    def rotate(self, x_BSND: torch.Tensor) -> torch.Tensor:
+        """RoPE: the pair of dimension i is i + D / 2."""
+        frequencies = inverse_frequencies(self.config, torch.float64)
+        scale = self.config.rope_scaling.attention_scale if self.config.rope_scaling else 1.0
+        angles = self.positions_BS[..., None, None] * frequencies
+        first, second = x_BSND.chunk(2, dim=-1)
+        cosine, sine = angles.cos() * scale, angles.sin() * scale
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        match self.config.activation:
+            case "silu":
+                return x * torch.sigmoid(x)
+            case "relu":
+                return x.clamp(min=0)
+            case "gelu_tanh":
+                return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+            case _:
+                return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+    def feed_forward(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
+        up = self.linear(x_BSH, f"{name}.up")
+        if not self.config.gated:
+            return self.linear(self.activate(up), f"{name}.down")
+        gate, up = up.chunk(2, dim=-1)
+        return self.linear(self.activate(gate) * up, f"{name}.down")
+
+    def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
+        """Every expert computes every token; a token's weights are zero for those that it did not choose."""
+        config = self.config
+        logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
+        scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)
+        ranking_BSE = scores_BSE.detach()
+        if config.router_bias:
+            ranking_BSE = ranking_BSE + self.weights[f"{name}.router.bias"].detach()
+        chosen_BSE = torch.zeros_like(ranking_BSE)
+        chosen_BSE.scatter_(2, ranking_BSE.topk(config.experts_per_token, dim=-1).indices, 1.0)
+        weights_BSE = scores_BSE * chosen_BSE
+        if config.normalise_choice:
+            weights_BSE = weights_BSE / weights_BSE.sum(dim=-1, keepdim=True)
+        weights_BSE = weights_BSE * config.routed_scale
+        ups = self.weights[f"{name}.experts.up.weight"].chunk(config.experts)
+        downs = self.weights[f"{name}.experts.down.weight"].chunk(config.experts)
+        y_BSH = torch.zeros_like(x_BSH)
+        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            gate_BSF, up_BSF = (x_BSH @ up.T).chunk(2, dim=-1)
+            y_BSH = y_BSH + weights_BSE[..., expert, None] * ((self.activate(gate_BSF) * up_BSF) @ down.T)
+        load_BE = chosen_BSE.sum(dim=1)
+        # Fedus et al. 2021, arXiv:2101.03961, eq. 4, of each sequence.
+        self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))
+        if config.router_bias:
+            load_E = load_BE.sum(dim=0)
+            self.excess_loads[f"{name}.router.bias"] = load_E - load_E.mean()
+        if config.shared_intermediate:
+            shared_BSH = self.feed_forward(x_BSH, f"{name}.shared")
+            if config.shared_gate:
+                shared_BSH = torch.sigmoid(x_BSH @ self.weights[f"{name}.shared_gate.weight"].T) * shared_BSH
+            y_BSH = y_BSH + shared_BSH
+        return y_BSH

@@ -1,0 +1,214 @@
+"""What a layout is verified on: the model made small but kept in kind, and how it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.layout import Layout
+from meshwright.model.preference import Preference
+from meshwright.recipe import Recipe
+from meshwright.spec.config import ModelConfig
+
+SEQUENCE = 23  # tokens
+VALIDATION_SEQUENCES = 5
+MOST_RANKS = 8
+MOST_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The entries of a recipe's [train] that change what a step computes, and the dynamic loss scale (1: none)."""
+
+    optimizer: str = "sgd"
+    learning_rate: float = 0.2
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.8, 0.9)
+    epsilon: float = 1e-4  # far above the rounding of a gradient that is zero: AdamW divides by little more than it
+    clip: float = 0.0
+    schedule: str = "constant"
+    warmup: int = 0
+    minimum_learning_rate: float = 0.1
+    router_bias_rate: float = 0.01
+    loss_scale: float = 1.0
+    loss_scale_every: int = 0
+
+
+SGD = Training(momentum=0.9, weight_decay=0.05, clip=1e6, schedule="linear")
+"""Momentum, decay added to the gradient, and a clip that no gradient reaches."""
+ADAMW = Training(
+    *("adamw", 0.02, 0.3), clip=0.05, schedule="cosine", warmup=1, loss_scale=256.0, loss_scale_every=2
+)  # fmt: skip
+"""Decoupled decay, a clip that every gradient exceeds, and a loss scale that changes between steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
+
+    dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
+    preference: the loss of pairs of responses, if it is not next-token prediction. nan_step: 0-based step in which the
+    last rank produces NaN activations. resumed_at: numbers of steps after which a checkpoint is saved, from which a new
+    trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as those
+    of large models do.
+    """
+
+    config: ModelConfig
+    batch: int
+    dtype: str = "float64"
+    sequence: int = SEQUENCE
+    steps: int = 3
+    training: Training = Training()
+    seed: int = 11
+    preference: Preference | None = None
+    master_dtype: str | None = None
+    nan_step: int | None = None
+    resumed_at: tuple[int, ...] = ()
+    fused_gradient_accumulation: bool = True
+
+    @property
+    def resolved_master_dtype(self) -> str:
+        """dtype name of master weights, gradients and optimizer state."""
+        return self.master_dtype or self.dtype
+
+    @property
+    def train_sequences(self) -> int:
+        """Sequences of the training split: a third step reads across the end of an epoch."""
+        return 2 * self.batch + 3
+
+    def recipe(self, layout: Layout) -> Recipe:
+        """The recipe of the run. What it says of model and text is not read: both are given to the trainer."""
+        training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
+        preference = {}
+        if self.preference is not None:
+            preference = {"preference_beta": self.preference.beta, "objective": self.preference.objective}
+            preference["preference_smoothing"] = self.preference.label_smoothing
+        return Recipe.from_tables(
+            {
+                "layout": str(layout),
+                "run": {"seed": self.seed},
+                "model": {"family": "llama", "layers": 1, "hidden": 8, "heads": 1},
+                "data": {
+                    "source": "synthetic",
+                    "sequence": self.sequence,
+                    "records": "text" if self.preference is None else "preference",
+                },
+                "train": {
+                    **training,
+                    **preference,
+                    "betas": list(self.training.betas),
+                    "steps": self.steps,
+                    "batch": self.batch,
+                    "validation_sequences": VALIDATION_SEQUENCES,
+                },
+            }
+        )
+
+
+def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
+    """The shortest sequence of at least `tokens` that the layout can cut: odd where that is possible."""
+    pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
+    return -(-tokens // pieces) * pieces
+
+
+def scaled_down(
+    config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
+) -> ModelConfig:
+    """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
+    `tp` ranks, `ulysses` ranks that trade tokens for heads, and `ep` x `etp` that share experts: fewer key-value heads
+    than ranks from four on, where heads share them."""
+    grouped = config.kv_heads < config.heads
+    heads, kv_heads = _heads(tp, ulysses)
+    own_head_dim = config.head_dim * config.heads != config.hidden
+    windowed = config.windowed_layers
+    if windowed is not None:
+        mixed = any(windowed) and not all(windowed)
+        windowed = tuple(layer % 2 == 0 if mixed else windowed[0] for layer in range(layers))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.original_max_positions is not None:
+        scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
+    experts = _few_experts(config, tp, ep, etp)
+    intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
+    return dataclasses.replace(
+        config,
+        **experts,
+        vocabulary=499,
+        hidden=6 * heads,
+        layers=layers,
+        heads=heads,
+        kv_heads=(1 if config.kv_heads == 1 else kv_heads) if grouped else heads,
+        head_dim=10 if own_head_dim else 6,
+        intermediate=intermediate,
+        max_positions=2 * SEQUENCE,
+        rope_scaling=scaling,
+        sliding_window=None if config.sliding_window is None else 7,
+        windowed_layers=windowed,
+        bos_token=None,
+        eos_token=None,
+        more_eos_tokens=(),
+        initializer_range=0.15,  # far from the linear regime, so that every gradient depends on every other
+    )
+
+
+def _heads(tp: int, ulysses: int) -> tuple[int, int]:
+    """The fewest heads, and key-value heads that several of them share, which can be cut; four and two, if they can."""
+    for heads in itertools.count(4):
+        for kv_heads in range(2, heads):
+            on_rank = max(1, kv_heads // tp)
+            whole = heads % (tp * ulysses) == 0 and heads % kv_heads == 0
+            shared = not (kv_heads % tp and tp % kv_heads) and not (on_rank % ulysses and ulysses % on_rank)
+            if whole and shared:
+                return heads, kv_heads
+    raise AssertionError
+
+
+def _few_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+    """Five experts, or what is next that ranks can share, of which a token takes three; one layer without any where the
+    model has such layers."""
+    if not config.experts:
+        return {}
+    cut = tp if ep == etp == 1 else etp
+    width = next(
+        width
+        for width in itertools.count(37 if config.family == "mixtral" else 11)
+        if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
+    )
+    experts = min(5, config.experts)
+    return {
+        "experts": -(-experts // ep) * ep,
+        "experts_per_token": min(3, config.experts_per_token),
+        "expert_intermediate": width,
+        "shared_intermediate": 2 * width if config.shared_intermediate else 0,
+        "dense_layers": (0,) if config.dense_layers else (),
+        "router_loss": 0.1 if config.router_loss else 0.0,  # enough to be seen
+    }
+
+
+def scaled_layout(layout: Layout) -> Layout:
+    """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several stages, several replicas,
+    several sharding groups, ranks of tp and cp. A schedule from a file stays as it is. Its precision is left out: the
+    problem says in which the sums are formed."""
+    layout = layout.with_(precision=None)
+    if layout.schedule.startswith("@"):
+        return layout
+    pp, ranks = layout.pp, MOST_RANKS
+    if layout.world_size > MOST_RANKS and pp > 1:
+        pp = min(pp, MOST_RANKS if layout.world_size == pp else 2)
+        ranks = MOST_RANKS // pp
+    most = max(MOST_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # schedules fill and drain with as many
+    layout = layout.with_(pp=pp, micro_batches=min(layout.micro_batches, most))
+    if layout.world_size <= MOST_RANKS:
+        return layout
+    groups = layout.hybrid is not None and layout.hybrid < layout.dp * layout.cp
+    cp = min(layout.cp, ranks if layout.dp == layout.tp == 1 else 2)
+    ranks //= cp
+    tp = min(layout.tp, ranks if layout.dp == 1 else ranks // 4 if groups and cp == pp == 1 else max(1, ranks // 2))
+    dp = min(layout.dp, ranks // tp)
+    stage = tp * cp * dp
+    etp = next(size for size in range(min(layout.etp, stage if layout.ep == 1 else 2), 0, -1) if stage % size == 0)
+    ep = next(size for size in range(min(layout.ep, stage // etp), 0, -1) if stage // etp % size == 0)
+    hybrid = dp * cp // 2 if groups and dp * cp > 3 else None
+    return layout.with_(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, hybrid=hybrid)

@@ -1,0 +1,228 @@
+"""One rank of a layout under verification: the trainer itself on a synthetic problem, and everything it came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from meshwright.checkpoint import Checkpointer
+from meshwright.collectives.named import named_programs
+from meshwright.comm.faults import Fault
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PreparedData
+from meshwright.errors import RanksDisagree, UserError
+from meshwright.layout import Layout
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.pieces import Piece
+from meshwright.recipe import CollectivesRecipe
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.trainer import Dtypes, Trainer, Verdict
+from meshwright.verification.local_faults import LocalFault
+from meshwright.verification.problem import Problem
+from meshwright.verification.samples import MOST_PAIRS, SyntheticData
+
+COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a_row", "loss_scale")
+
+
+@dataclass
+class StepResult:
+    """One step on one rank: the global loss and gradient norm, what the loss was scaled by, the gradients that the rank
+    holds (before clipping), and its master weights afterwards."""
+
+    loss: float
+    norm: float
+    scale: float
+    gradients: list[Piece]
+    weights: list[Piece]
+
+
+@dataclass
+class RankResult:
+    """One rank's run. After the last step: optimizer state, unsharded parameters and the validation loss. counters: by
+    steps done, those of a checkpoint, before each step (of the new trainer after a resume) and after the last.
+    not_restored: differences between the checkpoint state of a trainer and of the one resumed from it. calls: those of
+    the first step and of all steps. struck: how often the planted fault changed something. refused: why ranks that
+    noticed a fault by themselves went no further."""
+
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    optimizer: list[Piece] = field(default_factory=list)
+    parameters: list[Piece] = field(default_factory=list)
+    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+    not_restored: list[str] = field(default_factory=list)
+    final_loss: float = math.nan
+    calls_first_step: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    struck: int = 0
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves at `stop` unless None
+    (end of run)."""
+
+    first: int = 0
+    stop: int | None = None
+
+
+WHOLE = StepRange()
+
+
+def run_rank(
+    problem: Problem,
+    layout_text: str,
+    collectives: CollectivesRecipe | None = None,
+    faults: Sequence[Fault | LocalFault | None] = (None,),
+    directory: str | None = None,
+    span: StepRange = WHOLE,
+) -> list[RankResult]:
+    """Train on this rank once for each of `faults` (None: nothing is planted), all over one mesh. collectives: the
+    programs that a recipe names. directory: for checkpoints, where the problem or the span asks for them."""
+    layout = Layout.parse(layout_text)
+    programs = named_programs(collectives or CollectivesRecipe(), layout)
+    mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
+    try:
+        results = []
+        for number, fault in enumerate(faults):
+            planted = fault.planted() if isinstance(fault, LocalFault) else nullcontext()
+            mesh.plant(None if isinstance(fault, LocalFault) else fault)
+            mesh.record.clear()
+            below = None if directory is None else Path(directory) / (str(number) if fault else "")
+            with planted as strikes:
+                try:
+                    result = _Run(problem, layout, mesh, below).run(span)
+                except (RanksDisagree, UserError) as error:  # on all of them, and nobody waits for anybody
+                    if fault is None and isinstance(error, UserError):
+                        raise
+                    result = RankResult(refused=str(error))
+            result.struck = mesh.faults.struck if strikes is None else strikes.count
+            results.append(result)
+        mesh.plant(None)
+        return results
+    finally:
+        mesh.close()
+
+
+class _WatchedTrainer(Trainer):
+    """The trainer, which keeps the gradients of a step as they are before the optimizer sees them."""
+
+    gradients: list[Piece]
+
+    def _agree(self, loss_sum: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> Verdict:
+        verdict = super()._agree(loss_sum, terms, stop, save_failed)
+        unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
+        self.gradients = self.parallel.pieces_like("gradient", unscaled, owned=False)
+        return verdict
+
+
+class _LargeModelTrainer(_WatchedTrainer):
+    """With the products of large models, which add weight gradients to their sums themselves."""
+
+    fused_accumulation_min_numel = 0
+
+
+class _Run:
+    """A training run: trainer, checkpoint in between, what is handed back."""
+
+    def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
+        self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
+
+    def run(self, span: StepRange) -> RankResult:
+        problem, result = self.problem, RankResult()
+        trainer = self._trainer() if span.first == 0 else self._resumed()
+        for step in range(span.first, problem.steps if span.stop is None else span.stop):
+            if step in problem.resumed_at and step > span.first:
+                self._save(trainer)
+                saved = trainer.state()
+                del trainer
+                trainer = self._resumed()
+                result.not_restored += _differences(step, saved, trainer.state())
+            result.counters[step] = _counters(trainer)
+            poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
+            with _poison(trainer.model) if poisoned else nullcontext():
+                verdict = trainer.step()
+            weights = _copied(trainer.parallel.master_pieces(owned=False))
+            result.steps[step] = StepResult(
+                verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
+            )
+            if step == 0:
+                result.calls_first_step = self.mesh.record.table()
+        if span.stop is not None:
+            self._save(trainer)
+            return result
+        result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
+        result.calls = self.mesh.record.table()
+        result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
+        result.parameters = trainer.parallel.parameter_pieces()
+        result.counters[problem.steps] = _counters(trainer)
+        return result
+
+    def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
+        problem, training = self.problem, self.problem.training
+        kind = _LargeModelTrainer if problem.fused_gradient_accumulation else _WatchedTrainer
+        data = SyntheticData(problem)
+        dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype))
+        trainer = kind(
+            problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
+            initialise=initialise, dtypes=dtypes,
+        )  # fmt: skip
+        if training.loss_scale_every:
+            trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
+        if problem.preference is not None:
+            trainer.reference, trainer.most_pairs = data.response_reference(), MOST_PAIRS
+        return trainer
+
+    def _save(self, trainer: Trainer) -> None:
+        self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
+        if (reason := self._checkpointer.failed()) is not None:
+            raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
+
+    def _resumed(self) -> _WatchedTrainer:
+        """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
+        trainer = self._trainer(initialise=False)
+        loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
+        if loaded is None:
+            raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
+        trainer.restore(loaded[1])
+        return trainer
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        assert self.directory is not None, "a problem that is resumed needs a directory"
+        return Checkpointer(self.directory, self.mesh, self.problem.config, background=False)
+
+
+@contextmanager
+def _poison(model: Transformer) -> Iterator[None]:
+    """Inside, the output of the first layer here is not a number."""
+    block = next(block for block in model.layers if block is not None)
+    hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _counters(trainer: Trainer) -> dict[str, Any]:
+    state = trainer.state()
+    return {name: state[name] for name in COUNTERS}
+
+
+def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
+    """Keys of the checkpoint state after `step` steps whose restored value is not the saved one, one text each."""
+    return [
+        f"{key} is {restored.get(key)} after the resume at step {step + 1}, not {saved.get(key)}"
+        for key in sorted({*saved, *restored})
+        if saved.get(key) != restored.get(key)
+    ]
+
+
+def _copied(pieces: list[Piece]) -> list[Piece]:
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]

@@ -1,0 +1,242 @@
+"""One device's answer, written plainly: autograd in float64 on whole sequences, textbook updates, the documented order
+of samples. It shares nothing with `training/` and `parallel/`."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.model.initialise import initial_value
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.verification.plain_model import run_batch
+from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Training
+from meshwright.verification.samples import Batch, make_sequences
+
+Rows = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
+SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that are computed together
+
+
+@dataclass
+class Reference:
+    """Losses, norms and gradients of every step, the master weights before each and after the last, the optimizer state
+    after the last, and the validation loss under those weights. scales, finite_steps: the loss scale and its finite
+    steps in a row, before each step and after the last. The poisoned step makes no update."""
+
+    problem: Problem
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Rows] = field(default_factory=list)
+    weights: list[Rows] = field(default_factory=list)
+    optimizer: dict[str, Rows] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    finite_steps: list[int] = field(default_factory=list)
+    updates: int = 0
+    final_loss: float = math.nan
+    _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        problem, training = self.problem, self.problem.training
+        self.table: ParameterTable = parameter_table(problem.config)
+        kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)
+        initial = {
+            row.name: (value.T if row.transposed else value).reshape(-1)
+            for row in self.table.rows
+            for value in (initial_value(row, problem.seed),)
+        }
+        weights = self._rounded(initial)
+        self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
+        self.weights.append(weights)
+        scale, finite_in_a_row = training.loss_scale, 0
+        for step in range(problem.steps):
+            self._note_scale(scale, finite_in_a_row)
+            loss, gradients = self._differentiate(weights, self.samples(step))
+            counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
+            norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
+            self.losses.append(loss)
+            self.norms.append(norm)
+            self.gradients.append(gradients)
+            if step != problem.nan_step:
+                weights = self._update(weights, gradients, norm, step)
+            self.weights.append(weights)
+            # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved by an overflow, doubled after some steps.
+            finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
+            if training.loss_scale_every and finite_in_a_row == 0:
+                scale /= 2
+            elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
+                scale, finite_in_a_row = 2 * scale, 0
+        self._note_scale(scale, finite_in_a_row)
+        first = problem.train_sequences
+        batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
+        self.final_loss = self._loss(weights, batch)
+
+    def samples(self, step: int) -> Batch:
+        """The sequences of a step: by their place in the order of the training split."""
+        problem = self.problem
+        numbers = range(step * problem.batch, (step + 1) * problem.batch)
+        return make_sequences(problem, [shuffled(number, problem.train_sequences, problem.seed) for number in numbers])
+
+    def parts(self, step: int, count: int) -> list[Rows]:
+        """The gradient of a step split by ranks: what each of `count` equal shares of the batch contributes."""
+        if (step, count) not in self._parts:
+            batch = self.samples(step)
+            rows = self.problem.batch // count
+            shares = [batch.rows(rank * rows, (rank + 1) * rows) for rank in range(count)]
+            terms = self._terms(batch)
+            self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
+        return self._parts[step, count]
+
+    def _note_scale(self, scale: float, finite_steps: int) -> None:
+        self.scales.append(scale)
+        self.finite_steps.append(finite_steps)
+
+    def counters(self, steps: int) -> dict[str, Any]:
+        """Those of a checkpoint after `steps` steps. A poisoned last step counts as skipped in a row."""
+        poisoned = self.problem.nan_step
+        skipped = int(poisoned is not None and poisoned < steps)
+        scale = {"value": self.scales[steps], "finite_steps": self.finite_steps[steps]}
+        return {
+            "step": steps,
+            "samples": steps * self.problem.batch,
+            "optimizer_steps": steps - skipped,
+            "skipped_steps": skipped,
+            "skipped_in_a_row": int(poisoned is not None and poisoned == steps - 1),
+            "loss_scale": scale if self.problem.training.loss_scale_every else None,
+        }
+
+    # --- loss and gradient
+
+    def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
+        """Loss and gradient over `terms` (those of the batch unless given), of the parameters that the masters make."""
+        problem = self.problem
+        tensors = self._tensors(self.parameters(weights))
+        for leaf in tensors.values():
+            leaf.requires_grad_()
+        terms = terms or self._terms(batch)
+        loss = 0.0
+        excess_loads: dict[str, torch.Tensor] = {}
+        for part in self._portions(batch):
+            found = run_batch(problem.config, tensors, part, problem.preference)
+            (found.objective / terms).backward()
+            loss += float(found.loss) / terms
+            for name, load_E in found.excess_loads.items():
+                excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
+        gradients = {}
+        for entry in self.table.tensors:
+            gradient = excess_loads.get(entry.name, tensors[entry.name].grad)
+            assert gradient is not None, f"{entry.name} took no part in the loss"
+            for row in entry.rows:
+                gradients[row.name] = gradient[row.offset : row.offset + row.engine_shape[0]].reshape(-1).clone()
+        return loss, gradients
+
+    @torch.no_grad()
+    def _loss(self, weights: Rows, batch: Batch) -> float:
+        tensors = self._tensors(self.parameters(weights))
+        found = [
+            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._portions(batch)
+        ]
+        return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
+
+    def _terms(self, batch: Batch) -> int:
+        """Targets of the batch, or pairs of responses."""
+        if self.problem.preference is None:
+            return max(1, int((batch.targets >= 0).sum()))
+        return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
+
+    def _portions(self, batch: Batch) -> list[Batch]:
+        config, (rows, sequence) = self.problem.config, batch.tokens.shape
+        at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
+        return [batch.rows(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
+
+    def parameters(self, weights: Rows) -> Rows:
+        """The master weights rounded to the dtype of the parameters."""
+        return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
+
+    def _tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
+        """Engine tensors in float64, each made of its entries."""
+        return {
+            tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
+            for tensor in self.table.tensors
+        }
+
+    def _rounded(self, weights: Rows) -> Rows:
+        """Values as the dtype of the master weights has them, in float64."""
+        return {
+            name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
+            for name, values in weights.items()
+        }
+
+    # --- update
+
+    def _update(self, weights: Rows, gradients: Rows, norm: float, step: int) -> Rows:
+        """SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101, algorithm 2), after clipping by the global
+        norm (as `torch.nn.utils.clip_grad_norm_`). Matrices decay; norms, biases and other vectors do not."""
+        training = self.problem.training
+        rate = learning_rate(step, self.problem.steps, training)
+        scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
+        self.updates += 1
+        after = {}
+        for name, w in weights.items():
+            row = self.table.row(name)
+            if row.balances:  # arXiv:2408.15664, algorithm 1
+                after[name] = w - training.router_bias_rate * gradients[name].sign()
+                continue
+            g, decay = gradients[name] * scale, training.weight_decay if len(row.shape) >= 2 else 0.0
+            if training.optimizer == "adamw":
+                (beta1, beta2), t = training.betas, self.updates
+                m = self.optimizer["exp_avg"][name] = beta1 * self.optimizer["exp_avg"][name] + (1 - beta1) * g
+                v = self.optimizer["exp_avg_sq"][name] = (
+                    beta2 * self.optimizer["exp_avg_sq"][name] + (1 - beta2) * g * g
+                )
+                direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + training.epsilon)
+                after[name] = w - rate * decay * w - rate * direction
+            else:
+                g = g + decay * w
+                if training.momentum:
+                    g = self.optimizer["momentum"][name] = training.momentum * self.optimizer["momentum"][name] + g
+                after[name] = w - rate * g
+        return self._rounded(after)
+
+
+def learning_rate(step: int, steps: int, training: Training) -> float:
+    """The documented schedules: a linear warm-up, then constant, or a line or half a cosine down to the minimum."""
+    peak, warmup = training.learning_rate, training.warmup
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    minimum = peak * training.minimum_learning_rate
+    match training.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - done) + minimum * done
+        case _:
+            return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
+
+
+def shuffled(number: int, sequences: int, seed: int) -> int:
+    """The sample at a global sample number, as docs/data.md has it: in every epoch a permutation by a Feistel network
+    of eight rounds, walked until it falls inside."""
+    epoch, place = divmod(number, sequences)
+    digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
+    keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]
+    half = next(bits for bits in itertools.count(2) if 4**bits >= sequences)
+    while True:
+        left, right = place >> half, place % 2**half
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) % 2**half)
+        place = left * 2**half + right
+        if place < sequences:
+            return place
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64."""
+    value %= 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)

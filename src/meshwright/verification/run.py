@@ -1,0 +1,257 @@
+"""`verify`: train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.collectives.named import named_programs
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model.preference import Preference, preference_of
+from meshwright.names import unknown
+from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.presets import preset
+from meshwright.verification.cases import Case, CaseBuilder
+from meshwright.verification.compare import TOLERANCES, Comparison, compare, tolerance_of
+from meshwright.verification.grid import MIXTURES, grid
+from meshwright.verification.mutations import plant_all
+from meshwright.verification.problem import Problem, scaled_layout
+from meshwright.verification.ranks import WHOLE, StepRange, run_rank
+from meshwright.verification.reference import Reference
+
+DTYPES = ("float64", "float32")
+DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
+"""Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
+and key norms; biases, learned positions."""
+EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
+"""And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
+gate; a router that balances itself."""
+MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.7b"
+"""Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
+
+
+def verify(
+    layout: Recipe | Layout | str | Path | None = None,
+    *,
+    model: ModelConfig | str | Path | None = None,
+    dtype: str = "float64",
+    mutate: bool = False,
+    thorough: bool = False,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Prove that a layout computes what one device computes, on a small model of the same kind.
+
+    layout: a layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
+    axis. model: a preset's name, a Hugging Face directory or config.json, a recipe's file or a configuration; made
+    small, kept in kind; without one, one model for one layout, three kinds of models in turn over a grid. dtype:
+    "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every collective call site and in
+    local code, one at a time; each must be found. thorough: run the cases that take longer, too, and, where no model is
+    named, all three kinds.
+
+    Returns the document of `meshwright verify --json`: passed, worst, loss_error, gradient_norm_error, layouts,
+    mutations. Raises UserError for what cannot be run.
+    """
+    if dtype not in DTYPES:
+        raise UserError(unknown("dtype", dtype, DTYPES))
+    begun = time.monotonic()
+    layouts, models, collectives, preference = _what(layout, model)
+    mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
+    with _Bench(dtype, log, collectives, preference, thorough) as bench:
+        bench.many = len(layouts) > 1
+        planted: set[tuple[str, ...]] = set()
+        for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
+            # Over a grid the models take turns, so that each meets every size and stage.
+            one = len(layouts) == 1 and not thorough
+            fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
+            for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
+                ran = bench.verify(wanted, name, config)
+                if mutations is not None and ran["passed"]:
+                    for key, found in bench.mutate(wanted, config, planted).items():
+                        mutations[key] += found
+    entries = bench.entries
+    worst = max(entries, key=lambda entry: entry["worst"]["relative_error"])
+    missed = mutations["missed"] if mutations else []
+    return {
+        "passed": all(entry["passed"] for entry in entries) and not missed,
+        "dtype": dtype,
+        "tolerance": TOLERANCES[dtype],
+        "worst": {**worst["worst"], "layout": worst["layout"]},
+        "loss_error": max(entry["loss_error"] for entry in entries),
+        "gradient_norm_error": max(entry["gradient_norm_error"] for entry in entries),
+        "failure": next((f"{e['layout']}: {e['failure']}" for e in entries if e["failure"]), None),
+        "layouts": entries,
+        "mutations": mutations,
+        "seconds": round(time.monotonic() - begun, 2),
+    }
+
+
+class _Bench:
+    """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each. many: whether
+    layouts are verified by the hundred, each by the cases that it needs."""
+
+    many = False
+
+    def __init__(
+        self,
+        dtype: str,
+        log: Callable[[str], None],
+        collectives: CollectivesRecipe,
+        preference: Preference | None,
+        thorough: bool = False,
+    ) -> None:
+        self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
+        self.thorough = thorough
+        self.entries: list[dict[str, Any]] = []
+        self._ranks: LocalRanks | None = None
+        self._references: dict[Problem, Reference] = {}
+
+    def __enter__(self) -> _Bench:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
+        """Run one layout's cases and note what came of them."""
+        begun = time.monotonic()
+        layout = scaled_layout(wanted)
+        cases = []
+        for case in self._cases(wanted, layout, config):
+            started = time.monotonic()
+            found = self.compare(case, layout)
+            cases.append((case, found, time.monotonic() - started))
+        # What is worst is said of those in the asked dtype; the others have other tolerances.
+        main = [found for case, found, _ in cases if case.problem.dtype == self.dtype]
+        worst = max(main, key=lambda found: found.worst_error)
+        failed = next(((case, found) for case, found, _ in cases if not found.passed), None)
+        failure = None
+        if failed is not None:
+            case, found = failed
+            failure = found.failure if case is cases[0][0] else f"{case.name}: {found.failure}"
+        entry: dict[str, Any] = {
+            "layout": str(wanted),
+            "verified_as": str(layout),
+            "model": model,
+            "passed": failed is None,
+            "worst": {"name": worst.worst_name, "relative_error": worst.worst_error},
+            "loss_error": max(found.loss_error for found in main),
+            "gradient_norm_error": max(found.gradient_norm_error for found in main),
+            "failure": failure,
+            "cases": [
+                {
+                    "name": case.name,
+                    "passed": found.passed,
+                    "tolerance": tolerance_of(case.problem),
+                    "relative_error": found.worst_error,
+                    "seconds": round(seconds, 2),
+                }
+                for case, found, seconds in cases
+            ],
+            "seconds": round(time.monotonic() - begun, 2),
+        }
+        self.entries.append(entry)
+        verdict = "ok" if failed is None else f"FAILED: {failure}"
+        shown = str(wanted) if wanted == layout else f"{wanted} (as {layout})"
+        self.log(f"{shown:<32} {model:<14} worst {worst.worst_error:.1e}  loss {entry['loss_error']:.1e}  {verdict}")
+        return entry
+
+    def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
+        """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
+        layout = scaled_layout(wanted)
+        ranks = self.ranks(layout.world_size)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference)
+        return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
+
+    def compare(self, case: Case, layout: Layout) -> Comparison:
+        """Run one case: its steps on the layout, or those before its checkpoint there and the others elsewhere."""
+        problem = case.problem
+        reference = self.reference(problem)  # the first one while the server of local ranks loads torch
+        ranks = self.ranks(layout.world_size)
+        with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
+
+            def run(layout: Layout, span: StepRange) -> Comparison:
+                collectives = self.collectives if layout is not case.resume_layout else None
+                results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
+                return compare(reference, [result for (result,) in results], layout)
+
+            if case.resume_layout is None:
+                return run(layout, WHOLE)
+            last = problem.resumed_at[-1]
+            before = run(layout, StepRange(0, last))
+            return run(case.resume_layout, StepRange(last)) if before.passed else before
+
+    def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
+        # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
+        maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
+        if self.thorough:
+            return maker.thorough()
+        cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]
+        return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
+
+    def ranks(self, world_size: int) -> LocalRanks:
+        if self._ranks is None or self._ranks.world_size != world_size:
+            if self._ranks is not None:
+                self._ranks.close()
+            self._ranks = LocalRanks(world_size)
+        return self._ranks
+
+    def reference(self, problem: Problem) -> Reference:
+        if problem not in self._references:
+            self._references[problem] = Reference(problem)
+        return self._references[problem]
+
+
+def _what(
+    layout: Any, model: Any
+) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
+    """The layouts, the models if any are named, the programs that are asked for, and what pairs are to teach."""
+    if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
+        layout = load_recipe(layout)
+    if isinstance(model, str | Path) and str(model).endswith(".toml"):
+        model = load_recipe(model)
+    recipe = next((each for each in (layout, model) if isinstance(each, Recipe)), None)
+    if isinstance(layout, Recipe):
+        layouts, model = [layout.parsed_layout], model if model is not None else layout
+    elif layout is None:
+        layouts = grid()
+    else:
+        layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
+    for each in layouts:
+        each.refuse_unbuilt()
+        if recipe is not None:  # refused before ranks are started
+            named_programs(recipe.collectives, scaled_layout(each), recipe.where)
+    models = [] if model is None else [_model(model)]
+    collectives = CollectivesRecipe() if recipe is None else recipe.collectives
+    return layouts, models, collectives, None if recipe is None else preference_of(recipe)
+
+
+def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
+    experts = layout.expert_parallel or mixture
+    names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
+    if one:
+        names = (EXPERT_MODEL_OF_ONE_LAYOUT if experts else MODEL_OF_ONE_LAYOUT,)
+    return [(name, preset(name)) for name in names]
+
+
+def _model(model: Any) -> tuple[str, ModelConfig]:
+    if isinstance(model, ModelConfig):
+        return model.family, model
+    if isinstance(model, Recipe):
+        name = model.model.preset or model.model.family or str(model.model.from_path)
+        # The vocabulary is replaced anyway: no tokenizer need be trained to verify a layout.
+        return name, config_from_recipe(model.model, model.data.sequence, tokenizer_vocabulary=1)
+    if Path(model).exists():
+        return str(model), ModelConfig.from_path(model)
+    return str(model), preset(str(model))

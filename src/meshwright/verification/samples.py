@@ -1,0 +1,143 @@
+"""Synthetic ragged training data with the interface of `PreparedData`: sequences of one document and of many, with all
+targets, few, and none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.data import TokenBatch
+from meshwright.data.order import SampleOrder
+from meshwright.training.reference import Reference as ResponseReference
+from meshwright.training.reference import Responses
+from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem
+
+IGNORED = -100
+MOST_PAIRS = 2  # of responses in a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64. `reference`: of
+    responses that come in pairs the log-probabilities under the reference, float64 [B, 2 x MOST_PAIRS]."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    document_ids: NDArray[np.int64]
+    reference: NDArray[np.float64] | None = None
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Sequences [start, stop)."""
+        reference = None if self.reference is None else self.reference[start:stop]
+        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
+
+
+def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
+    """The sequences with these numbers, each a function of (seed, number) alone. Those of the training split come
+    first, those of the validation split follow."""
+    make = _make_sequence if problem.preference is None else _make_pairs
+    made = [make(problem, number) for number in numbers]
+    tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
+    return Batch(tokens, targets, ids, None if problem.preference is None else references)
+
+
+def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
+    """One document, two, a few, or many; every eighth sequence has no target."""
+    random = np.random.default_rng([problem.seed, number])
+    sequence, kind, turn = problem.sequence, number % 4, number // 4
+    tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
+    ids = np.zeros(sequence + 1, dtype=np.int64)
+    most = (0, 1, 5, max(5, sequence // 10))[kind]
+    if most:
+        begins = int(random.integers(1 + most // 2, most + 1))
+        ids[random.choice(np.arange(1, sequence), size=begins, replace=False)] = 1
+    ids = ids.cumsum()
+    targets = np.where(ids[1:] == ids[:-1], tokens[1:], IGNORED)
+    targets[random.random(sequence) < (0.0, 0.2, 0.9, 0.5)[(kind + turn) % 4]] = IGNORED
+    if number % 8 == 2:
+        targets[:] = IGNORED
+    return tokens[:-1].copy(), targets, ids[:-1].copy(), np.zeros(0)
+
+
+def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
+    """One pair of responses, two or none, mostly with padding behind them; of every document the first tokens, its
+    prompt, are no targets."""
+    random = np.random.default_rng([problem.seed, number])
+    sequence, pairs = problem.sequence, _pairs_of(number)
+    tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
+    ids = np.zeros(sequence, dtype=np.int64)
+    targets = np.full(sequence, IGNORED)
+    inner = np.sort(random.choice(np.arange(1, sequence // 2), size=max(0, 2 * pairs - 1), replace=False)) * 2
+    bounds = [0, *inner.tolist(), sequence if number % 3 == 0 else sequence - 1][: 2 * pairs + 1]
+    for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        ids[begin:] = document
+        prompt = begin + int(random.integers(0, max(1, (end - begin) // 2)))
+        targets[prompt : end - 1] = tokens[prompt + 1 : end]
+        ids[end:] = document + 1
+    trained = np.array([((ids == document) & (targets != IGNORED)).sum() for document in range(2 * MOST_PAIRS)])
+    noise = random.uniform(-1, 1, len(trained)) * (trained > 0)
+    return tokens[:-1].copy(), targets, ids, -math.log(problem.config.vocabulary) * trained + noise
+
+
+def _pairs_of(number: int) -> int:
+    return (1, 2, 2, 0)[number % 4]
+
+
+class SyntheticRows:
+    """Drop-in replacement for `TokenRows`: sequences [first, first + sequences) of a problem as one split."""
+
+    def __init__(self, problem: Problem, first: int, sequences: int) -> None:
+        self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
+
+    def batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+        """Rows `numbers` [B]; with `padded` also rows beyond the last, which have no target."""
+        rows = np.asarray(numbers, dtype=np.int64)
+        assert padded or rows.max() < self.sequences, (rows, self.sequences)
+        found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
+        found.targets[rows >= self.sequences] = IGNORED
+        if self.problem.preference is not None:  # padding has no pairs
+            found.document_ids[rows >= self.sequences] = 0
+        return TokenBatch(found.tokens, found.targets, found.document_ids.astype(np.int32))
+
+    @property
+    def examples_by_row(self) -> NDArray[np.int64]:
+        """Pairs of responses of each row."""
+        return np.array([_pairs_of(self.first + row) for row in range(self.sequences)])
+
+    def responses(self) -> Responses:
+        """The log-probabilities of all responses under the reference."""
+        found = Responses.unknown(self.examples_by_row)
+        known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
+        assert known is not None
+        for row, pairs in enumerate(self.examples_by_row):
+            found.values[found.bounds[row] : found.bounds[row + 1]] = known[row, : 2 * pairs]
+        return found
+
+
+class SyntheticData:
+    """Drop-in replacement for `PreparedData`."""
+
+    sha256 = "synthetic"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._splits = {
+            "train": SyntheticRows(problem, 0, problem.train_sequences),
+            "validation": SyntheticRows(problem, problem.train_sequences, VALIDATION_SEQUENCES),
+        }
+
+    def split(self, name: str) -> SyntheticRows:
+        return self._splits[name]
+
+    def order(self) -> SampleOrder:
+        return SampleOrder(self.problem.seed, self.problem.train_sequences)
+
+    def response_reference(self) -> ResponseReference:
+        """The log-probabilities of the responses under the policy that training began with, drawn at random."""
+        return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})

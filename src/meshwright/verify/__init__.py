@@ -1,5 +1,0 @@
-"""Layouts against one device: `verify` runs a small model both ways and compares all that training is made of."""
-
-from meshwright.verify.run import verify
-
-__all__ = ["verify"]

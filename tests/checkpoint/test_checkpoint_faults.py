@@ -1,0 +1,330 @@
+"""Damaged and half-written checkpoints, a full disk, a kill at any moment: the newest whole one is taken, nothing else
+is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.profiler import profile
+
+from meshwright.checkpoint import Checkpointer, best, newest, read_manifest, verify_checkpoint
+from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.snapshot import SnapshotBuffers
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.parallel.pieces import Piece
+from tests.training import checkpoint_cases as cases
+
+CONFIG = cases.tiny("llama")
+LARGER = cases.tiny("llama", hidden=64)
+
+
+def checkpointer(directory: Path, log: list[str] | None = None, **options) -> Checkpointer:
+    return Checkpointer(directory, Mesh.single(), CONFIG, log=(log if log is not None else []).append, **options)
+
+
+def save(keeper: Checkpointer, step: int, **options) -> None:
+    keeper.save(step, cases.state_pieces(CONFIG, 0, 1, salt=step), {"step": step}, **options)
+    keeper.wait()
+    assert keeper.failed() is None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    keeper = checkpointer(directory)
+    save(keeper, 100)
+    save(keeper, 200)
+    return directory
+
+
+def resumed_step(directory: Path) -> tuple[int, list[str]]:
+    log: list[str] = []
+    pieces = cases.empty_like(cases.state_pieces(CONFIG, 0, 1))
+    path, state = checkpointer(directory, log).load_newest(pieces)
+    assert cases.equal(pieces, cases.state_pieces(CONFIG, 0, 1, salt=path.step)) and state["step"] == path.step
+    return path.step, log
+
+
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "training/state.json",
+    "training/index.json",
+    "training/rank-00000-of-00001.safetensors",
+    "manifest.json",
+)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "flipped"])
+def test_a_damaged_file_makes_the_older_checkpoint_count_and_a_line_say_why(saved, tmp_path, file, damage):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    path = directory / "step-000200" / file
+    if damage == "missing":
+        path.unlink()
+    elif damage == "flipped":
+        cases.flip_bit(path)
+    else:
+        os.truncate(path, 0 if damage == "empty" else path.stat().st_size - 1)
+    step, log = resumed_step(directory)
+    assert step == 100
+    assert len(log) == 1 and "step-000200 is damaged and passed over" in log[0] and file in log[0]
+    problems = verify_checkpoint(directory / "step-000200")
+    assert len(problems) == 1 and file in problems[0]
+    assert verify_checkpoint(directory / "step-000100") == []
+
+
+def test_any_single_flipped_byte_is_found(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    generator = torch.Generator().manual_seed(0)
+    for file in FILES:
+        for position in torch.rand(6, generator=generator).tolist():
+            cases.flip_bit(directory / "step-000200" / file, position)
+            assert verify_checkpoint(directory / "step-000200") != [], (file, position)
+            cases.flip_bit(directory / "step-000200" / file, position)
+    assert verify_checkpoint(directory / "step-000200") == []
+
+
+def test_a_hidden_or_foreign_directory_is_no_checkpoint(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    shutil.copytree(directory / "step-000200", directory / ".step-000300.partial")
+    (directory / ".step-000300.partial" / "manifest.json").unlink()
+    (directory / "step-000400").write_text("a file")
+    (directory / "step-last").mkdir()
+    assert resumed_step(directory) == (200, [])
+    assert not (directory / ".step-000300.partial").exists()  # cleared away at the start
+    assert (directory / "step-last").is_dir() and (directory / "step-000400").is_file()
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_trained_over_them(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    for step in (100, 200):
+        (directory / f"step-{step:06d}/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole \(step-000200, step-000100 are damaged\)"):
+        resumed_step(directory)
+
+
+def test_a_damaged_checkpoint_makes_way_when_training_passes_it_again(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    cases.flip_bit(directory / "step-000200/training/rank-00000-of-00001.safetensors")
+    keeper = checkpointer(directory)
+    save(keeper, 200)
+    assert sorted(os.listdir(directory)) == ["step-000100", "step-000200"]
+    assert verify_checkpoint(directory / "step-000200") == []
+
+
+def test_the_step_just_saved_stays_though_a_later_one_with_a_hidden_fault_looks_newer(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    cases.flip_bit(directory / "step-000200/model.safetensors")
+    save(checkpointer(directory, keep=1, keep_best=False), 150)
+    assert "step-000150" in os.listdir(directory)
+    assert "step-000100" not in os.listdir(directory)
+
+
+def test_a_kill_while_one_is_replaced_brings_the_old_one_back(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved, directory)
+    (directory / "step-000200").rename(directory / ".step-000200.replaced")
+    assert resumed_step(directory) == (200, [])
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_field(saved):
+    other = cases.tiny("llama", layers=4)
+    pieces = cases.empty_like(cases.state_pieces(other, 0, 1))
+    with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, the recipe says 4"):
+        Checkpointer(saved, Mesh.single(), other).load_newest(pieces)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(saved):
+    pieces = cases.empty_like(cases.state_pieces(CONFIG, 0, 1, kinds=("master", "momentum")))
+    with pytest.raises(UserError, match=r"holds no momentum \(only exp_avg, exp_avg_sq, master\)"):
+        checkpointer(saved).load_newest(pieces)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    keeper = checkpointer(tmp_path, keep=2)
+    for step, loss in ((1, 3.0), (2, 1.5), (3, 2.0), (4, None), (5, float("nan")), (6, 1.9)):
+        save(keeper, step, validation_loss=loss)
+    assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000005", "step-000006"]
+    assert best(tmp_path).step == 2 and best(tmp_path).validation_loss == 1.5 and newest(tmp_path).step == 6
+    save(checkpointer(tmp_path, keep=1, keep_best=False), 7)
+    assert sorted(os.listdir(tmp_path)) == ["step-000007"]
+    assert best(tmp_path) is None
+
+
+def test_a_save_waits_for_the_one_before(tmp_path):
+    keeper = checkpointer(tmp_path, keep=9)
+    for step in range(1, 5):
+        keeper.save(step, cases.state_pieces(CONFIG, 0, 1, salt=step), {})
+    keeper.wait()
+    assert [verify_checkpoint(tmp_path / f"step-{step:06d}") for step in range(1, 5)] == [[]] * 4
+
+
+def test_training_may_change_the_state_while_it_is_written(tmp_path):
+    keeper = checkpointer(tmp_path)
+    pieces = cases.state_pieces(CONFIG, 0, 1)
+    keeper.save(1, pieces, {})
+    for piece in pieces:
+        piece.tensor.zero_()
+    keeper.wait()
+    loaded = cases.empty_like(pieces)
+    keeper.load(tmp_path / "step-000001", loaded)
+    assert cases.equal(loaded, cases.state_pieces(CONFIG, 0, 1))
+    assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
+
+
+def test_a_snapshot_is_one_copy_into_memory_that_is_there():
+    """What holds training up for a save (how long, `bench/save_stall.py` says): no fresh memory, and neighbours in one
+    long copy."""
+    buffers, flat = SnapshotBuffers(), torch.randn(200_000)
+    pieces = [Piece("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
+    buffers.reserve(pieces)
+    with profile(profile_memory=True) as seen:
+        first = buffers.take(pieces)
+    copies = [event for event in seen.events() if event.name == "aten::copy_"]
+    assert len(copies) == 1 and not any(event.cpu_memory_usage > 0 for event in seen.events())
+    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(first.pieces, pieces, strict=True))
+    places = [copy.tensor.data_ptr() for copy in first.pieces]
+    assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).pieces] == places
+
+
+def test_a_hole_in_the_state_is_a_fault_and_not_a_checkpoint(tmp_path):
+    keeper = checkpointer(tmp_path)
+    pieces = cases.state_pieces(CONFIG, 0, 1)
+    keeper.save(1, pieces[:-1], {})
+    keeper.wait()
+    with pytest.raises(AssertionError, match="exp_avg_sq of"):
+        keeper.failed()
+    assert newest(tmp_path) is None
+
+
+def test_a_manifest_of_a_later_format_is_not_misread(saved, tmp_path):
+    shutil.copytree(saved / "step-000200", tmp_path / "step-000200")
+    file = tmp_path / "step-000200/manifest.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(Damaged, match="format 2; this version reads format 1"):
+        read_manifest(tmp_path / "step-000200")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MiB, which holds one checkpoint of `LARGER` (2 MiB) and not two."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("found", ["before", "while writing"])
+def test_a_full_disk_is_one_line_and_costs_no_older_checkpoint(small_disk, found, monkeypatch):
+    if found == "while writing":  # as when somebody else fills it meanwhile
+        from meshwright.checkpoint import saving
+
+        monkeypatch.setattr(saving.Save, "_check_space", lambda self: None)
+    config = LARGER
+    keeper = Checkpointer(small_disk / "checkpoints", Mesh.single(), config)
+    keeper.save(1, cases.state_pieces(config, 0, 1), {})
+    keeper.wait()
+    assert keeper.failed() is None
+    size = sum(file.stat().st_size for file in (small_disk / "checkpoints").rglob("*") if file.is_file())
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    assert size > free, "the disk should not hold a second one"
+    keeper.save(2, cases.state_pieces(config, 0, 1), {})
+    keeper.wait()
+    line = keeper.failed()
+    assert "\n" not in line and "checkpoint of step 2 not written" in line and "no space left" in line
+    assert ("rank 0 could not write" in line) == (found == "while writing")
+    assert "it needs" in line and "free" in line and line.endswith("the newest whole checkpoint is step-000001")
+    keeper.abandon()
+    assert keeper.failed() is None
+    assert os.listdir(small_disk / "checkpoints") == ["step-000001"]
+    assert os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize == free
+    assert verify_checkpoint(small_disk / "checkpoints/step-000001") == []
+    shutil.rmtree(small_disk / "checkpoints/step-000001")
+    keeper.save(3, cases.state_pieces(config, 0, 1), {})  # there is room again: the same run goes on saving
+    keeper.wait()
+    assert keeper.failed() is None and newest(small_disk / "checkpoints").step == 3
+
+
+def test_a_disk_that_fills_under_two_ranks_is_told_to_both(small_disk):
+    directory = small_disk / "checkpoints"
+    with LocalRanks(2) as ranks:
+        results = ranks.run(cases.save_without_looking, str(directory), LARGER)
+    assert [line for line, _ in results] == [None, None]
+    for _, line in results:
+        assert "checkpoint of step 2 not written: rank" in line and "no space left on device (it needs" in line
+    assert [name for name in os.listdir(directory) if not name.startswith(".last")] == ["step-000001"]
+    assert verify_checkpoint(directory / "step-000001") == []
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.checkpoint import Checkpointer
+from tests.training import checkpoint_cases as cases
+
+config = cases.tiny("llama")
+for line in sys.stdin:  # one fork a line: the parent kills it when it likes
+    pid = os.fork()
+    if pid == 0:
+        keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), config)
+        pieces = cases.empty_like(cases.state_pieces(config, 0, 1))
+        loaded = keeper.load_newest(pieces)
+        step = loaded[0].step if loaded else 0
+        assert not loaded or cases.equal(pieces, cases.state_pieces(config, 0, 1, salt=step))
+        while True:
+            step += 1
+            keeper.save(step, cases.state_pieces(config, 0, 1, salt=step), {})
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_the_newest_whole_one(tmp_path):
+    directory = tmp_path / "checkpoints"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        generator = torch.Generator().manual_seed(1)
+        last, moments, partials = 0, [], 0
+        for delay in (0.3 + 0.1 * torch.rand(16, generator=generator)).tolist():
+            server.stdin.write("go\n")
+            server.stdin.flush()
+            pid = int(server.stdout.readline())
+            time.sleep(delay)
+            os.kill(pid, signal.SIGKILL)
+            assert int(server.stdout.readline()) == -signal.SIGKILL, "it failed to load what the kill before had left"
+            passed_over: list[str] = []
+            found = newest(directory, passed_over.append)
+            assert passed_over == []  # nothing half-written ever has a checkpoint's name
+            if found is not None:
+                assert verify_checkpoint(found.path) == []
+                assert found.step >= last
+                last = found.step
+            partials += bool(list(directory.glob(".step-*.partial")))
+            moments.append(last)
+        server.stdin.close()
+    assert last > 3, moments  # it did save between the kills
+    assert partials > 3  # and was killed while saving

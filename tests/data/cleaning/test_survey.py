@@ -1,0 +1,190 @@
+"""The split goes by content, no split is left empty in silence, and what was dropped is counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.data.cleaning import survey as survey_room
+from meshwright.data.cleaning.survey import SHORT_DOCUMENT, Survey, last_of, survey
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
+from meshwright.errors import UserError
+from meshwright.recipe import CleanRecipe, DataRecipe
+
+
+def text(number: int, lines: int = 3) -> str:
+    return "".join(f"document {number}, line {line}\n" for line in range(lines))
+
+
+def surveyed(directory: Path, log: list[str] | None = None, **data: Any) -> tuple[Survey, dict[str, list[str]]]:
+    """The survey of a directory and the texts of each split."""
+    recipe = DataRecipe(source=str(directory), sequence=8, **data)
+    files = find_files(recipe.all_sources)
+    result = survey(files, recipe, (log if log is not None else []).append)
+    reader = Reader(longest=result.longest)
+    splits = {split: [text for _, text in result.texts(files, reader, split)] for split in ("train", "validation")}
+    return result, splits
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for number in range(200):
+        (tmp_path / f"{number:03d}.txt").write_text(text(number))
+    return tmp_path
+
+
+def test_a_document_is_held_out_when_the_hash_of_its_content_says_so(corpus: Path):
+    _, splits = surveyed(corpus, validation_fraction=0.25)
+
+    def held_out(content: str) -> bool:
+        return int(hashlib.sha256(content.strip().encode()).hexdigest()[:16], 16) / 2**64 < 0.25
+
+    assert len(splits["train"]) + len(splits["validation"]) == 200
+    assert all(map(held_out, splits["validation"])) and not any(map(held_out, splits["train"]))
+    assert 30 <= len(splits["validation"]) <= 70
+
+
+def test_a_document_keeps_its_side_when_others_come_and_files_are_renamed(corpus: Path):
+    _, before = surveyed(corpus, validation_fraction=0.1)
+    for number in range(200):
+        (corpus / f"{number:03d}.txt").rename(corpus / f"renamed {199 - number:03d}.txt")
+    for number in range(200, 300):
+        (corpus / f"{number:03d}.txt").write_text(text(number))
+    _, after = surveyed(corpus, validation_fraction=0.1)
+    assert set(before["validation"]) < set(after["validation"])
+    assert set(before["train"]) < set(after["train"])
+
+
+def test_equal_contents_never_stand_on_both_sides(corpus: Path):
+    for number in range(200):
+        (corpus / f"copy {number:03d}.txt").write_text("\n" + text(number))
+    _, splits = surveyed(corpus, validation_fraction=0.3, clean=CleanRecipe(exact_duplicates=False))
+    train, validation = ({content.strip() for content in splits[name]} for name in ("train", "validation"))
+    assert len(splits["train"]) + len(splits["validation"]) == 400
+    assert train.isdisjoint(validation)
+
+
+def test_two_documents_are_enough_for_two_splits(tmp_path: Path):
+    for name, number in (("a", 0), ("b", 1)):
+        (tmp_path / name).write_text(text(number))
+    for fraction in (1e-9, 0.999999):
+        _, splits = surveyed(tmp_path, validation_fraction=fraction)
+        assert [len(split) for split in splits.values()] == [1, 1]
+        by_hash = sorted((hashlib.sha256(text(number).strip().encode()).digest(), text(number)) for number in range(2))
+        assert splits["validation"] == [by_hash[0][1]]
+
+
+def test_without_a_validation_fraction_everything_trains(tmp_path: Path):
+    (tmp_path / "a.txt").write_text(text(1))
+    _, splits = surveyed(tmp_path, validation_fraction=0)
+    assert splits == {"train": [text(1)], "validation": []}
+
+
+def test_one_short_text_cannot_be_split(tmp_path: Path):
+    (tmp_path / "a.txt").write_text(text(1))
+    with pytest.raises(UserError, match="one short text, too little to split"):
+        surveyed(tmp_path)
+
+
+def test_one_long_text_is_cut_so_that_it_can_be_split(tmp_path: Path):
+    whole = "\n".join(text(number) for number in range(9000))
+    (tmp_path / "a.txt").write_text(whole)
+    log: list[str] = []
+    result, splits = surveyed(tmp_path, log, validation_fraction=0.05)
+    pieces = splits["train"] + splits["validation"]
+    assert all(len(piece) <= SHORT_DOCUMENT for piece in pieces)
+    assert sorted("".join(pieces)) == sorted(whole)
+    assert 0.01 < len("".join(splits["validation"])) / len(whole) < 0.12
+    assert result.bytes == {name: len("".join(split)) for name, split in splits.items()}
+    assert log == [
+        "only 1 document: long ones are cut after blank lines into pieces of at most 8,000 characters, "
+        "so that both splits get some"
+    ]
+
+
+def test_many_documents_are_not_cut(corpus: Path):
+    long = "\n\n".join(text(number) for number in range(1000, 2000))
+    (corpus / "long.txt").write_text(long)
+    _, splits = surveyed(corpus)
+    assert long in splits["train"] + splits["validation"]
+
+
+def test_what_is_dropped_is_counted_under_its_rule_with_an_example(corpus: Path):
+    (corpus / "x binary").write_bytes(b"\x00\x01\x02")
+    (corpus / "x latin").write_bytes("größer".encode("latin-1"))
+    (corpus / "x same 1").write_text(text(7))
+    (corpus / "x same 2").write_text(text(8))
+    (corpus / "x empty").touch()
+    (corpus / "x bell").write_text("\a\a\a")
+    (corpus / "x again").write_text("again\n" * 9)
+    result, _ = surveyed(corpus)
+    assert result.dropped == {
+        "encoding": 2,
+        "control_characters": 1,
+        "length": 1,
+        "repetition": 1,
+        "exact_duplicates": 2,
+    }
+    assert result.report["examples"]["exact_duplicates"] == "x same 1"
+    assert sum(result.documents.values()) == 200
+
+
+def test_a_corpus_of_which_nothing_is_left_says_what_dropped_it(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("again\n" * 9)
+    (tmp_path / "b.txt").write_bytes(b"\x00")
+    with pytest.raises(UserError) as caught:
+        surveyed(tmp_path)
+    assert str(caught.value) == (
+        "data: no document is left after cleaning; dropped by rule: encoding 1 (first: b.txt), "
+        "repetition 1 (first: a.txt); see [data.clean]"
+    )
+
+
+def test_texts_go_on_from_any_document_without_opening_files_before_it(corpus: Path):
+    recipe = DataRecipe(source=str(corpus), sequence=8)
+    files = find_files(recipe.all_sources)
+    result = survey(files, recipe, print)
+    every = list(result.texts(files, Reader(), "train"))
+    for file in files[:50]:
+        file.path.unlink()
+    assert list(result.texts(files, Reader(), "train", first=50)) == [item for item in every if item[0] >= 50]
+    assert [number for number, _ in every] == np.flatnonzero(result.codes == 0).tolist()
+
+
+def test_a_file_that_changes_between_the_passes_is_noticed(corpus: Path):
+    recipe = DataRecipe(source=str(corpus), sequence=8)
+    files = find_files(recipe.all_sources)
+    result = survey(files, recipe, print)
+    (corpus / "100.txt").write_bytes(b"\x00")
+    with pytest.raises(UserError, match=r"100\.txt (changed while it was being prepared|is binary)"):
+        list(result.texts(files, Reader(), "train")), list(result.texts(files, Reader(), "validation"))
+
+
+def test_the_last_document_of_a_split_is_found_block_by_block(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(survey_room, "_BLOCK", 3)
+    codes = np.array([0, 1, 0, 0, 2, 1, 2, 0, 2, 2], dtype=np.uint8)
+    for code in range(4):
+        for begin in range(11):
+            for end in range(begin, 11):
+                places = [place for place in range(begin, end) if codes[place] == code]
+                assert last_of(codes, code, begin, end) == (places[-1] if places else -1)
+
+
+def test_no_sample_of_what_was_dropped_shows_what_is_to_be_masked(tmp_path: Path):
+    """Neither of a document that its own text drops, nor of a duplicate and what it repeats."""
+    secret = "someone@example.org"
+    for name, content in (
+        ("a", f"Write to {secret} today.\n"), ("b", f"Write to {secret} today.\n"), ("c", f"{secret}\n" * 9),
+        ("d", text(1)), ("e", text(2)),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.txt").write_text(content)
+    result, _ = surveyed(tmp_path, validation_fraction=0, clean={"mask": ["email"]})
+    assert result.report["dropped"]["exact_duplicates"] == result.report["dropped"]["repetition"] == 1
+    shown = json.dumps(result.report["samples"])
+    assert "<email>" in shown and secret not in shown

@@ -1,0 +1,195 @@
+"""Rows of examples, against the plain lists that they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.data import NO_TARGET, PackedExamples
+from meshwright.data.packing.packed_examples import OPEN_ROWS, best_fit
+from meshwright.data.packing.shards import Packer, Piece
+from meshwright.data.sources.reading import Document
+from meshwright.errors import UserError
+
+END = 999
+
+
+class Plain:
+    """Encodes a document that is JSON: a list of [prompt length, response length] for each piece."""
+
+    def pieces(self, documents):
+        for document in documents:
+            number, shapes = json.loads(document.text)
+            yield [Piece(*self.piece(number, at, *shape)) for at, shape in enumerate(shapes)]
+
+    @staticmethod
+    def piece(number, at, prompt, response):
+        tokens = np.array([(number * 31 + at * 7 + place) % 900 for place in range(prompt + response)], "<u2")
+        trained = np.array([0] * prompt + [1] * response, np.uint8)
+        trained[:1] = 0
+        return tokens, b"", trained
+
+
+def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: int = 50, **options) -> PackedExamples:
+    documents = [Document("", json.dumps([number, shape])) for number, shape in enumerate(shapes)]
+
+    def kept(first: int):
+        return ((number, document) for number, document in enumerate(documents) if number >= first)
+
+    packer = Packer(directory, kept, sources or [len(shapes)], Plain(), "", shard_tokens, keep_text=False)
+    by_source = packer.pack(lambda done: None)
+    shards = [shard for shards in by_source for shard in shards]
+    pieces = len(shapes[0]) if shapes else 1
+    apart = None if sources is None else [len(shards) for shards in by_source]
+    return PackedExamples(directory, shards, np.dtype("<u2"), sequence, True, END, apart, pieces=pieces, **options)
+
+
+def documents_of(rows: PackedExamples):
+    """(row, document id, tokens, targets) of every document with a target, and which tokens lie behind the last."""
+    batch = rows.batch(np.arange(rows.sequences))
+    for row, (tokens, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
+        assert (np.diff(ids) >= 0).all() and (np.diff(ids) <= 1).all() and ids[0] == 0
+        for number in np.unique(ids).tolist():
+            here = ids == number
+            yield row, number, tokens[here].tolist(), targets[here].tolist()
+
+
+shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
+examples = st.integers(1, 2).flatmap(
+    lambda pieces: st.lists(st.lists(shape, min_size=pieces, max_size=pieces), min_size=1, max_size=30)
+)
+
+
+@given(shapes=examples, sequence=st.integers(37, 60), pack=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_every_example_lies_whole_in_one_row_with_the_tokens_of_its_responses_as_targets(
+    tmp_path_factory: pytest.TempPathFactory, shapes, sequence: int, pack: bool
+):
+    rows = packed(tmp_path_factory.mktemp("packed"), shapes, sequence, pack=pack)
+    pieces = len(shapes[0])
+    wanted = []
+    for number, example in enumerate(shapes):
+        wanted.append([])
+        for at, (prompt, response) in enumerate(example):
+            tokens = Plain.piece(number, at, prompt, response)[0].tolist()
+            wanted[-1].append((tokens, [*[NO_TARGET] * (prompt - 1), *tokens[prompt:], NO_TARGET]))
+    found: dict[int, list] = {}
+    for row, number, tokens, targets in documents_of(rows):
+        if any(target != NO_TARGET for target in targets):
+            found.setdefault(row, []).append((number, tokens, targets))
+        else:
+            assert set(tokens) == {END}  # padding
+    met = []
+    for documents in found.values():
+        assert [number for number, *_ in documents] == list(range(len(documents)))
+        assert pack or len(documents) == pieces
+        for first in range(0, len(documents), pieces):
+            met.append([(tokens, targets) for _, tokens, targets in documents[first : first + pieces]])
+    # The last token of a full row is only a target, so the row's last document may be one shorter.
+    for example in met:
+        match = [
+            one
+            for one in wanted
+            if all(
+                mine == theirs or mine == (theirs[0][:-1], theirs[1][:-1])
+                for mine, theirs in zip(example, one, strict=True)
+            )
+        ]
+        assert match, example
+        wanted.remove(match[0])
+    assert not wanted
+    assert rows.report["targets"] == rows.batch(np.arange(rows.sequences)).target_tokens
+    assert rows.report["trained"] == rows.report["examples"] == len(shapes)
+    size = sum(prompt + response for example in shapes for prompt, response in example)
+    assert rows.report["padding"] == rows.sequences * (sequence + 1) - size
+
+
+@given(sizes=st.lists(st.integers(1, 20), max_size=200))
+@settings(deadline=None, max_examples=50)
+def test_best_fit_takes_the_row_with_the_least_room(sizes: list[int]):
+    """Against the definition, by looking at every row (none is closed: there are too few)."""
+    room, rows = 20, []
+    for place, size in enumerate(sizes):
+        left = [(room - sum(sizes[one] for one in row), number) for number, row in enumerate(rows)]
+        fitting = [one for one in left if one[0] >= size]
+        if fitting:
+            rows[min(fitting)[1]].append(place)
+        else:
+            rows.append([place])
+    assert len(rows) <= OPEN_ROWS
+    assert best_fit(sizes, room) == rows
+
+
+def test_packing_wastes_little_and_looks_at_few_rows():
+    sizes = np.random.default_rng(0).integers(10, 400, 5000).tolist()
+    rows = best_fit(sizes, 512)
+    assert sorted(place for row in rows for place in row) == list(range(5000))
+    assert all(sum(sizes[place] for place in row) <= 512 for row in rows)
+    assert sum(sizes) / (len(rows) * 512) > 0.97
+    # 13 and then 7 tokens fill a row of 20, but those of the first rows are closed when the sevens come.
+    late = best_fit([13] * (OPEN_ROWS + 50) + [7] * (OPEN_ROWS + 50), 20)
+    assert len(late) > OPEN_ROWS + 50
+
+
+def test_what_is_too_long_is_cut_dropped_or_refused_and_always_counted(tmp_path: Path):
+    shapes = [[(4, 4)], [(5, 20)], [(30, 5)], [(3, 0)], [(6, 3)]]
+    made = {}
+    for too_long in ("truncate", "drop"):
+        directory = tmp_path / too_long
+        directory.mkdir()
+        made[too_long] = packed(directory, shapes, 15, too_long=too_long)
+    whole = {"examples": 5, "lost_targets": 5 + 9, "targets": 4 + 3 + 11, "trained": 3}
+    report = made["truncate"].report
+    assert report == whole | {"truncated": 1, "too_long": 0, "without_response": 2, "padding": report["padding"]}
+    report = made["drop"].report
+    counts = {"trained": 2, "targets": 7, "lost_targets": 25, "truncated": 0, "too_long": 2, "without_response": 1}
+    assert report == whole | counts | {"padding": report["padding"]}
+    (tmp_path / "refuse").mkdir()
+    refused = packed(tmp_path / "refuse", shapes, 15, too_long="refuse")
+    with pytest.raises(
+        UserError, match=r"example 2 of the refuse split has 25 tokens, more than the 16 .* 1 more.* to 34"
+    ):
+        _ = refused.rows
+
+
+def test_a_pair_that_is_too_long_loses_the_end_of_its_longer_response(tmp_path: Path):
+    rows = packed(tmp_path, [[(3, 20), (3, 4)]], 19)
+    lengths = {number: len(tokens) for _, number, tokens, _ in documents_of(rows)}
+    assert lengths == {0: 13, 1: 6}  # of which the last token is only a target: 13 + 7 = 20
+    assert rows.report["truncated"] == 1 and rows.report["lost_targets"] == 10
+
+
+def test_all_tokens_but_the_first_are_targets_on_request(tmp_path: Path):
+    rows = packed(tmp_path, [[(4, 4)], [(2, 5)]], 30, train_on="all")
+    for _, number, tokens, targets in documents_of(rows):
+        assert number == 2 or targets[:-1] == tokens[1:]
+    assert rows.report["targets"] == 7 + 6
+
+
+def test_rows_behind_the_last_hold_nothing_and_sources_with_weights_stay_apart(tmp_path: Path):
+    shapes = [[(2, number % 5 + 1)] for number in range(20)]
+    rows = packed(tmp_path, shapes, 11, sources=[8, 20])
+    assert len(rows.sequences_by_source) == 2 and sum(rows.sequences_by_source) == rows.rows == rows.sequences
+    first = rows.batch(np.arange(rows.sequences_by_source[0]))
+    assert first.target_tokens == sum(number % 5 + 1 for number in range(8))
+    batch = rows.batch([0, rows.rows, 10_000], padded=True)
+    assert (batch.targets[1:] == NO_TARGET).all() and (batch.tokens[1:] == END).all()
+    assert sum(len(batch.tokens) for batch in rows.batches(3)) == rows.rows
+    with pytest.raises(AssertionError):
+        rows.batch([rows.rows])
+
+
+def test_rows_do_not_depend_on_shards(tmp_path: Path):
+    shapes = [[(2, number % 5 + 1), (3, 4)] for number in range(40)]
+    batches = []
+    for shard_tokens in (1, 60, 10**6):
+        (tmp_path / str(shard_tokens)).mkdir()
+        rows = packed(tmp_path / str(shard_tokens), shapes, 33, shard_tokens=shard_tokens)
+        batch = rows.batch(np.arange(rows.rows))
+        batches.append(batch.tokens.tobytes() + batch.targets.tobytes() + batch.document_ids.tobytes())
+    assert len(set(batches)) == 1

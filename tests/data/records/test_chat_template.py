@@ -1,0 +1,246 @@
+"""Conversations through templates, against `transformers.apply_chat_template`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshwright.data.records.chat_template import ChatTemplate, check_tokens, find_template
+from meshwright.data.records.conversations import Example, Message
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.sources.reading import Document
+from meshwright.errors import UserError
+from tests.data.chat_templates import STYLES, write_tokenizer
+
+TURNS = [
+    Message("system", "You know what the fox does."),
+    Message("user", "What does the quick fox do?\n\n"),
+    Message("assistant", "It jumps over <the lazy> dog. Wörter, 日本語!"),
+    Message("user", "  And {{ then }} [INST]? "),
+    Message("assistant", "it sleeps"),
+]
+
+
+class Pair:
+    """A tokenizer with a template as we and as `transformers` read it."""
+
+    def __init__(self, directory, style: str, kind: str = "byte-level") -> None:
+        from transformers import AutoTokenizer
+
+        self.style = STYLES[style]
+        self.directory = write_tokenizer(directory, self.style, kind)
+        self.theirs = AutoTokenizer.from_pretrained(self.directory)
+        self.ours = ExampleEncoder.of_directory(self.directory)
+
+    def turns(self, turns=TURNS):
+        return list(turns if self.style.system else turns[1:])
+
+    def pieces(self, *turns: Message, prompt: tuple[Message, ...] = ()):
+        """(tokens, trained) of one conversation."""
+        [[piece]] = self.ours.pieces([Document("d", "", None, Example(prompt, (turns,)))])
+        return piece.tokens, piece.trained
+
+    def apply(self, turns, **options):
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return self.theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[tuple[str, str], Pair] = {}
+
+    def pair(style: str, kind: str = "byte-level") -> Pair:
+        if (style, kind) not in made:
+            made[style, kind] = Pair(tmp_path_factory.mktemp(style), style, kind)
+        return made[style, kind]
+
+    return pair
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_tokens_are_those_of_transformers(pairs, style: str, kind: str):
+    pair = pairs(style, kind)
+    turns = pair.turns()
+    tokens, _ = pair.pieces(*turns)
+    assert tokens.tolist() == pair.apply(turns)["input_ids"]
+    assert pair.ours.prompt(turns[:-1]) == pair.apply(turns[:-1], add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_what_a_template_marks_is_what_transformers_says_is_the_assistants(pairs, kind: str):
+    pair = pairs("marked", kind)
+    turns = [turn._replace(content=turn.content.replace("日本語", "words")) for turn in pair.turns()]
+    _, trained = pair.pieces(*turns)
+    assert trained.tolist() == pair.apply(turns, return_assistant_tokens_mask=True)["assistant_masks"]
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style != "marked"])
+def test_a_template_without_marks_is_trained_on_each_answer_and_the_token_that_ends_it(pairs, style: str):
+    pair = pairs(style)
+    tokens, trained = pair.pieces(*pair.turns())
+    end = {"gemma": "<end_of_turn>"}.get(style, pair.style.eos)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], trained, [0]])))
+    spans = [pair.theirs.decode(tokens[begin:stop]) for begin, stop in edges.reshape(-1, 2)]
+    first, second = (turn.content for turn in TURNS if turn.role == "assistant")
+    assert [span.strip() for span in spans] == [
+        f"{first}{' ' * (style == 'llama-2')}{end}",
+        f"{second}{' ' * (style == 'llama-2')}{end}",
+    ]
+
+
+def test_answers_in_the_prompt_and_blank_ones_are_not_trained_on(pairs):
+    pair = pairs("chatml")
+    turns = pair.turns()
+    tokens, trained = pair.pieces(turns[-1], prompt=tuple(turns[:-1]))
+    assert pair.theirs.decode(tokens[trained.astype(bool)]) == "it sleeps<|im_end|>"
+    tokens, trained = pair.pieces(*turns[:-1], Message("assistant", " \n"))
+    assert pair.theirs.decode(tokens[trained.astype(bool)]) == f"{turns[2].content}<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("style", STYLES)
+def test_no_text_becomes_a_special_token(pairs, style: str, kind: str):
+    """Whatever a person writes, there are as many special tokens as for harmless text, and the text comes back."""
+    pair = pairs(style, kind)
+    special = {pair.theirs.convert_tokens_to_ids(token) for token in pair.style.special}
+    harmless = sum(token in special for token in pair.pieces(*pair.turns())[0])
+    for token in pair.style.special:
+        for evil in (token, f"a{token}b{token}", f"{token[1:]} {token[:-1]}", token[2:-2], f" {token}"):
+            turns = [turn._replace(content=evil) for turn in pair.turns()]
+            tokens, _ = pair.pieces(*turns)
+            assert sum(one in special for one in tokens) == harmless, (token, evil)
+            rendered = pair.ours.template.render(turns)
+            if kind == "byte-level":
+                assert pair.theirs.decode(tokens) == rendered
+            with_theirs = pair.apply(turns)["input_ids"]
+            if token in evil:  # the plain text of the template says something else to a tokenizer
+                assert sum(one in special for one in with_theirs) > harmless
+
+
+@pytest.mark.parametrize("source, content", [("<|{}|>", "x"), ("{}x|>", "<|"), ("<|x{}", "|>"), ("<|{}", " x|> ")])
+def test_a_special_token_half_of_which_is_text_is_text(source: str, content: str):
+    before, after = source.split("{}")
+    template = ChatTemplate(
+        f"{{% for m in messages %}}{before}{{{{ m.content | trim }}}}{after}{{% endfor %}}",
+        {},
+        frozenset({"<|x|>"}),
+        "",
+    )
+    rendered = template.rendered([Message("user", content)], prompt=True)
+    assert (rendered.text, rendered.own) == ("<|x|>", [])
+
+
+def test_a_template_that_looks_into_a_text_that_spells_a_token_refuses_it():
+    source = "{% for m in messages %}{{ '<|a|>' + (m.content.split('</t>')[-1]) }}{% endfor %}"
+    template = ChatTemplate(source, {}, frozenset({"<|a|>"}), "it")
+    assert template.rendered([Message("user", "x</t>y")], prompt=True).text == "<|a|>y"
+    with pytest.raises(TemplateError, match=r"one holds the special token <\|a\|>"):
+        template.rendered([Message("user", "x</t><|a|>")], prompt=True)
+
+
+def test_a_template_that_does_not_say_which_part_is_the_answer_is_refused_with_the_remedy():
+    """One that shows earlier answers shorter than the last, as those of models that think."""
+    source = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}"
+        "{{ m.content }}{% endif %};{% endfor %}"
+    )
+    template = ChatTemplate(source, {}, frozenset(), "it")
+    one = [Message("user", "Q"), Message("assistant", "A")]
+    assert template.rendered(one).responses == [(len("user:Q;"), len("user:Q;assistant:A;"))]
+    with pytest.raises(TemplateError, match=r"has no {% generation %} .* in a .jinja file"):
+        template.rendered([*one, *one])
+
+
+def test_what_a_template_says_against_a_record_is_said_with_the_record(pairs):
+    pair = pairs("gemma")
+    document = Document("chats.jsonl:7", "", None, Example((), (tuple(TURNS),)))
+    with pytest.raises(UserError, match=r"chats.jsonl:7: the chat template of .* System role not supported"):
+        list(pair.ours.pieces([document]))
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 1.5 ** 9999 }}", "{{ messages[9].a.b }}", "{{ 'a' + 1 }}"])
+def test_what_goes_wrong_inside_a_template_is_said_of_the_record(source: str):
+    with pytest.raises(TemplateError, match="^does not take it: "):
+        ChatTemplate(source, {}, frozenset(), "it").render([Message("user", "Q")])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_token_that_ends_a_turn_is_found_with_and_without_white_space_marked_behind_it(pairs, style: str):
+    pair = pairs(style)
+    assert pair.theirs.convert_ids_to_tokens(pair.ours.turn_end()) == {"gemma": "<end_of_turn>"}.get(
+        style, pair.style.eos
+    )
+    source = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content + END }}"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    for end, found in ((f"{pair.style.eos}\n", pair.style.eos), ("\n", None), (f"{pair.style.eos}.", None)):
+        template = ChatTemplate(source.replace("END", repr(end)), {}, pair.ours.template.special, "it")
+        number = ExampleEncoder(pair.ours.tokenizer, template).turn_end()
+        assert (number if number is None else pair.theirs.convert_ids_to_tokens(number)) == found
+
+
+def test_a_record_of_millions_of_characters_is_refused_before_it_is_tokenized(pairs):
+    example = Example((), ((Message("user", "Q"), Message("assistant", "A" * 1_000_001)),))
+    document = Document("chats.jsonl:7", example.text(), None, example)
+    with pytest.raises(UserError, match=r"chats.jsonl:7: .* 1,000,004 characters.*clean.maximum_characters = 1000000"):
+        list(pairs("chatml").ours.pieces([document]))
+
+
+def test_templates_run_in_a_sandbox():
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {}, frozenset(), "it")
+    with pytest.raises(TemplateError, match="unsafe"):
+        template.render([Message("user", "Q")])
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("instructions", 'did you mean "instruction"'),
+        ("no/such.jinja", "is no template and no file; known: instruction, chatml, model"),
+        ("model", 'comes without a chat_template; set data.template to "instruction" or "chatml"'),
+    ],
+)
+def test_a_template_that_is_not_there_is_refused(name: str, problem: str):
+    with pytest.raises(UserError, match=problem):
+        find_template(name, None, "bpe")
+
+
+def test_chatml_needs_its_tokens():
+    check_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
+    check_tokens("instruction", set(), "gpt2")
+    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
+        check_tokens("chatml", {"<|im_start|>"}, "gpt2")
+
+
+def test_a_file_that_is_no_template_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    source, where = find_template(str(path), None, "bpe")
+    with pytest.raises(UserError, match=r"t.jinja, line 2: not a Jinja template"):
+        ChatTemplate(source, {}, frozenset(), where).check()
+
+
+@pytest.mark.parametrize("name", ["instruction", "chatml"])
+def test_the_templates_that_come_along_do_in_transformers_what_they_do_here(pairs, name: str):
+    pair = pairs("chatml")
+    source, where = find_template(name, None, "")
+    ours = ExampleEncoder(
+        pair.ours.tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}, pair.ours.template.special, where)
+    )
+    turns = TURNS[:3]
+    [[piece]] = ours.pieces([Document("d", "", None, Example((), (tuple(turns),)))])
+    theirs = pair.apply(turns, chat_template=source, return_assistant_tokens_mask=True)
+    assert piece.tokens.tolist() == theirs["input_ids"]
+    assert piece.trained.tolist() == theirs["assistant_masks"]
+
+
+def test_an_instruction_has_its_three_parts():
+    source, where = find_template("instruction", None, "")
+    template = ChatTemplate(source, {"eos_token": "</s>", "bos_token": "<s>"}, frozenset({"<s>", "</s>"}), where)
+    text = "<s>### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>"
+    assert template.render([Message("user", "Add.", "1 2"), Message("assistant", "3")]) == text
+    assert template.render([Message("user", "Add.", "1 2")], prompt=True) == text.removesuffix("3</s>")
+    assert "Input" not in template.render([Message("user", "Add.")])

@@ -1,0 +1,301 @@
+"""Records of every format to conversations, and one clear line for each that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from meshwright.data import prepare
+from meshwright.data.records import record_files
+from meshwright.data.records.conversations import Message, Records
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
+from meshwright.data.tokenizers.report import tokenizer_report
+from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe, Recipe
+from meshwright.toml import read_toml
+
+CHAT = [{"role": "user", "content": "Q é"}, {"role": "assistant", "content": "A"}]
+RECORDS: dict[str, list[Any]] = {
+    "instruction": [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "output": "Ho\r\n"}],
+    "chat": [{"messages": CHAT}, {"messages": [{"role": "system", "content": "S"}, *CHAT, *CHAT]}],
+    "preference": [
+        {"prompt": "Q", "chosen": "good", "rejected": "bad"},
+        {"prompt": "R", "chosen": "b", "rejected": "c"},
+    ],
+}
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    """The records in the format that the suffix says."""
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps(records, indent=1))
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+        case ".gz":
+            path.write_bytes(gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode()))
+        case _:
+            path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def read(path: Path, kind: str, **renamed: str):
+    [file] = find_files([str(path)], records=True)
+    return list(Reader(records=Records(kind, renamed)).documents(file))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.gz"])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_is_the_same_conversation_in_every_format(tmp_path: Path, kind: str, suffix: str):
+    documents = read(write(tmp_path / f"data{suffix}", RECORDS[kind]), kind)
+    records = Records(kind)
+    assert [document.example for document in documents] == [records.example(record) for record in RECORDS[kind]]
+    place = {".json": ":record ", ".parquet": ":row "}.get(suffix, ":")
+    assert [document.name for document in documents] == [f"data{suffix}{place}{number}" for number in (1, 2)]
+
+
+def test_conversations_are_what_their_records_say():
+    [add, hi] = map(Records("instruction").example, RECORDS["instruction"])
+    assert add.branches == ((Message("user", "Add.", "1 2"), Message("assistant", "3")),) and add.prompt == ()
+    assert add.text() == "Add.\n\n1 2\n\n3"
+    assert hi.branches[0][0] == Message("user", "Hi")
+    share = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "id": 7}
+    assert Records("chat").example(share).branches == ((Message("user", "Q"), Message("assistant", "A")),)
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "text", "text": "!"}]}]}
+    assert Records("chat").example(parts).branches == ((Message("user", "Q!"),),)
+    renamed = Records("instruction", {"instruction": "question", "output": "answer"})
+    assert renamed.example({"question": "Q", "answer": "A"}).branches[0][1] == Message("assistant", "A")
+
+
+def test_every_way_to_write_a_preference_is_the_same_prompt_and_two_answers():
+    turn = {role: {"role": role, "content": role[0]} for role in ("user", "assistant")}
+    good, bad = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+    history = [turn["user"], turn["assistant"], turn["user"]]
+    ways = [
+        {"prompt": history, "chosen": "good", "rejected": "bad"},
+        {"prompt": history, "chosen": [good], "rejected": [bad]},
+        {"prompt": history, "chosen": [*history, good], "rejected": [*history, bad]},
+        {"chosen": [*history, good], "rejected": [*history, bad]},
+    ]
+    [example] = {Records("preference").example(way) for way in ways}
+    assert [message.content for message in example.prompt] == ["u", "a", "u"]
+    assert [branch[0].content for branch in example.branches] == ["good", "bad"]
+
+
+@pytest.mark.parametrize(
+    "kind, record, problem",
+    [
+        (
+            "instruction",
+            {"instruction": "Q", "outputs": "A"},
+            'no key "output" .* data.record_keys = {output = "outputs"}',
+        ),
+        ("instruction", {"instruction": "Q", "output": None}, '"output" is null, not a string'),
+        ("instruction", {"instruction": "Q", "input": 3, "output": "A"}, '"input" is the number 3, not a string'),
+        ("instruction", ["Q", "A"], 'is a list of 2, not an object; right is {"instruction": "..."'),
+        ("chat", {"messages": "Q"}, "\"messages\" is the string 'Q', not a list of messages"),
+        ("chat", {"messages": []}, '"messages" is an empty list'),
+        ("chat", {"text": "Q"}, 'no key "messages" .it has "text".'),
+        ("chat", {"messages": [CHAT[0], "A"]}, r"messages\[1\] is the string 'A', not a message"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": 5}]},
+            r"messages\[0\].content is the number 5, not a string",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "usr", "content": "Q"}]},
+            r'messages\[0\].role is "usr", .* did you mean "user"',
+        ),
+        ("chat", {"messages": [{"role": "user"}]}, r'messages\[0\] has no "content" .it has "role".'),
+        ("preference", {"prompt": "Q", "chosen": "A"}, 'no key "rejected"'),
+        (
+            "preference",
+            {"prompt": "Q", "chosen": 1, "rejected": "B"},
+            '"chosen" is the number 1, not a list .* or a string',
+        ),
+        ("preference", {"chosen": "A", "rejected": "B"}, 'no key "prompt", and .* do not begin with the same message'),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_malformed_record_is_named_with_what_would_be_right(
+    tmp_path: Path, suffix: str, kind: str, record, problem: str
+):
+    path = write(tmp_path / f"data{suffix}", [RECORDS[kind][0], record])
+    where = f"{path}: record 2" if suffix == ".json" else f"{path}:2"
+    with pytest.raises(UserError, match=f"^{where}: the record .*{problem}"):
+        read(path, kind)
+
+
+def test_with_required_keys_malformed_records_are_counted_and_left_out(tmp_path: Path):
+    records = [*RECORDS["instruction"], {"instruction": "Q"}, {"instruction": "Q", "output": "A", "score": "high"}]
+    records = [{"score": 1, **record} for record in records]
+    data = prepare(
+        DataRecipe(
+            source=str(write(tmp_path / "data.jsonl", records)),
+            records="instruction",
+            clean={"required_keys": {"score": "number"}},
+            tokenizer="bytes",
+            sequence=80,
+            validation_fraction=0.0,
+            cache=str(tmp_path / "cache"),
+        )
+    )
+    assert data.summary()["dropped"]["schema"] == 2
+    assert data.split("train").documents == 2
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ('[{"instruction": "Q", "output": "A"}, {"instruction": "Q", "out', "record 2 is cut short"),
+        ('[{"instruction": "Q", "output": "A"},', "cut short, its end is missing"),
+        ('[{"instruction": "Q", "output": "A"}', "cut short, its end is missing"),
+        ('[{"instruction": "Q", "output": "A"} {"a": 1}]', "record 1: not JSON .a comma"),
+        ('[{"instruction": "Q", "output": "A"}] x', "record 1: not JSON .more follows"),
+        ('[{"instruction": "Q" "output": "A"}, {"instruction": "Q", "output": "A"}]', "record 1: not JSON .Expecting"),
+        ('{"instruction": "Q", "output": "A"}\n{}', 'not a JSON list: .* data.format = "jsonl"'),
+        ("", "is empty"),
+    ],
+)
+def test_a_damaged_json_list_is_refused_with_the_record(tmp_path: Path, text: str, problem: str):
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=problem):
+        read(path, "instruction")
+
+
+def test_a_number_of_thousands_of_digits_is_named_with_its_record(tmp_path: Path):
+    text = '{"instruction": "Q", "output": "A", "id": %s}' % ("1" * 5000)
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.json").write_text(f"[{text}]")
+    for name, where in (("a.jsonl", ":1: the record"), ("a.json", ": record 1:")):
+        with pytest.raises(UserError, match=rf"{name}{where}.* not JSON .*digits"):
+            read(tmp_path / name, "instruction")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_a_json_list_is_the_same_however_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+    monkeypatch.setattr(record_files, "_CHUNK", chunk)
+    records = [{"instruction": f'"Q{number}" \\ \n é😀', "output": "A" * number} for number in range(1, 30)]
+    path = tmp_path / "data.json"
+    path.write_text("\ufeff" + json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [one.example for one in read(path, "instruction")] == list(map(Records("instruction").example, records))
+
+
+def test_a_long_list_is_read_in_little_memory_and_a_record_of_many_megabytes_in_one_piece(tmp_path: Path):
+    path = tmp_path / "data.json"
+    row = json.dumps({"instruction": "Q" * 1000, "output": "A"})
+    path.write_text("[" + ",\n".join([row] * 20_000) + "]")
+    [file] = find_files([str(path)], records=True)
+    tracemalloc.start()
+    assert sum(1 for _ in Reader(records=Records("instruction")).documents(file)) == 20_000
+    assert tracemalloc.get_traced_memory()[1] < 12e6  # of 20 MB
+    tracemalloc.stop()
+    path.write_text(json.dumps([{"instruction": "Q" * 20_000_000, "output": "A"}]))
+    [document] = read(path, "instruction")
+    assert len(document.text) == 20_000_003
+
+
+def test_a_record_that_no_tokenizer_could_hold_is_refused_and_left_out_on_request(tmp_path: Path):
+    records = [{"instruction": "Q" * 17_000_000, "output": "A"}, {"instruction": "Q", "output": "A"}]
+    settings = {"records": "instruction", "tokenizer": "bytes", "sequence": 80, "validation_fraction": 0.0}
+    path = write(tmp_path / "data.jsonl", records)
+    settings |= {"source": str(path), "cache": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"data.jsonl:1: .* 17,000,003 characters.* data.clean.maximum_characters"):
+        prepare(DataRecipe(**settings))
+    data = prepare(DataRecipe(**settings, clean={"maximum_characters": 1000}))
+    assert data.summary()["dropped"]["length"] == 1 and data.split("train").documents == 1
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_what_a_tokenizer_does_to_records_is_reported(tmp_path: Path, kind: str):
+    path = write(tmp_path / "data.jsonl", RECORDS[kind])
+    recipe = DataRecipe(
+        source=str(path),
+        records=kind,
+        template="instruction",
+        tokenizer="bytes",
+        sequence=250,
+        validation_fraction=0.5,
+        cache=str(tmp_path / "cache"),
+    )
+    data = prepare(recipe)
+    report = tokenizer_report(recipe, data)
+    [text] = data.documents("validation")
+    assert text in [document.text for document in read(path, kind)]
+    assert report["round_trip"]["exact"] == report["round_trip"]["documents"] == 1
+    assert report["tokens"] == data.summary()["tokens"] > report["bytes"]
+
+
+def test_files_that_hold_no_records_are_refused(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="a.txt: records come as JSON Lines .* a JSON list .* or Parquet"):
+        read(tmp_path / "a.txt", "chat")
+    path = write(tmp_path / "b.parquet", [{"question": "Q", "answer": "A"}])
+    with pytest.raises(UserError, match="none of the columns instruction, input, output .it has question, answer."):
+        read(path, "instruction")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="not a whole Parquet file"):
+        read(path, "instruction")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"instruction": "Q", "output": "A"}\n' * 99)[:-12])
+    with pytest.raises(UserError, match="is cut short"):
+        read(tmp_path / "c.jsonl.gz", "instruction")
+    (tmp_path / "d.jsonl").write_text('{"instruction": "Q", "output": "A"}\n{"instruction": "Q", ')
+    with pytest.raises(UserError, match="d.jsonl:2: the record is not JSON"):
+        read(tmp_path / "d.jsonl", "instruction")
+
+
+def test_cleaning_sees_all_of_a_record_and_masks_reach_its_tokens(tmp_path: Path):
+    records = [
+        {"instruction": "Write to", "input": "ann@example.org", "output": "Done, bob@example.org knows."},
+        {"instruction": "Twice", "output": "the same"},
+        {"instruction": "Twice", "output": "the same"},
+    ]
+    path = write(tmp_path / "data.jsonl", records)
+    path.write_bytes(path.read_bytes() + b'\n{"instruction": "Q", "output": "\xff"}')
+    data = prepare(
+        DataRecipe(
+            source=str(path),
+            records="instruction",
+            clean={"mask": ["email"]},
+            tokenizer="bytes",
+            sequence=200,
+            validation_fraction=0.0,
+            cache=str(tmp_path / "cache"),
+        )
+    )
+    dropped = {rule: count for rule, count in data.summary()["dropped"].items() if count}
+    assert dropped == {"encoding": 1, "exact_duplicates": 1}
+    batch = data.split("train").batch([0])
+    text = data.tokenizer.decode(batch.tokens[0])
+    assert "<email>" in text and "@" not in text
+    trained = data.tokenizer.decode(batch.targets[0][batch.targets[0] >= 0])
+    assert trained == "Done, <email> knows.<|endoftext|>the same<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        ({"template": "chatml"}, "template is about records"),
+        ({"records": "chats"}, 'unknown kind "chats"; did you mean "chat"'),
+        ({"records": "chat", "record_keys": {"message": "x"}}, 'unknown key of chat records "message"'),
+        ({"records": "chat", "text_key": "x"}, "text_key is that of text"),
+        ({"records": "chat", "format": "wet"}, 'format "wet" holds text'),
+        ({"records": "chat", "clean": {"heuristics": ["c4"]}}, "must stay whole"),
+        ({"records": "preference", "train_on": "all"}, "trained on their responses"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(tiny_recipe: Path, keys: dict[str, Any], problem: str):
+    tables = read_toml(tiny_recipe, "recipe")
+    tables["data"] |= keys
+    with pytest.raises(UserError, match=problem):
+        Recipe.from_tables(tables)

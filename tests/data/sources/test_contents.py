@@ -1,0 +1,43 @@
+"""Contents of large corpora are hashed once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.sources.contents import Contents
+from meshwright.data.sources.resolution import find_files
+
+
+def test_a_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshwright.data.sources.contents.REMEMBER_FROM", 1)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text(f"text {number}")
+        os.utime(texts / f"{number}.txt", (1e9, 1e9))
+    monkeypatch.setattr("meshwright.data.sources.contents._SETTLED", -1.0)
+    hashed: list[str] = []
+
+    def digest(file):
+        hashed.append(file.name)
+        return original(file)
+
+    from meshwright.data.sources import contents
+
+    original = contents.digest_of
+    monkeypatch.setattr(contents, "digest_of", digest)
+    log: list[str] = []
+    first = Contents(find_files([str(texts)]), tmp_path, log.append)
+    assert (len(hashed), len(log)) == (3, 1)
+    again = Contents(find_files([str(texts)]), tmp_path, log.append)
+    assert again.sha256 == first.sha256 and len(hashed) == 3 and len(log) == 1
+    (texts / "1.txt").write_text("text X")  # as long as before, and as old
+    os.utime(texts / "1.txt", (1e9, 1e9))
+    changed = Contents(find_files([str(texts)]), tmp_path, log.append)
+    assert hashed[3:] == ["1.txt"]
+    assert changed.sha256[1] == hashlib.sha256(b"text X").hexdigest() != first.sha256[1]
+    assert first.changed() is not None and changed.changed() is None

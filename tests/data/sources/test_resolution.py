@@ -1,0 +1,111 @@
+"""Which files a source means, and what is said of one that means none."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.sources.resolution import find_files
+from meshwright.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of texts, the current one."""
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.jsonl", "deep/e.jsonl.gz", ".hidden", "deep/.git/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(*sources: str, format: str = "auto") -> list[str]:
+    return [file.name for file in find_files(sources, format)]
+
+
+def refusal(source: str) -> str:
+    with pytest.raises(UserError) as caught:
+        find_files([source])
+    return str(caught.value)
+
+
+def test_the_standard_library_is_its_sources_without_tests_and_installed_packages():
+    files = find_files(["stdlib"])
+    found = {file.name for file in files}
+    assert {"stdlib/pydoc_data/topics.py", "stdlib/json/decoder.py", "stdlib/os.py"} <= found
+    parts = {part for name in found for part in name.split("/")[:-1]}
+    assert parts.isdisjoint({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+    assert all(name.endswith(".py") for name in found)
+    assert sum(file.path.stat().st_size for file in files) > 8e6
+
+
+def test_a_python_without_sources_is_told_to_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "this Python has none" in refusal("stdlib")
+
+
+def test_a_directory_gives_all_its_visible_files_in_the_order_of_their_names(corpus: Path):
+    assert names(str(corpus)) == ["a.txt", "b.txt", "deep/d.jsonl", "deep/e.jsonl.gz", "deep/er/c.txt"]
+
+
+def test_sources_keep_their_order(corpus: Path):
+    assert names("b.txt", "a.txt") == ["b.txt", "a.txt"]
+
+
+def test_a_glob_goes_to_any_depth(corpus: Path):
+    assert names("*.txt") == ["a.txt", "b.txt"]
+    assert names("**/*.txt") == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert names(f"{corpus}/deep/**/*.txt") == ["er/c.txt"]
+
+
+def test_names_do_not_depend_on_where_the_corpus_lies(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "deep").mkdir()
+    (elsewhere / "deep" / "x.txt").touch()
+    (corpus / "deep" / "x.txt").touch()
+    assert names(f"{corpus}/deep/x*") == names(f"{elsewhere}/deep/x*") == ["x.txt"]
+
+
+def test_the_suffix_decides_the_format_unless_it_is_said(corpus: Path):
+    formats = {file.name: file.format for file in find_files(["."])}
+    assert formats["deep/d.jsonl"] == formats["deep/e.jsonl.gz"] == "jsonl"
+    assert formats["a.txt"] == "text"
+    assert {file.format for file in find_files(["."], "jsonl")} == {"jsonl"}
+
+
+def test_only_a_file_that_the_recipe_names_is_named(corpus: Path):
+    assert [file.named for file in find_files(["a.txt", "b*.txt", "deep/er"])] == [True, False, False]
+
+
+def test_a_cache_inside_the_corpus_is_no_source_and_a_corpus_inside_the_cache_is(corpus: Path):
+    before = names(".")
+    prepared = corpus / "deep" / ("0a" * 16)
+    prepared.mkdir()
+    (prepared / "text.txt").touch()
+    assert [file.name for file in find_files(["."], cache=corpus / "deep")] == before
+    assert len(names(".")) == len(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("a.tx", 'did you mean "a.txt"?'),
+        ("deep/d.json", 'did you mean "deep/d.jsonl"?'),
+        ("depe/d.jsonl", 'did you mean "deep"?'),
+        ("stdlb", 'did you mean "stdlib"?'),
+        ("deep/*.parquet", "deep holds d.jsonl, e.jsonl.gz, er"),
+        ("quite different", "this directory holds a.txt, b.txt, deep"),
+        ("a.txt/x", "does not exist"),
+    ],
+)
+def test_a_source_that_is_not_there_is_answered_with_what_is(corpus: Path, source: str, said: str):
+    line = refusal(source)
+    assert line.startswith(f'data.source: "{source}" ')
+    assert said in line
+    assert "\n" not in line
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path):
+    assert "there is no file in" in refusal(str(tmp_path))

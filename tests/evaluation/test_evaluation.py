@@ -1,0 +1,310 @@
+"""Evaluation: the loss is that of `transformers` over the same text, each byte paid for once."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from meshwright.checkpoint import find_checkpoint
+from meshwright.cli.main import meshwright
+from meshwright.data import prepare
+from meshwright.errors import UserError
+from meshwright.evaluation.evaluation import evaluate, held_out
+from meshwright.model.huggingface import save_huggingface
+from meshwright.model.initialise import initialise
+from meshwright.model.transformer import Transformer
+from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import parameter_table
+
+SEQUENCE = 24
+TEXTS = [
+    "".join(f"Line {number} of document {document} – naïve?\n" for number in range(3 + 2 * document))
+    for document in range(5)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A corpus of five documents."""
+    place = tmp_path_factory.mktemp("evaluation")
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (place / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkpoint(place) -> Path:
+    """A small model with large random weights, so that it is far from indifferent, and the byte tokenizer."""
+    data = prepare(
+        DataRecipe(
+            source=str(place / "texts.jsonl"), tokenizer="bytes", sequence=8, validation_fraction=0.0,
+            cache=str(place / "cache"),
+        )
+    )  # fmt: skip
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "max_positions": 40}
+    config = config_from_recipe(ModelRecipe(family="llama", tied=True, **shape), 40, data.vocabulary)
+    model = Transformer(config)
+    initialise(model, parameter_table(config), seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    save_huggingface(model, place / "model", tokenizer_from=data.tokenizer_directory)
+    return place / "model"
+
+
+def by_hand(checkpoint: Path, documents: list[str], sequence: int) -> tuple[float, int]:
+    """Nats and targets: the documents framed and joined, cut into rows; each part of a row alone through
+    transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    end = tokenizer.eos_token_id
+    stream: list[tuple[int, int]] = []  # token, document
+    for number, text in enumerate(documents):
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        stream += [(token, number) for token in (end, *tokens, end)]
+    nats, count = 0.0, 0
+    for begin in range(0, len(stream) - 1, sequence):
+        row = stream[begin : begin + sequence + 1]  # the last token is a target alone
+        for document in {number for _, number in row}:
+            part = [token for token, number in row if number == document]
+            if len(part) > 1:
+                with torch.no_grad():
+                    logits = model(torch.tensor([part[:-1]])).logits[0]
+                nats += float(torch.nn.functional.cross_entropy(logits, torch.tensor(part[1:]), reduction="sum"))
+                count += len(part) - 1
+    return nats, count
+
+
+@pytest.mark.parametrize("sequence", [7, SEQUENCE, 40])
+def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint, sequence):
+    result = evaluate(checkpoint, str(place / "texts.jsonl"), sequence=sequence)
+    nats, count = by_hand(checkpoint, TEXTS, sequence)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert result["tokens"] == count == size + 5  # every byte, and every end
+    assert result["loss"] == pytest.approx(nats / count, rel=1e-5) and result["loss"] > 5.8  # worse than a guess
+    assert result["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+    assert (result["bytes"], result["documents"], result["sequence"]) == (size, 5, sequence)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
+    """Rows as long as the documents' framing allows: nothing is cut, so the targets are all bytes and all ends."""
+    path = place / "one.txt"
+    path.write_text("Twelve bytes")
+    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    assert (result["tokens"], result["bytes"]) == (13, 12) and "xz_bits_per_byte" not in result
+
+
+def test_a_text_that_spells_the_end_of_texts_pays_for_its_letters(place, checkpoint):
+    path = place / "spelled.txt"
+    path.write_text("a<|endoftext|>b")
+    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    assert (result["tokens"], result["bytes"]) == (16, 15)
+
+
+def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_the_model(place, checkpoint, tmp_path):
+    """As in SentencePiece's models, whose end is the most probable piece of all."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab ")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "text.txt").write_text("a </s> b")
+    config = ModelConfig.from_path(checkpoint)
+    _, tokens = held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
+    [stream] = tokens.token_batches()
+    assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
+
+
+def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
+    import lzma
+
+    result = evaluate(checkpoint, str(place / "texts.jsonl"))
+    packed = lzma.compress("".join(TEXTS).encode(), preset=9)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert result["xz_bits_per_byte"] == pytest.approx(8 * len(packed) / size)
+
+
+def test_documents_that_a_tokenizer_loses_something_of_are_counted_and_the_command_warns(place, checkpoint, tmp_path):
+    assert evaluate(checkpoint, str(place / "texts.jsonl"), with_xz=False)["lossy_documents"] == 0
+    lossy = tmp_path / "lossy"
+    shutil.copytree(checkpoint, lossy)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Line": 2}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("Line", "isolated")
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(lossy / "tokenizer.json"))
+    (lossy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
+    assert evaluate(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
+    said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
+    assert "warning        2 of these documents are not what their tokens decode to" in said
+
+
+def test_a_row_is_no_longer_than_the_model(place, checkpoint):
+    assert evaluate(checkpoint, str(place / "texts.jsonl"))["sequence"] == 40
+    assert evaluate(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
+
+
+def test_progress_is_told_to_the_end(place, checkpoint):
+    told: list[tuple[int, int]] = []
+    evaluate(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: told.append(one))
+    assert told[-1][0] == told[-1][1] and told == sorted(told)
+
+
+# --- recipes as data
+
+
+@pytest.fixture
+def recipe(place, tiny_recipe) -> Path:
+    text = tiny_recipe.read_text().replace('"stdlib"', f'"{place}/texts.jsonl"\ncache = "{place}/cache"')
+    tiny_recipe.write_text(text.replace("sequence = 32", "sequence = 24\nvalidation_fraction = 0.4"))
+    return tiny_recipe
+
+
+def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
+    result = evaluate(checkpoint, str(recipe))
+    held_out = list(prepare(load_recipe(recipe).data).documents("validation"))
+    assert 0 < len(held_out) < 5 and set(held_out) < set(TEXTS)
+    nats, count = by_hand(checkpoint, held_out, SEQUENCE)
+    assert (result["documents"], result["tokens"], result["sequence"]) == (len(held_out), count, SEQUENCE)
+    assert result["loss"] == pytest.approx(nats / count, rel=1e-5)
+    assert result["bytes"] == sum(len(text.encode()) for text in held_out)
+
+
+def test_a_recipe_with_another_tokenizer_is_read_with_the_checkpoints_own(checkpoint, recipe):
+    expected = evaluate(checkpoint, str(recipe))
+    recipe.write_text(recipe.read_text().replace('"bytes"', '"bpe"\nvocabulary = 300'))
+    assert {k: v for k, v in evaluate(checkpoint, str(recipe)).items() if k != "data"} == {
+        k: v for k, v in expected.items() if k != "data"
+    }
+
+
+def test_a_recipe_that_holds_nothing_out_is_refused(checkpoint, recipe):
+    recipe.write_text(recipe.read_text().replace("validation_fraction = 0.4", "validation_fraction = 0.0"))
+    with pytest.raises(UserError, match="data.validation_fraction is 0: there is nothing held out to evaluate on"):
+        evaluate(checkpoint, str(recipe))
+
+
+# --- checkpoints that do not fit
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    bpe = prepare(
+        DataRecipe(
+            source=str(place / "texts.jsonl"), tokenizer="bpe", vocabulary=280, sequence=8, validation_fraction=0.0,
+            cache=str(place / "cache"),
+        )
+    )  # fmt: skip
+    shutil.copyfile(bpe.tokenizer_directory / "tokenizer.json", other / "tokenizer.json")
+    with pytest.raises(UserError, match=rf"its tokenizer has {bpe.vocabulary} tokens, its model only 257"):
+        evaluate(other, str(place / "texts.jsonl"))
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer.json"):
+        evaluate(other, str(place / "texts.jsonl"))
+
+
+def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
+    """A story by the model itself costs little, a text of another kind much."""
+    model = shared_data / "stories260k"
+    story = (model / "greedy_200_tokens.txt").read_text()
+    (tmp_path / "story.txt").write_text(story)
+    (tmp_path / "code.txt").write_text(Path(__file__).read_text()[:400])
+    own = evaluate(model, str(tmp_path / "story.txt"), with_xz=False)
+    other = evaluate(model, str(tmp_path / "code.txt"), with_xz=False)
+    assert own["loss"] < 1.0 and own["bits_per_byte"] < 1.0 < 3.0 < other["bits_per_byte"]
+
+
+def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, checkpoint, tmp_path):
+    """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
+    from meshwright.checkpoint.manifest import MANIFEST, Manifest, hash_file
+    from meshwright.serving.generate import Generator
+    from tests.training import checkpoint_cases as cases
+
+    run = tmp_path / "run"
+    step = run / "checkpoints" / "step-000001"
+    shutil.copytree(checkpoint, step)
+    records = {path.name: hash_file(path) for path in step.iterdir()}
+    (step / MANIFEST).write_bytes(Manifest(1, None, records).to_json())
+    text = str(place / "texts.jsonl")
+    expected = evaluate(checkpoint, text, with_xz=False)
+    assert evaluate(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
+    assert Generator.from_directory(str(run)).directory == step
+
+    cases.flip_bit(step / "model.safetensors")
+    for call in (
+        lambda **how: evaluate(step, text, with_xz=False, **how),
+        lambda **how: Generator.from_directory(step, **how),
+    ):
+        with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):
+            call()
+        call(check_hashes=False)
+    with pytest.raises(UserError, match=r"no checkpoint in it, none of the 1 there is whole"):
+        Generator.from_directory(run)
+    assert Generator.from_directory(run, check_hashes=False).directory == step
+
+
+# --- what is meant by a path
+
+
+def test_find_checkpoint_knows_every_kind_of_directory(checkpoint, tmp_path):
+    from meshwright.checkpoint import Checkpointer
+    from meshwright.comm.mesh import Mesh
+    from tests.training import checkpoint_cases as cases
+
+    config = cases.tiny("llama")
+    directory = tmp_path / "run" / "checkpoints"
+    keeper = Checkpointer(directory, Mesh.single(), config, background=False)
+    for step in (1, 2):
+        keeper.save(step, cases.state_pieces(config, 0, 1), {})
+    assert keeper.failed() is None
+    assert find_checkpoint(checkpoint) == checkpoint
+    assert find_checkpoint(tmp_path / "run") == find_checkpoint(directory) == directory / "step-000002"
+    assert find_checkpoint(directory / "step-000001") == directory / "step-000001"
+
+    for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read here
+        cases.flip_bit(directory / "step-000002" / file)
+    said: list[str] = []
+    assert find_checkpoint(tmp_path / "run", log=said.append) == directory / "step-000001"
+    assert len(said) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in said[0]
+    with pytest.raises(UserError, match=r"step-000002 is damaged: model.safetensors was altered between bytes 0 and"):
+        find_checkpoint(directory / "step-000002")
+    cases.flip_bit(directory / "step-000002/model.safetensors")  # back
+    assert find_checkpoint(directory / "step-000002") == directory / "step-000002"
+
+    cases.flip_bit(directory / "step-000002/config.json")
+    said = []
+    assert find_checkpoint(str(tmp_path / "run"), log=said.append) == directory / "step-000001"
+    assert len(said) == 1 and "step-000002 is damaged and passed over: config.json" in said[0]
+    with pytest.raises(UserError, match=r"step-000002 is damaged: config.json was altered"):
+        find_checkpoint(directory / "step-000002")
+    (directory / "step-000001/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step-000001 is damaged: it has no manifest.json"):
+        find_checkpoint(directory / "step-000001")
+    with pytest.raises(UserError, match=r"no checkpoint in it, none of the 2 there is whole; a run directory, a check"):
+        find_checkpoint(tmp_path / "run")
+    with pytest.raises(UserError, match=r"no checkpoint in it; a run directory"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=r"nothing: no such directory; a run directory"):
+        find_checkpoint(tmp_path / "nothing")

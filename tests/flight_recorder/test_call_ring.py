@@ -1,0 +1,181 @@
+"""The ring of calls: what a process writes is what another reads, at any moment, however the writer ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.flight_recorder import call_ring
+from meshwright.flight_recorder.call_log import Group, ranks_text
+from meshwright.flight_recorder.call_ring import CAPACITY, CallWriter, memory_file, named_file, read_calls
+
+FLOATS, SHAPE = "float32", (3, 4)
+
+
+@pytest.fixture
+def descriptor():
+    made = memory_file(2, 4)
+    yield made
+    os.close(made)
+
+
+def post(writer: CallWriter, group: int, site: str = "data.gradients", size: int = 48) -> int:
+    return writer.post(group, site, "all_reduce", "data", size, FLOATS, SHAPE)
+
+
+def test_a_reader_sees_what_the_rank_does_before_it_does_anything_else(descriptor):
+    assert read_calls(descriptor) is None, "no process has opened it"
+    writer = CallWriter(descriptor)
+    begun = time.monotonic()
+    group = writer.group((0, 1, 2, 3))
+    assert read_calls(descriptor).last is None
+
+    number = post(writer, group)
+    line = f"test_call_ring.py:{post.__code__.co_firstlineno + 1} (post)"
+    (call,) = read_calls(descriptor).calls
+    assert (call.number, call.index, call.what) == (1, 1, "all_reduce data.gradients over data")
+    assert call.group == Group((0, 1, 2, 3)) and call.form == "float32[3, 4]" and call.payload_bytes == 48
+    assert call.place.endswith(line) and begun <= call.posted <= time.monotonic()
+    assert call.waited is None and call.done is None and not call.waiting
+
+    writer.wait(number)
+    assert read_calls(descriptor).waiting.name == "call 1 (all_reduce data.gradients over data)"
+    writer.done(number)
+    seen = read_calls(descriptor)
+    assert seen.waiting is None and seen.last_done.done >= seen.last_done.waited >= call.posted
+    assert (seen.rank, seen.ranks, seen.process, seen.torn) == (2, 4, os.getpid(), 0)
+
+
+def test_calls_are_counted_by_group_and_axes_over_the_same_ranks_are_one(descriptor):
+    writer = CallWriter(descriptor)
+    data, tensor, same = writer.group((0, 2)), writer.group([2, 3]), writer.group([0, 2])
+    assert data == same != tensor
+    up, down = writer.group((0, 2), (0, 2)), writer.group((0, 2), (2, 0))
+    for group in (data, tensor, data, up, same, down, up):
+        post(writer, group)
+    seen = read_calls(descriptor)
+    assert seen.counts == {Group((0, 2)): 3, Group((2, 3)): 1, Group((0, 2), (0, 2)): 2, Group((0, 2), (2, 0)): 1}
+    assert [call.index for call in seen.calls] == [1, 1, 2, 1, 3, 1, 2]
+    assert seen.calls[3].group.members == (0, 2) and seen.calls[5].group.members == (2, 0)
+
+
+def test_the_oldest_calls_are_overwritten_and_the_counts_stay(descriptor):
+    writer = CallWriter(descriptor)
+    once, often = writer.group((0, 1)), writer.group((2, 3))
+    first = post(writer, once)
+    last = [post(writer, often, f"site {at % 7}", at) for at in range(CAPACITY + 100)][-1]
+    writer.wait(first)  # of a call whose record another has now
+    writer.done(first)
+    seen = read_calls(descriptor)
+    assert len(seen.calls) == CAPACITY and seen.torn == 0
+    assert [call.number for call in seen.calls] == list(range(last - CAPACITY + 1, last + 1))
+    assert all(call.site == f"site {call.payload_bytes % 7}" and call.index == call.number - 1 for call in seen.calls)
+    assert all(call.waited is None and call.done is None for call in seen.calls)
+    assert seen.counts == {Group((0, 1)): 1, Group((2, 3)): CAPACITY + 100}
+
+
+@pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, 32, 40])
+def test_a_torn_record_is_told_from_a_whole_one(descriptor, byte):
+    """A writer that was killed within a record leaves some of its bytes new and others old."""
+    writer = CallWriter(descriptor)
+    group = writer.group((0, 1, 2, 3))
+    for at in range(CAPACITY + 5):
+        post(writer, group, size=at)
+    with mmap.mmap(descriptor, 0) as memory:
+        memory[call_ring._records(call_ring.GROUPS) + 64 * ((CAPACITY + 5) % CAPACITY) + byte] ^= 0x10
+    seen = read_calls(descriptor)
+    assert seen.torn == 1
+    assert seen.calls[-1].number == CAPACITY + 4, "the newest whole one"
+    with mmap.mmap(descriptor, 0) as memory:
+        memory[call_ring._records(call_ring.GROUPS) + 64 * ((CAPACITY + 1) % CAPACITY) + byte] ^= 0x10
+    seen = read_calls(descriptor)
+    assert seen.torn == 2 and [call.number for call in seen.calls] == [CAPACITY + 2, CAPACITY + 3, CAPACITY + 4]
+
+
+def test_a_reader_beside_a_busy_writer_sees_whole_calls_in_order(descriptor):
+    writer_process = os.fork()
+    if writer_process == 0:
+        writer = CallWriter(descriptor)
+        groups = [writer.group((0, 1)), writer.group((0, 1, 2, 3))]
+        at = 0
+        while True:
+            at += 1
+            number = writer.post(groups[at % 2], f"site {at % 5}", "all_reduce", "data", at, FLOATS, (at % 3,))
+            writer.wait(number)
+            writer.done(number)
+    try:
+        newest, full, deadline = 0, 0, time.monotonic() + 20
+        while full < 25:
+            assert time.monotonic() < deadline
+            seen = read_calls(descriptor)
+            if seen is None or not seen.calls:
+                continue
+            assert [call.number for call in seen.calls] == list(range(seen.calls[0].number, seen.calls[-1].number + 1))
+            assert seen.calls[-1].number >= newest
+            newest = seen.calls[-1].number
+            full += len(seen.calls) > CAPACITY // 4
+            for call in seen.calls:
+                assert call.payload_bytes == call.number and call.site == f"site {call.number % 5}"
+                assert call.form == f"float32[{call.number % 3}]" and len(call.group.ranks) == (2, 4)[call.number % 2]
+                assert call.waited is None or call.posted <= call.waited
+                assert call.done is None or call.posted <= call.done
+    finally:
+        os.kill(writer_process, signal.SIGKILL)
+        os.waitpid(writer_process, 0)
+    assert read_calls(descriptor).torn <= 1, "killed in the middle, its calls can still be read"
+
+
+def test_a_full_heap_of_names_loses_names_alone(descriptor):
+    writer = CallWriter(descriptor)
+    group = writer.group((0, 1))
+    for at in range(200):
+        post(writer, group, f"{at} " + 1000 * "x")
+    seen = read_calls(descriptor)
+    assert len(seen.calls) == 200 and seen.counts[Group((0, 1))] == 200
+    assert seen.calls[0].site.startswith("0 ") and seen.calls[-1].site == "?"
+
+
+def test_shapes_without_end_leave_room_for_all_other_names(descriptor):
+    """As in generation, where lengths are others at every call."""
+    writer = CallWriter(descriptor)
+    for at in range(6000):
+        writer.post(writer.group((0, 1)), "attention", "all_reduce", "tp", 4, FLOATS, (at, 64))
+    assert len(writer._forms) < 3000 and len(writer._numbers) < 3010, "nor does the writer's own memory grow"
+    known = max(writer._forms, key=lambda form: form[1])[1]
+    writer.post(writer.group((0, 9)), "new.site", "all_gather", "dp", 4, FLOATS, known)
+    seen = read_calls(descriptor).calls
+    assert seen[-1].what == "all_gather new.site over dp" and seen[-1].group.ranks == (0, 9) and seen[-1].place
+    assert seen[-1].form == f"float32[{known[0]}, 64]" and seen[-2].form == ""
+
+
+def test_a_named_file_is_made_anew_and_junk_is_no_ring(tmp_path: Path):
+    path = tmp_path / "rank-0"
+    path.write_bytes(b"something else")
+    with path.open("rb") as junk:
+        assert read_calls(junk.fileno()) is None
+        made = named_file(path, 0, 2)
+        assert read_calls(junk.fileno()) is None, "who had the old one open still has that"
+    writer = CallWriter(made)
+    post(writer, writer.group((0, 1)))
+    with path.open("rb") as file:
+        assert read_calls(file.fileno()).last.site == "data.gradients"
+    os.close(made)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.booleans())
+def test_groups_are_written_and_read_back(ranks, paired):
+    group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None)
+    assert Group.from_text(group.to_text()) == group
+
+
+def test_ranks_are_written_briefly():
+    assert ranks_text(range(512)) == "0-511" and ranks_text((1, 5, 9, 13)) == "1-13/4" and ranks_text((3, 2)) == "3,2"
+    assert Group.from_text("nonsense") == Group(())

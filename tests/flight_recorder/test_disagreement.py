@@ -1,0 +1,287 @@
+"""Which rank is blamed, on calls as ranks would have written them: each case says what one of them did wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.flight_recorder.call_log import Call, Group, RankCalls
+from meshwright.flight_recorder.disagreement import diagnose
+from meshwright.flight_recorder.rank_report import Snapshot
+from meshwright.flight_recorder.verdict import Seen, position
+
+quickly = settings(deadline=None, max_examples=40)
+STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
+"""The sites of one step's calls, over one group."""
+
+
+class Rank:
+    """Writes the calls of a rank, one a second."""
+
+    def __init__(self, rank: int, ranks: int, clock: float = 0.0) -> None:
+        self.rank, self.ranks, self.clock = rank, ranks, clock
+        self.calls: list[Call] = []
+        self.counts: dict[Group, int] = {}
+
+    def call(self, site: str, group: Group, form: str = "float32[4]", done: bool = True, waits: bool = True) -> None:
+        self.clock += 1.0
+        index = self.counts[group] = self.counts.get(group, 0) + 1
+        operation = "transfer" if group.pair else "all_reduce"
+        waited, end = (self.clock if waits else None), (self.clock + 0.5 if done else None)
+        self.calls.append(
+            Call(
+                len(self.calls) + 1,
+                site,
+                operation,
+                "axis",
+                group,
+                index,
+                16,
+                form,
+                f"{site}.py:1 (f)",
+                self.clock,
+                waited,
+                end,
+            )
+        )
+
+    def seen(self, state: str = "S", ended: str = "", keep: int = 1000) -> Seen:
+        return Seen(
+            self.rank, RankCalls(self.rank, self.ranks, 100, tuple(self.calls[-keep:]), self.counts), state, ended
+        )
+
+
+def in_step(count: int, calls: int, group: Group | None = None) -> list[Rank]:
+    """Ranks that have made the same first `calls` calls."""
+    group = group or Group(tuple(range(count)))
+    ranks = [Rank(rank, count) for rank in range(count)]
+    for at in range(calls):
+        for rank in ranks:
+            rank.call(STEP[at % len(STEP)], group)
+    return ranks
+
+
+def left_waiting(ranks: list[Rank], odd: int, calls: int, group: Group) -> None:
+    for rank in ranks:
+        if rank.rank != odd:
+            rank.call(STEP[calls % len(STEP)], group, done=False)
+
+
+@quickly
+@given(st.integers(2, 6), st.integers(0, 60), st.data())
+def test_a_rank_that_stays_away_is_named_with_the_call_it_has_not_entered(count, calls, data):
+    odd = data.draw(st.integers(0, count - 1))
+    state, kind, said = data.draw(st.sampled_from([("T", "stopped", "(state T)"), ("R", "behind", "running")]))
+    group = Group(tuple(range(count)))
+    ranks = in_step(count, calls, group)
+    left_waiting(ranks, odd, calls, group)
+    verdict = diagnose([rank.seen(state if rank.rank == odd else "S") for rank in ranks], ranks[odd].clock + 30)
+    assert (verdict.kind, verdict.odd, verdict.group, verdict.index) == (kind, (odd,), group, calls + 1)
+    site = STEP[calls % len(STEP)]
+    assert verdict.line.startswith(f"rank {odd} has not entered call {calls + 1} of ranks ")
+    assert f"(all_reduce {site} over axis), where rank" in verdict.line and said in verdict.line
+    if calls:
+        assert (
+            f"its last was call {calls} (all_reduce {STEP[(calls - 1) % len(STEP)]} over axis), 29.5 s ago"
+            in verdict.line
+        )
+
+
+@quickly
+@given(st.integers(2, 5), st.integers(0, 26), st.integers(1, 4), st.booleans(), st.data())
+def test_a_rank_that_skips_calls_is_named_with_the_first_of_them(count, at, skipped, silent, data):
+    """Two ranks cannot outvote each other: what both did before says which of them is wrong. silent: calls of the same
+    shape come through although they are others'."""
+    odd = data.draw(st.integers(0, count - 1))
+    group = Group(tuple(range(count)))
+    steps = 3 * len(STEP)  # before: a whole step is known by what it was followed by
+    ranks = in_step(count, steps + at, group)
+    sequence = [STEP[n % len(STEP)] for n in range(steps + at, steps + at + 3 * len(STEP))]
+    theirs = sequence[skipped:]
+    first = next(n for n, (a, b) in enumerate(zip(sequence, theirs, strict=False)) if a != b)  # what can be seen of it
+    for rank in ranks:
+        mine = theirs if rank.rank == odd else sequence
+        for n in range(first + 2 * silent + 1):
+            rank.call(mine[n], group, done=n < first + 2 * silent)
+    verdict = diagnose([rank.seen() for rank in ranks], 1000.0)
+    assert (verdict.kind, verdict.odd, verdict.index) == ("skipped", (odd,), steps + at + first + 1)
+    assert f"rank {odd} has skipped call {verdict.index} of ranks " in verdict.line
+    assert f"(all_reduce {sequence[first]} over axis)" in verdict.line and f"{theirs[first]}.py:1" in verdict.line
+
+
+@quickly
+@given(st.integers(2, 5), st.integers(0, 8), st.data())
+def test_a_rank_that_passes_another_shape_is_named_with_both(count, at, data):
+    odd = data.draw(st.integers(0, count - 1))
+    group = Group(tuple(range(count)))
+    ranks = in_step(count, 2 * len(STEP) + at, group)
+    for rank in ranks:
+        rank.call(STEP[at], group, form="float32[5]" if rank.rank == odd else "float32[4]", done=False)
+    verdict = diagnose([rank.seen(ended="was killed by signal 6" if rank.rank != odd else "") for rank in ranks], 99.0)
+    assert (verdict.kind, verdict.odd) == ("shape", (odd,))
+    assert verdict.line.startswith(f"rank {odd} passes float32[5] to call {2 * len(STEP) + at + 1} of ranks ")
+    assert "float32[4]" in verdict.line and f"at {STEP[at]}.py:1 (f)" in verdict.line
+
+
+@quickly
+@given(st.integers(2, 6), st.data())
+def test_ranks_that_agree_are_not_blamed_wherever_they_are(count, data):
+    """Different groups, uneven parts of an all-to-all, rings that reach back to different calls."""
+    ranks = [Rank(rank, count) for rank in range(count)]
+    world, low = Group(tuple(range(count))), Group(tuple(range(0, count, 2)))
+    plan = data.draw(st.lists(st.sampled_from([world, low]), min_size=1, max_size=40))
+    for group in plan:
+        for rank in ranks:
+            if rank.rank in group.ranks:
+                rank.call("x", group)
+    ahead = data.draw(st.integers(0, count - 1))  # it has posted a call more, and computes
+    ranks[ahead].call("y", world, done=False, waits=False)
+    keep = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    assert diagnose([rank.seen(keep=keep[rank.rank]) for rank in ranks], 99.0) is None
+
+
+def test_parts_of_an_all_to_all_may_differ_and_those_of_a_reduce_scatter_of_rows():
+    ranks, group = in_step(2, 3), Group((0, 1))
+    for rank in ranks:
+        rank.call("dispatch", group, form=f"bfloat16[{rank.rank + 7}, 64]")
+        rank.calls[-1] = replace(rank.calls[-1], operation="all_to_all", payload_bytes=rank.rank)
+        rank.call("rows", group, form=f"bfloat16[{rank.rank + 7}, 64]")
+        rank.calls[-1] = replace(rank.calls[-1], operation="reduce_scatter", payload_bytes=1920)
+    assert diagnose([rank.seen() for rank in ranks], 99.0) is None
+    ranks[1].calls[-1] = replace(ranks[1].calls[-1], payload_bytes=2048)
+    assert diagnose([rank.seen() for rank in ranks], 99.0).kind == "disagree"
+    ranks[1].calls[-1] = replace(ranks[1].calls[-1], payload_bytes=1920, form="bfloat16[8, 65]")
+    assert diagnose([rank.seen() for rank in ranks], 99.0).of_calls
+
+
+@pytest.mark.parametrize("lost", ["form", "name"])
+def test_a_name_that_found_no_room_on_one_ranks_heap_is_like_any_other(lost):
+    unknown = {"form": ""} if lost == "form" else {"site": "?", "operation": "?", "axis": "?", "form": ""}
+    for count in (2, 3):
+        ranks = in_step(count, 20)
+        for rank in ranks[1:]:
+            rank.calls[15:] = [replace(call, **unknown) for call in rank.calls[15:]]
+        assert diagnose([rank.seen() for rank in ranks], 99.0) is None
+    ranks = in_step(3, 20)
+    ranks[0].calls[19] = replace(ranks[0].calls[19], **unknown)
+    ranks[1].calls[19] = replace(ranks[1].calls[19], form="float32[5]")
+    verdict = diagnose([rank.seen() for rank in ranks], 99.0)
+    assert verdict.of_calls and 0 not in verdict.odd, "the other two are compared all the same"
+    ranks[0].calls[19] = replace(ranks[0].calls[19], site="other", operation="all_reduce", form="")
+    assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).of_calls, "another site is another call"
+
+
+@pytest.mark.parametrize("stages", [2, 4, 7])
+def test_a_pipeline_waits_for_its_first_stopped_stage_whoever_waits_for_whom(stages):
+    """Stage s waits for stage s - 1, and so on down to the one that has stopped; the stages before it wait for it too,
+    for gradients."""
+    ranks = [Rank(rank, stages) for rank in range(stages)]
+    everybody, stopped = tuple(range(stages)), stages // 2
+    for rank in ranks:
+        for other in (rank.rank - 1, rank.rank + 1):
+            if not 0 <= other < stages:
+                continue
+            down, up = Group(everybody, (rank.rank, other)), Group(everybody, (other, rank.rank))
+            rank.call("pipeline", down)
+            rank.call("pipeline", up)
+    for rank in ranks:
+        if rank.rank != stopped:
+            source = rank.rank - 1 if rank.rank > stopped else rank.rank + 1
+            rank.call("pipeline", Group(everybody, (source, rank.rank)), done=False)
+    verdict = diagnose([rank.seen("T" if rank.rank == stopped else "S") for rank in ranks], 99.0)
+    assert (verdict.kind, verdict.odd) == ("stopped", (stopped,))
+    assert f"rank {stopped} has not entered call 2 of ranks" in verdict.line
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle_are_all_named():
+    ranks = [Rank(rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.call("ring", Group((0, 1, 2), ((rank.rank - 1) % 3, rank.rank)), done=False)
+    verdict = diagnose([rank.seen() for rank in ranks], 11.0)
+    assert (verdict.kind, verdict.odd) == ("circle", (0, 2, 1))
+    assert (
+        "have been waiting for each other for 10.0 s: rank 0 in call 1 (transfer ring over axis) for rank 2"
+        in verdict.line
+    )
+
+
+def test_a_rank_that_is_stopped_or_dead_in_a_call_that_all_have_entered_is_found():
+    group = Group((0, 1, 2))
+    for state, ended, kind in (("T", "", "stopped"), ("", "was killed by signal 9 (SIGKILL)", "dead")):
+        ranks = in_step(3, 5, group)
+        for rank in ranks:
+            rank.call("norm", group, done=False)
+        seen = [rank.seen() for rank in ranks[:2]] + [ranks[2].seen(state, ended)]
+        verdict = diagnose(seen, 99.0)
+        assert (verdict.kind, verdict.odd) == (kind, (2,)), verdict.line
+        assert position(seen[2]) == "in call 6 (all_reduce norm over axis)"
+
+
+def test_who_came_late_is_told_from_a_network_that_carries_nothing():
+    group = Group((0, 1, 2))
+    ranks = in_step(3, 5, group)
+    for rank in ranks:
+        rank.clock += 20.0 * (rank.rank == 1)
+        rank.call("norm", group, done=False)
+    verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 25)
+    assert (verdict.kind, verdict.odd) == ("late", (1,)) and "20.0 s after rank 0" in verdict.line
+    verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 125)
+    assert (verdict.kind, verdict.odd) == ("link", ()) and "nothing passes between them" in verdict.line
+
+
+@pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
+def test_where_no_host_waits_the_one_that_has_queued_less_is_named(state, ended, kind):
+    """As on CUDA: rank 1 hangs; rank 0 queues on. Rank 3 would hear from rank 1 through rank 2, which is behind too."""
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    groups = {pair: Group(pair) for pair in ((0, 1), (1, 2), (2, 3))}
+    for pair, counts in (((0, 1), (9, 4)), ((1, 2), (4, 6)), ((2, 3), (3, 5))):
+        for rank, count in zip(pair, counts, strict=True):
+            for _ in range(count):
+                ranks[rank].call("gradients", groups[pair])
+    seen = [rank.seen(state if rank.rank == 1 else "X" if rank.rank == 0 else "S") for rank in ranks]
+    verdict = diagnose(seen, 30.0)
+    assert (verdict.kind, verdict.odd, verdict.index) == (kind, (1,), 5)
+    assert re.match(
+        r"rank 1 has not entered call 5 of ranks 0,1 \(all_reduce gradients over axis\), which rank 0 queued "
+        r"25\.0 s ago at gradients\.py:1 \(f\); its last was call 4",
+        verdict.line,
+    ), verdict.line
+    assert Snapshot(seen, now=30.0).text(verdict.line)
+    assert diagnose([rank.seen() for rank in ranks], 30.0) is None, "nothing is wrong: some are faster"
+    assert diagnose([rank.seen("X") for rank in in_step(3, 5)], 30.0) is None, "all are as far"
+    for rank in ranks:
+        rank.calls = []  # overwritten by those of other groups
+    short = diagnose([each.seen(state) for each, state in zip(ranks, "XTSS", strict=True)], 30.0)
+    assert short.odd == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
+
+
+def test_ranks_of_another_host_are_said_to_be_unknown():
+    ranks = in_step(4, 5)
+    for rank in ranks[:2]:
+        rank.call("norm", Group((0, 1, 2, 3)), done=False)
+    verdict = diagnose([rank.seen() for rank in ranks[:2]], 99.0)
+    assert verdict.odd == (2, 3) and "ranks 2, 3, whose calls cannot be read from here" in verdict.line
+    left_behind = diagnose([ranks[0].seen(), ranks[2].seen("T")], 99.0)
+    assert left_behind.odd == (2,), "who is here and behind, before who is elsewhere"
+
+
+def test_a_report_shows_every_rank_and_the_calls_where_they_part():
+    group = Group((0, 1, 2))
+    ranks = in_step(3, 4, group)
+    left_waiting(ranks, 2, 4, group)
+    snapshot = Snapshot([rank.seen("T" if rank.rank == 2 else "S") for rank in ranks], now=9.0, when="then")
+    text = snapshot.text(snapshot.verdict.line)
+    assert text.splitlines()[0] == snapshot.verdict.line
+    assert (
+        "  rank 0 (process 100, sleeping): has been waiting for 4.0 s in call 5 of ranks 0-2 (all_reduce norm" in text
+    )
+    assert "> rank 2 (process 100, stopped (state T)): waits in no call" in text
+    assert ">       5  all_reduce norm over axis float32[4] (ranks 0,1); not entered (rank 2)" in text
+    assert "        4  all_reduce gradients over axis float32[4] (all)" in text
+    assert not Snapshot([Seen(0), Seen(1)]).told and "rank 1 (state unknown): has made no call" in Snapshot(
+        [Seen(1)]
+    ).text("")

@@ -1,0 +1,120 @@
+"""Where layers would go is where training puts them, counted from the tensors themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.inspection.placement import placement
+from meshwright.inspection.report import inspect_model
+from meshwright.model.huggingface import save_huggingface
+from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.rows import ALIGNMENT
+from tests.inspection.placement_cases import parameter_bytes
+
+
+def config() -> ModelConfig:
+    """Five layers, a tied embedding."""
+    return dataclasses.replace(preset("qwen3-tiny"), layers=5)
+
+
+def padded(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
+    """Elements of the tensors of some layers, and of those whose name begins as `more` says, by their names alone; each
+    unit is filled up to whole aligned buffers."""
+    units: dict[str, int] = {}
+    for row in parameter_table(model).rows:
+        layer = re.match(r"model\.layers\.(\d+)\.", row.name)
+        if (layer and int(layer[1]) in layers) or re.match(more, row.name):
+            units[layer[1] if layer else row.unit] = units.get(layer[1] if layer else row.unit, 0) + row.numel
+    return sum(map(padded, units.values()))
+
+
+def test_stages_hold_their_layers_and_the_ends_of_the_model():
+    model = config()
+    found = placement(model, "pp2", "F32", 128)["ranks"]
+    assert [rank["pp"] for rank in found] == [0, 1]
+    assert found[0]["layers"] + found[1]["layers"] == list(range(model.layers))
+    assert found[0]["embedding"] and found[1]["head"] and not found[0]["head"]
+    assert found[0]["elements"] == of_layers(model, found[0]["layers"], r"model\.embed")
+    last = r"model\.norm|lm_head" + (r"|model\.embed" if model.tied else "")
+    assert found[1]["elements"] == of_layers(model, found[1]["layers"], last)
+    assert all(rank["bytes"] == 4 * rank["elements"] for rank in found)
+
+
+@pytest.mark.parametrize(("layout", "shards"), [("dp4", 1), ("dp4 zero1", 1), ("dp4 zero3", 4), ("dp4 zero3 hs2", 2)])
+def test_zero_3_alone_shards_parameters_between_steps(layout: str, shards: int):
+    whole = placement(config(), "dp1", "F32", 128)["ranks"][0]["elements"]
+    found = placement(config(), layout, "F32", 128)["ranks"]
+    assert len(found) == 4
+    for rank in found:
+        assert whole / shards <= rank["elements"] < whole / shards * 1.01 + 32 * 40
+
+
+def test_a_precision_and_the_type_on_disk_decide_the_bytes():
+    by_disk, by_layout = (placement(config(), layout, "BF16", 128) for layout in ("pp2", "pp2 fp32"))
+    assert (by_disk["precision"], by_layout["precision"]) == ("bf16", "fp32")
+    assert [2 * rank["bytes"] for rank in by_disk["ranks"]] == [rank["bytes"] for rank in by_layout["ranks"]]
+    training = by_disk["ranks"][0]["training_bytes"]
+    assert training["optimizer"] == 2 * training["masters"] == 4 * training["parameters"]
+
+
+def test_experts_lie_where_expert_parallelism_puts_them():
+    model = dataclasses.replace(preset("mixtral-tiny"), experts=6)
+    found = placement(model, "dp2 ep2", "F32", 128)["ranks"]
+    assert found[0]["experts"] + found[1]["experts"] == list(range(6))
+
+
+def test_both_chunks_of_a_v_shaped_schedule_are_on_their_rank():
+    found = placement(config(), "pp2:zb-v mb4", "F32", 128)["ranks"]
+    assert [rank["stages"] for rank in found] == [[0, 3], [1, 2]]
+    assert found[0]["embedding"] and found[0]["head"] and not found[1]["head"]
+
+
+def test_elements_are_those_of_the_buffers_that_training_makes():
+    with LocalRanks(4, threads=1) as ranks:
+        for layout in (
+            "pp2 dp2 zero3",
+            "tp2 pp2",
+            "dp2 pp2:interleaved mb2",
+            "dp4 zero2",
+            "tp4",
+            "pp2:zb-v mb4 dp2 zero1",
+        ):
+            kept = ranks.run(parameter_bytes, config(), layout, 128)
+            assert [rank["bytes"] for rank in placement(config(), layout, "F32", 128)["ranks"]] == kept, layout
+
+
+def test_the_command_draws_a_row_for_ranks_that_hold_the_same(tmp_path: Path, command_line: Callable[..., Any]):
+    model = config()
+    save_huggingface(Transformer(model, dtype=torch.bfloat16), tmp_path / "model")
+    shown = command_line("inspect", tmp_path / "model", "--layout", "pp2 tp2", "--no-statistics").output
+    assert re.search(r"^0-1 +0-\d+ +embedding", shown, re.MULTILINE) and re.search(r"^2-3 .*head", shown, re.MULTILINE)
+    document = json.loads(command_line("inspect", tmp_path / "model", "--layout", "pp2 tp2", "--json").output)
+    assert document["parameters_of_config"] == document["elements"]
+    assert [rank["tp"] for rank in document["placement"]["ranks"]] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"), [("tp3", "heads"), ("pp99", "5 layers"), ("nonsense", "unknown"), ("dp999999", "at most")]
+)
+def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(tmp_path: Path, layout: str, said: str):
+    save_huggingface(Transformer(config()), tmp_path / "model")
+    with pytest.raises(UserError, match=said) as caught:
+        inspect_model(tmp_path / "model", layout=layout, with_statistics=False)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,54 @@
+"""Rings that ranks left which somebody else had started and killed, as NCCL's watchdog does."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshwright.flight_recorder import call_ring
+from meshwright.flight_recorder.call_ring import CallWriter, named_file
+from meshwright.launcher.host_calls import HostCalls
+from meshwright.launcher.rendezvous import Place
+from meshwright.monitoring.run_directory import RunDirectory
+
+PLACE = Place(0, 2, 0, "env://", "torchrun", 2)
+
+
+def leave(path: Path, rank: int, calls: int) -> None:
+    """The ring of a rank that has queued calls, waited for none, as on CUDA, and is gone."""
+    descriptor = named_file(path / f"rank-{rank:05d}", rank, 2)
+    writer = CallWriter(descriptor)
+    for _ in range(calls):
+        number = writer.post(writer.group((0, 1)), "data.gradients", "all_reduce", "data", 4, "float32", (4,))
+        writer.wait(number)
+        writer.done(number)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    os.pwrite(descriptor, struct.pack("<Q", ended.pid), 24)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("calls, blamed", [((7, 5), True), ((5, 5), False)])
+def test_the_next_start_reports_who_was_behind_and_clears_up(tmp_path, capfd, monkeypatch, calls, blamed):
+    monkeypatch.setattr(call_ring, "_of_process", [])
+    directory = RunDirectory(tmp_path)
+    first = HostCalls(directory, PLACE, "first")
+    for rank in (0, 1):
+        leave(first._path, rank, calls[rank])
+    second = HostCalls(directory, PLACE, "second")
+    other = HostCalls(directory, Place(1, 2, 1, "env://", "torchrun", 2), "second")  # comes when all has been said
+    said = capfd.readouterr().err
+    line = (
+        "in the start before this one: rank 1 has not entered call 6 of ranks 0,1 (all_reduce data.gradients over data)"
+    )
+    assert said.count(line) == blamed and second.report_path.exists() == blamed
+    if blamed:
+        text = second.report_path.read_text()
+        assert text.startswith(line) and "> rank 1 (process" in text and text in said
+    second.close()
+    other.close()
+    assert not list(first._path.parent.glob(f"*{first._path.name.removesuffix('first')}*"))

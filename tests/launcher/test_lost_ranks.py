@@ -1,0 +1,148 @@
+"""Training whose ranks part: one line names the rank, the call and the place, a report says the rest, and all end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import verify_checkpoint
+from meshwright.errors import RankLost
+from meshwright.launcher.launcher import LaunchSpec, launch
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.recipe import Recipe
+from tests.training import training_cases as cases
+from tests.training.faulty_ranks import COMMAND
+
+PATIENCE = 2.0  # seconds, from the fault on
+
+
+def recipe_of(place: Path, layout: str) -> Recipe:
+    return cases.recipe(
+        place,
+        layout,
+        model={"family": "llama", "layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2, "intermediate": 24},
+        data={"source": cases.SOURCES[0], "tokenizer": "bytes", "sequence": 16, "cache": str(place.parent / "cache")},
+        run_collective_timeout=60.0,
+        train_steps=5,
+        train_batch=6,
+        checkpoint_every=2,
+        checkpoint_background=False,
+    )
+
+
+def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[list[str], dict[str, Any] | str]:
+    """What the launcher of a run with a fault logs, and its result or the error line it ends with."""
+    recipe = recipe_of(place, layout)
+    said: list[str] = []
+    description = {"recipe": recipe.to_toml(), "source": "recipe", "options": {"show_progress": False}}
+    description["fault"] = {**fault, "timeout": PATIENCE}
+    ranks, directory = recipe.parsed_layout.world_size, RunDirectory(recipe.run_directory)
+    try:
+        spec = LaunchSpec(description, ranks, directory.path, restarts, 1, command=COMMAND, log=said.append)
+        return said, launch(spec)
+    except RankLost as error:
+        assert error.exit_code == 3 and "\n" not in str(error)
+        for process in directory.read_ranks().values():
+            assert not Path(f"/proc/{process}").exists(), "no rank is left over"
+        with directory:
+            pass  # the lock is free
+        assert [verify_checkpoint(path) for path in directory.checkpoints.glob("step-*")] == [[]]
+        return said, str(error)
+
+
+def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
+    said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
+    assert re.fullmatch(
+        r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
+        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(count_targets\); its last was call \d+ \(.*\), \d+\.\d "
+        r"s ago, at train/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; the "
+        r"same command goes on from step-000002",
+        line,
+    ), line
+    report = (tmp_path / "run/rank-lost.txt").read_text()
+    assert said[-1] == report + f"this report is kept in {tmp_path}/run/rank-lost.txt"
+    assert report.startswith(line.partition("; the same command")[0])
+    assert re.search(r"^> rank 0 \(process \d+, stopped \(state T\)\): waits in no call$", report, re.M)
+    assert re.search(
+        r"^  rank 2 \(process \d+, .*\): has been waiting for \d+\.\d s in call \d+ of ranks 0-2", report, re.M
+    )
+    assert re.search(
+        r"^> +\d+  all_reduce data.targets over data int64\[\] \(ranks 1,2\); not entered \(rank 0\)$", report, re.M
+    )
+
+
+def test_a_killed_rank_is_named_with_where_it_was_and_the_restarted_run_resumes(tmp_path):
+    said, result = train(tmp_path, "dp2 fp32", restarts=1, rank=1, does="kill", site="step.verdict", call=4)
+    assert isinstance(result, dict) and result["step"] == 5
+    assert re.fullmatch(
+        r"rank 1 \(process \d+\) was killed by signal 9 \(SIGKILL\) after step 3, after call \d+ \(all_reduce "
+        r"data\.gradients over data\); the same command goes on from step-000002; starting again \(1 of 1\)",
+        said[-1],
+    ), said[-1]
+    assert re.search(
+        r"^> rank 1 \(process \d+, was killed by signal 9 \(SIGKILL\)\): waits in no call$", said[-2], re.M
+    )
+    steps = [entry["step"] for entry in cases.metrics(tmp_path) if "loss" in entry]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_of_two_ranks_the_one_that_skipped_a_call_is_known_by_what_both_did_before(tmp_path):
+    _, line = train(tmp_path, "dp2 zero1 fp32", rank=1, does="skip", site="data.targets", call=4)
+    assert re.match(
+        r"rank 1 has skipped call \d+ of ranks 0,1 \(all_reduce data\.targets over data\), at parallel/\w+\.py:\d+ "
+        r"\(count_targets\) and is in reduce_scatter data\.gradients over shard, at parallel/\w+\.py:\d+ ",
+        line,
+    ), line
+    assert "rank 0 has been waiting for " in line
+
+
+def test_of_two_ranks_the_one_that_passes_another_shape_is_known_by_what_both_did_before(tmp_path):
+    """gloo ends the process that receives more than it wants: the innocent one."""
+    _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
+    assert re.match(
+        r"rank 0 passes float64\[9\] to call \d+ of ranks 0,1 \(all_reduce step\.verdict over world\) where rank 1 "
+        r"passes float64\[6\], at train/trainer\.py:\d+ \(Trainer\._agree\)",
+        line,
+    ), line
+
+
+def test_where_somebody_else_started_the_ranks_the_first_that_waits_in_vain_reports_those_of_its_host(tmp_path):
+    recipe = recipe_of(tmp_path, "dp3 fp32")
+    fault = {"rank": 1, "does": "stop", "site": "data.targets", "call": 3, "timeout": PATIENCE}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "3"}
+    code = COMMAND[2].replace("main()", "join()")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, recipe.to_toml(), json.dumps(fault), str(tmp_path / "struck")],
+            env=os.environ | environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        errors = {rank: ranks[rank].communicate(timeout=300)[1] for rank in (0, 2)}
+        assert (ranks[0].returncode, ranks[1].poll(), ranks[2].returncode) == (3, None, 3), errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    verdict = r"rank 1 has not entered call \d+ of ranks 0-2 \(all_reduce data.targets over data\), where ranks? "
+    reporting = [rank for rank, said in errors.items() if re.search(rf"^error: {verdict}.*\(state T\)$", said, re.M)]
+    assert len(reporting) == 1, errors
+    (kept,) = (tmp_path / "run").glob("rank-lost-*.txt")
+    assert kept.read_text() in errors[reporting[0]] and f"this report is kept in {kept}" in errors[reporting[0]]
+    assert "> rank 1 (process" in kept.read_text() and "rank 2 (process" in kept.read_text()
+    assert re.search(r"^error: rank \d had no answer from ranks", errors[2 - reporting[0]], re.M)
+    assert not list(
+        Path("/dev/shm").glob(f"meshwright-calls-*{hashlib.sha256(str(tmp_path / 'run').encode()).hexdigest()[:16]}*")
+    )

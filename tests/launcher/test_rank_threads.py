@@ -1,0 +1,131 @@
+"""The number of threads of a run: chosen by the recipe, the checkpoint that is resumed, or the rule."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.launcher import rank_threads
+from meshwright.launcher.rank_threads import (
+    agree_on_threads,
+    cores_of_rank,
+    layer_flops,
+    local_threads,
+    resolve_threads,
+    share_this_host,
+    smallest_share,
+    thread_change_note,
+)
+from meshwright.launcher.rendezvous import Place
+from meshwright.recipe import Recipe, load_recipe
+
+
+@pytest.fixture
+def recipe(tiny_recipe, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return lambda *overrides: load_recipe(tiny_recipe, overrides)
+
+
+def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_be_taken(recipe, monkeypatch):
+    state = {"layout": "dp1 fp32", "threads": 2}
+    assert resolve_threads(recipe(), 2, state) == rank_threads.ThreadChoice(2)
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    kept = resolve_threads(recipe(), 1, state)
+    assert kept.count == 2
+    assert kept.note.startswith("threads: keeping 2 per rank from the checkpoint for bitwise reproducibility (")
+    assert kept.note.endswith("(1 available cores would give 1; set run.threads=1 to change)")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS would give 1" in resolve_threads(recipe(), 1, state).note
+
+
+def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew(recipe):
+    state = {"layout": "dp1 fp32", "threads": 2}
+    assert resolve_threads(recipe("run.threads=3"), 1, state) == rank_threads.ThreadChoice(3)
+    assert resolve_threads(recipe("layout=dp2"), 1, state) == rank_threads.ThreadChoice(1)
+    assert resolve_threads(recipe(), 1, state | {"threads": None}) == rank_threads.ThreadChoice(1)  # it ran on a GPU
+    assert resolve_threads(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.ThreadChoice(1)  # of an older version
+    assert resolve_threads(recipe(), 1, None) == rank_threads.ThreadChoice(1)
+    for absurd in (10**9, 0, -1, "2", 1.5):
+        assert resolve_threads(recipe(), 1, state | {"threads": absurd}) == rank_threads.ThreadChoice(1)
+    for layout in ({}, {"layout": "nonsense"}, {"layout": 5}):
+        assert resolve_threads(recipe(), 1, {"threads": 2, **layout}) == rank_threads.ThreadChoice(1)
+
+
+def test_note_does_not_blame_what_meshwright_set_itself(recipe, monkeypatch):
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("MESHWRIGHT_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    assert "1 available cores would give 1" in resolve_threads(recipe(), 1, {"layout": "dp1 fp32", "threads": 2}).note
+
+
+class Store(dict[str, bytes]):
+    """A store of one process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+@pytest.mark.parametrize("problem", [None, "the checkpoint's state is no JSON"])
+def test_every_rank_has_rank_0s_answer_or_its_error(recipe, monkeypatch, problem):
+    def state(recipe: Recipe) -> None:
+        if problem is not None:
+            raise UserError(problem)
+
+    monkeypatch.setattr(rank_threads, "resumed_state", state)
+    monkeypatch.setattr(rank_threads, "cores_of_rank", lambda _: {"host": "a", "cores": 6, "shared": True})
+    store, places = Store(), [Place(rank, 2, rank, "env://", "torchrun", 2) for rank in (1, 0)]
+    with suppress(KeyError):  # rank 1 comes first, and would wait
+        agree_on_threads(recipe("layout=dp2"), places[0], store)
+    for place in reversed(places):
+        if problem is None:
+            assert agree_on_threads(recipe("run.threads=3"), place, store).count == 3
+        else:
+            with pytest.raises(UserError, match=problem):
+                agree_on_threads(recipe(), place, store)
+
+
+def test_ranks_with_cores_of_their_own_do_not_share_their_host(monkeypatch):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    place = Place(0, 4, 0, "env://", "SLURM", 4)
+    assert share_this_host(place) and not share_this_host(replace(place, host_ranks=2))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert not share_this_host(place)
+
+
+def test_another_number_of_threads_is_one_line_about_the_last_bits():
+    line = thread_change_note(2, 1)
+    assert line is not None and line.startswith("threads per rank changed from 2 to 1: ")
+    assert "last bits" in line
+    assert [thread_change_note(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.threads.available_cores", lambda: 8)
+    elsewhere = f"run.directory={tmp_path}/none"
+    small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
+    assert [local_threads(each, 2).count for each in (small, large)] == [1, 4]
+    work = layer_flops(large)
+    assert work is not None
+    for layout, part in (("dp2", 2), ("dp2 mb2", 4), ("tp2", 2), ("cp2", 2)):
+        assert layer_flops(recipe(elsewhere, "model.hidden=1024", "data.sequence=1024", f"layout={layout}")) == (
+            pytest.approx(work / part)
+        )
+
+
+def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
+    monkeypatch.setattr(rank_threads, "available_cores", lambda: 8)
+    shared = cores_of_rank({})
+    assert shared["cores"] == 8 and shared["shared"]
+    own = cores_of_rank({"SLURM_CPUS_PER_TASK": "3"})
+    assert own["cores"] == 3 and not own["shared"]
+    there = {"host": "other", "cores": 4, "shared": True}
+    assert smallest_share([shared, shared]) == 4
+    assert smallest_share([shared, there, there]) == 2
+    assert smallest_share([own, own, own]) == 3
+    assert smallest_share([there] * 9) == 1

@@ -1,0 +1,289 @@
+"""Ranks that others started find each other: by torchrun's environment, SLURM's, a TCP address or a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.launcher import device
+from meshwright.launcher.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, place
+from meshwright.layout import Layout
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.training import worker
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123"}
+
+
+def test_who_started_this_process():
+    assert not join_if_started_by_others({})
+    assert join_if_started_by_others(TORCHRUN)
+    assert join_if_started_by_others(SLURM)
+    assert not join_if_started_by_others(SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})  # an interactive job
+    assert join_if_started_by_others({"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_torchruns_environment_says_the_place():
+    assert place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
+    assert place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
+    assert place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
+
+
+def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
+    started = {"RANK": "3", "WORLD_SIZE": "4"}
+    srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    intel = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+
+    def local(environment):
+        return place("file:///x", environment).local_rank
+
+    assert [local(started | by) for by in (srun, mpirun, intel, {"LOCAL_RANK": "2"} | srun)] == [1, 1, 1, 2]
+    assert local(started) is None  # not 0: all ranks would take the first GPU
+    assert local(started | srun | {"SLURM_NTASKS": "2"}) is None  # a script for each of two machines
+    assert local(started | srun | {"SLURM_PROCID": "1"}) is None
+    assert local({"RANK": "0", "WORLD_SIZE": "1"}) == 0
+
+
+def test_slurms_environment_says_the_place_and_the_first_host_is_where_to_meet():
+    found = place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
+    assert (found.rank, found.ranks, found.local_rank) == (5, 8, 1)
+    host, port = found.method.removeprefix("tcp://").split(":")
+    assert host == "gpu007" and 20000 <= int(port) < 32768  # below the ports that systems hand out
+    assert place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1"}).method == f"tcp://gpu1:{port}"
+    other = place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1", "SLURM_JOB_ID": "124"})
+    assert other.method != f"tcp://gpu1:{port}"  # two jobs on one node do not meet
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-4]", "node1"),
+        ("node[001-004,9]", "node001"),
+        ("node[3,5-7],other", "node3"),
+        ("a-b[07-08]-ib", "a-b07-ib"),
+        ("rack[2-3]node[05-06]", "rack2node05"),
+        ("login,node[1-4]", "login"),
+        ("node1.example.org,node2.example.org", "node1.example.org"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2 but no MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "x"}, 'RANK should be a whole number, not "x"'),
+        (TORCHRUN | {"RANK": "4"}, "ranks count from 0 to 3"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no SLURM_JOB_NODELIST"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "[1-2"}, "names no host"),
+    ],
+)
+def test_a_wrong_environment_is_named(environment, reason):
+    with pytest.raises(UserError, match=reason.replace("[", r"\[")):
+        place(None, environment)
+
+
+def test_a_layout_for_another_number_of_ranks_is_refused():
+    check_world_size(place(None, TORCHRUN), Layout(dp=4))
+    with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
+        check_world_size(place(None, TORCHRUN), Layout(dp=2))
+
+
+def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
+    from torch.distributed import HashStore
+
+    with RunDirectory(tmp_path) as first:
+        store = HashStore()
+        for rank in range(2):
+            with pytest.raises(UserError, match=f"{tmp_path} is in use by process {os.getpid()}"):
+                worker._lock_for_all(RunDirectory(tmp_path), Place(rank, 2, rank, "env://", ""), store)
+        first.unlock()
+        store, directory = HashStore(), RunDirectory(tmp_path)
+        for rank in range(2):
+            worker._lock_for_all(directory, Place(rank, 2, rank, "env://", ""), store)
+        assert directory.lock_descriptor
+
+
+def test_a_device_that_is_not_there_is_a_line():
+    import torch
+
+    assert device.choose_device("cpu", 3) == "cpu"
+    count = torch.cuda.device_count()
+    with pytest.raises(UserError, match=rf'run.device = "cuda": this machine has .* and rank {count} on it needs one'):
+        device.choose_device("cuda", count)
+    assert device.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
+
+
+GPUS = ("GPU-a", "GPU-b")
+
+
+@pytest.mark.parametrize(
+    ("seats", "devices"),
+    [
+        ([("one", None, GPUS), ("two", None, GPUS), ("one", None, GPUS), ("two", None, GPUS)], [0, 0, 1, 1]),
+        ([("one", 1, GPUS), ("one", 0, GPUS)], [1, 0]),
+        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # told by two scripts, each of its own
+        ([("one", None, GPUS), ("one", 0, GPUS)], [0, 1]),
+        ([("one", 0, ("GPU-a",)), ("one", 1, ("GPU-b",))], [0, 0]),  # each bound to its own
+        ([("one", None, ("GPU-a",)), ("two", None, ("GPU-a",))], [0, 0]),
+    ],
+)
+def test_every_rank_has_a_gpu_of_its_own(seats, devices):
+    assigned = device.assign_devices("auto", [device.Seat(*seat) for seat in seats])
+    assert assigned == [f"cuda:{index}" for index in devices]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seats", "said"),
+    [
+        ("auto", [("one", None, ("GPU-a",)), ("one", None, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
+        ("auto", [("one", 0, GPUS), ("one", 1, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
+        ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs one of its own"),
+        ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs one"),
+        ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
+    ],
+)
+def test_ranks_that_would_share_a_gpu_or_have_none_are_refused_in_a_line(wanted, seats, said):
+    with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
+        device.assign_devices(wanted, [device.Seat(*seat) for seat in seats])
+    assert "\n" not in str(error.value)
+
+
+def test_where_nobody_has_a_gpu_auto_is_the_cpu():
+    assert device.assign_devices("auto", [device.Seat("one", None, ()), device.Seat("two", 0, ())]) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
+    """Two ranks of one machine that nobody numbered: rank by rank; the same line for both where there is one GPU."""
+    from torch.distributed import FileStore, TCPStore
+
+    def clients(name):
+        if kind == "file":
+            return [FileStore(str(tmp_path / name), 2) for _ in range(2)]
+        master = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        return [master, TCPStore("127.0.0.1", master.port, None, False, wait_for_workers=False)]
+
+    def both(name):
+        def agreed(rank, store):
+            try:
+                return device.agree_on_device("auto", Place(rank, 2, None, "", ""), store)
+            except UserError as error:
+                return str(error)
+
+        stores = clients(name)  # kept to the end: the first one's is the server
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(agreed, range(2), stores))
+
+    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS))
+    assert both("two") == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS[:1]))
+    first, second = both("one")
+    assert first == second and "ranks 0 and 1 on " in first
+    monkeypatch.setattr(device, "_visible_devices", list)
+    assert both("none") == ["cpu", "cpu"]
+
+
+RANK = """
+import json, os, sys
+import torch, torch.distributed as dist
+from meshwright.launcher.rendezvous import Place, initialise, meet, place
+sums = {}
+for name, rendezvous, environment in json.loads(sys.argv[1]):
+    environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
+    here = place(rendezvous, environment)
+    initialise(here, meet(here, 60.0), "cpu", 60.0)
+    value = torch.tensor([2.0 ** dist.get_rank()])
+    dist.all_reduce(value)
+    dist.barrier()
+    sums[name] = float(value)
+    dist.destroy_process_group()
+print(json.dumps(sums))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_ranks_meet_by_every_method(tmp_path):
+    (tmp_path / "stale").write_bytes(b"left by ranks that were killed")
+    methods = [
+        ("environment", None, {}),
+        # A port of its own: a rank that comes early would find the server of the meeting before.
+        (
+            "SLURM",
+            None,
+            {"RANK": None, "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost,b", "MASTER_ADDR": None}
+            | {"MASTER_PORT": str(free_port())},
+        ),
+        ("tcp", f"tcp://127.0.0.1:{free_port()}", {}),
+        ("file", f"file://{tmp_path}/meeting", {}),
+        ("a file from before", f"file://{tmp_path}/stale", {}),
+    ]
+    port, started = free_port(), []
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"OMP_NUM_THREADS": "1", "SLURM_PROCID": str(rank)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, json.dumps(methods)],
+                env=os.environ | environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [json.loads(output) for output in outputs] == [{name: 3.0 for name, *_ in methods}] * 2
+
+
+def test_a_busy_port_ends_every_rank_with_a_line():
+    """Another program listens there and never answers: rank 0 cannot listen, rank 1 is not left waiting for ever."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        code = (
+            "from meshwright.launcher.rendezvous import meet, place; from meshwright.errors import UserError\n"
+            f"for method in (None, 'tcp://127.0.0.1:{port}'):\n"
+            "    try: meet(place(method), 3.0)\n"
+            "    except UserError as error: print(error)\n"
+        )
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=os.environ | address | {"RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [process.communicate(timeout=200)[0].splitlines() for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+    busy = f"port {port}, where the ranks are to meet"
+    assert [line.partition(" (")[0] for line in outputs[0]] == [f"MASTER_PORT: {busy}", f"run.rendezvous: {busy}"]
+    assert len(outputs[1]) == 2
+    assert all(f"127.0.0.1:{port} accepts connections but is not rank 0's store" in line for line in outputs[1])

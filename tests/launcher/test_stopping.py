@@ -1,0 +1,72 @@
+"""Signals while a run is under way are noted, others' handlers come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from meshwright.launcher import stopping
+from meshwright.launcher.stopping import StopRequest
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def python_answers_interrupts():
+    """Tests may run in the background of a shell, which has interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_the_handler_before_comes_back(number):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        assert not stop.requested
+        send(number)
+        assert stop.requested and stop.interrupted == (number == signal.SIGINT)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    with StopRequest() as stop:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        now[0] += 0.1
+        send(signal.SIGINT)  # the same one, passed on by two
+        assert stop.requested and stop.interrupted
+        now[0] += 2.0
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_where_somebody_else_answers_interrupts_they_are_left_to_them():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a rank of the launcher
+    try:
+        with StopRequest() as stop:
+            send(signal.SIGINT)
+            assert not stop.requested
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_cannot_take_signals_and_trains_all_the_same():
+    seen = []
+
+    def run() -> None:
+        with StopRequest() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]

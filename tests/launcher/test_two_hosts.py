@@ -1,0 +1,129 @@
+"""Two hosts made of network namespaces, on a cable between them, train as one: by the script that `launch` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.launcher.launch_script import launch_script
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.recipe import Recipe
+from tests.training.training_cases import metrics, recipe, trace, train
+
+ADDRESSES = ("10.79.0.1", "10.79.0.2")
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    """The names of two namespaces. In both the machine's own name leads to the loopback interface, as it often does."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command ip (Debian: iproute2)")
+    names = (f"mw-a-{os.getpid()}", f"mw-b-{os.getpid()}")
+    try:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@contextmanager
+def on(host: str, command: list[str], **environment: object) -> Iterator[subprocess.Popen[str]]:
+    """A command under way on a host, in a process group that is gone afterwards."""
+    known = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", host, *command],
+        env=known | {"OMP_NUM_THREADS": "1"} | {key: str(value) for key, value in environment.items()},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.communicate()
+
+
+def written(wanted: Recipe, path: Path) -> Path:
+    path.write_text(wanted.to_toml())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_host"),
+    [("dp2 zero1 tp2 fp32", 2), pytest.param("dp2 zero3 tp4 fp32", 4, marks=pytest.mark.exhaustive)],
+)
+def test_two_hosts_compute_what_one_computes_bit_for_bit(layout, per_host, hosts, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for place in (one, two):
+        place.mkdir()
+    changes = {"train_steps": 3, "model_kv_heads": 4}
+    with LocalRanks(2 * per_host) as ranks:
+        ranks.run(train, recipe(one, layout, **changes).to_toml())
+    path = written(recipe(two, layout, **changes), two / "recipe.toml")
+    made = launch_script("torchrun", path, nodes=2, restarts=0)
+    assert (made.devices_per_node, made.warnings) == (per_host, ())
+    with ExitStack() as stack:
+        command = ["bash", "-c", made.script]
+        started = [stack.enter_context(on(host, command, MASTER_ADDR=ADDRESSES[0])) for host in hosts]
+        ended = [process.communicate(timeout=200) for process in started]
+        assert [process.returncode for process in started] == [0, 0], ended
+    assert trace(two) == trace(one) and len(metrics(two)) >= 3
+
+
+def test_a_host_that_is_cut_off_is_named_within_the_timeout(hosts, tmp_path):
+    wanted = recipe(tmp_path, "dp2 fp32", train_steps=10**6, train_log_every=1, run_collective_timeout=4.0)
+    path = written(wanted, tmp_path / "recipe.toml")
+    command = [sys.executable, "-m", "meshwright", "train", str(path)]
+    meeting = {
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": 29555,
+    }
+    directory = RunDirectory(wanted.run_directory)
+    with on(hosts[0], command, RANK=0, **meeting) as here, on(hosts[1], command, RANK=1, **meeting):
+        deadline = time.monotonic() + 120
+        while not directory.last_step():
+            assert here.poll() is None and time.monotonic() < deadline, here.communicate()
+            time.sleep(0.05)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")  # the cable, not the processes: nobody says goodbye
+        cut = time.monotonic()
+        _, errors = here.communicate(timeout=60)
+        seconds = time.monotonic() - cut
+        ip("-n", hosts[1], "link", "set", "eth0", "up")
+    assert here.returncode == 3, errors
+    # Here both hosts' records can be read: where both are in the same call, it is the link.
+    alone, both = (
+        r"rank 0 had no answer from rank 1 in \S+ \(\w+ over axis (data|world)",
+        r"nothing passes between them",
+    )
+    assert re.search(f"{alone}|{both}", errors), errors
+    assert seconds < 30 and json.loads((wanted.run_directory / "ranks.json").read_text()).keys() == {"0", "1"}

@@ -1,0 +1,42 @@
+"""The clock of a step: parts add up, and waiting for others is not work."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from meshwright.monitoring.clock import StepClock
+
+
+def test_parts_of_one_name_add_up_in_the_order_of_their_first_marks():
+    clock = StepClock(torch.device("cpu"))
+    clock.start()
+    for part in ("data", "forward", "backward", "forward", "backward"):
+        time.sleep(0.01)
+        clock.mark(part)
+    seconds = clock.seconds()
+    assert list(seconds) == ["data", "forward", "backward"]
+    assert seconds["data"] >= 0.01 and seconds["forward"] >= 0.02 and seconds["backward"] >= 0.02
+    assert sum(seconds.values()) == pytest.approx(clock.working_seconds())
+
+
+def test_a_new_step_forgets_the_last():
+    clock = StepClock(torch.device("cpu"))
+    clock.start()
+    clock.mark("old")
+    clock.start()
+    clock.mark("new")
+    assert list(clock.seconds()) == ["new"]
+
+
+def test_time_spent_waiting_is_not_work():
+    waited = [100.0]
+    clock = StepClock(torch.device("cpu"), lambda: waited[0])
+    clock.start()
+    time.sleep(0.05)
+    waited[0] += 0.04
+    clock.mark("forward")
+    assert clock.seconds()["forward"] >= 0.05
+    assert clock.working_seconds() == pytest.approx(clock.seconds()["forward"] - 0.04)

@@ -1,0 +1,231 @@
+"""The report: one valid page that needs nothing else, says what the run's files say, and shows every point."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.monitoring.report import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart, write_report
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Strict(html.parser.HTMLParser):
+    """Every element closed in order; collects text by element and all attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.text: dict[str, str] = {}
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        names = [name for name, _ in attributes]
+        assert len(names) == len(set(names)), (tag, names)
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.attributes += [(tag, name, value) for name, value in attributes]
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.text[self.open[-1]] = self.text.get(self.open[-1], "") + data
+
+
+def step(number: int, loss: float | None, **more) -> dict:
+    rate = 1000.0 + number
+    parts = {"forward": 0.25, "backward": 0.5, "data": 0.25}
+    line = {"step": number, "loss": loss, "tokens_per_second": rate, "memory_gib": 0.5, "seconds_by_part": parts}
+    return line | more
+
+
+def run_directory(path, lines, recipe='layout = "dp1"\n', result=None):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "recipe.resolved.toml").write_text(recipe)
+    if result is not None:
+        (path / "result.json").write_text(json.dumps(result))
+    return path
+
+
+def page(directory, **parts) -> str:
+    path = write_report(directory, **parts)
+    assert path == directory / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+EVALUATION = {"loss": 1.25, "perplexity": 3.49, "bits_per_byte": 1.803, "tokens": 12345, "xz_bits_per_byte": 2.5}
+RESULT = {
+    "layout": "dp2 zero1 bf16",
+    "parameters": 1234567,
+    "mfu": 0.41,
+    "peak_flops_per_device": 5e10,
+    "flops_convention": "2 per multiply-add",
+    "skipped_steps": 3,
+}
+
+
+def test_the_page_is_one_valid_document_that_loads_nothing(tmp_path):
+    lines = [step(n, 3.0 / n, **({"validation_loss": 3.1 / n} if n % 5 == 0 else {})) for n in range(1, 21)]
+    lines.insert(7, {"event": "save", "step": 7, "stall_seconds": 0.1})
+    directory = run_directory(tmp_path / "run", lines, result=RESULT)
+    text = page(directory, evaluation=EVALUATION, sample={"prompt": "def ", "text": "f(): pass"})
+    assert text.startswith("<!doctype html><html lang=")
+    parsed = Strict(text.removeprefix("<!doctype html>"))
+    assert "script" not in parsed.text and "http" not in text and "url(" not in text
+    assert not [one for one in parsed.attributes if one[1] in ("src", "href", "xlink:href", "srcset", "onload")]
+    for part in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(part)
+    assert len(re.findall("<svg", text)) == 2
+
+
+def test_it_says_what_the_files_of_the_run_say(tmp_path):
+    directory = run_directory(tmp_path / "run", [step(1, 3.0), step(2, 2.5)], 'name = "shown"\n', RESULT)
+    text = page(directory, evaluation=EVALUATION, sample={"prompt": "def ", "text": "f(): pass"})
+    for said in (
+        *("1,234,567", "dp2 zero1 bf16", "41.0% of 50 GFLOP/s a process", "2 per multiply-add", "2.5000", "1,002"),
+        *("forward 25%, backward 50%, data 25%", "1.803", "2.500 bits per byte", "3.49", "12,345", "skipped steps"),
+        *("name = &quot;shown&quot;", "<b>def </b>f(): pass"),
+    ):
+        assert said in text, said
+
+
+def test_predicted_and_measured_stand_side_by_side(tmp_path):
+    predicted = {
+        "step_seconds": 0.5, "step_seconds_low": 0.4, "step_seconds_high": 0.7, "seconds_by_part": {"compute": 0.5},
+        "seconds_by_kind": {"working": 0.375, "waiting": 0.125},
+        "memory_bytes": {"parameters": 4096, "activations": 100, "framework": 0, "peak": 4196},
+        "sent_bytes_by_axis": {"data": 1234567},
+    }  # fmt: skip
+    measured = {
+        "step_seconds": 0.6, "seconds_by_part": {"forward": 0.2}, "sent_bytes_by_axis": {"data": 1234568},
+        "memory_bytes": {"parameters": 4096, "peak": 4200, "unexplained": 4},
+    }  # fmt: skip
+    result = RESULT | {"predicted": predicted, "measured": measured}
+    text = page(run_directory(tmp_path / "run", [step(1, 3.0)], result=result))
+    Strict(text.removeprefix("<!doctype html>"))
+    for row in (
+        "<th>seconds of a step</th><td>0.5 (0.4 to 0.7)</td><td>0.6</td>",
+        "<th>memory of rank 0: parameters</th><td>4,096 B</td><td>4,096 B</td>",
+        "<th>memory of rank 0: unexplained</th><td>–</td><td>4 B</td>",
+        "<th>sent a step by rank 0: data</th><td>1,234,567 B</td><td>1,234,568 B</td>",
+        "<td>compute 0.5</td><td>forward 0.2</td>",
+        "<th>seconds of a step: waiting</th><td>0.125</td><td>–</td>",
+    ):
+        assert row in text, row
+    assert "framework" not in text
+    nothing = {"predicted": {"step_seconds": None, "memory_bytes": None}, "measured": {"sent_bytes_by_axis": None}}
+    text = page(run_directory(tmp_path / "other", [step(1, 3.0)], result=RESULT | nothing))
+    assert "Predicted and measured" not in text
+
+
+def test_what_people_wrote_is_escaped(tmp_path):
+    bad = '</pre><script>alert("x")</script>&amp;'
+    directory = run_directory(tmp_path / "a<b>&c", [step(1, 3.0)], bad, {"layout": bad})
+    text = page(directory, sample={"prompt": bad, "text": bad})
+    parsed = Strict(text.removeprefix("<!doctype html>"))
+    assert "<script" not in text
+    assert parsed.text["pre"].count(bad) == 2 and parsed.text["b"] == bad and parsed.text["td"].count(bad) == 1
+    assert parsed.text["title"] == "a<b>&c" and parsed.text["h1"] == "Run a<b>&c"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [step(1, 2.0)],
+        [step(n, 2.0) for n in range(1, 4)],
+        [step(1, None, skipped=True), step(2, None, skipped=True)],
+        [step(n, 2.0 if n % 2 else None) for n in range(1, 9)],
+        [step(n, 1e30 * n) for n in range(1, 4)],
+    ],
+    ids=["one step", "a flat loss", "never finite", "skipped in between", "huge"],
+)
+def test_runs_of_every_kind_have_a_page(tmp_path, lines):
+    text = page(run_directory(tmp_path / "run", lines))
+    Strict(text.removeprefix("<!doctype html>"))
+    assert "nan" not in text.lower() and "inf" not in text.lower().replace("information", "")
+    assert "validation" not in text  # a run without validation has no such curve
+
+
+def test_a_run_without_result_recipe_evaluation_and_sample_has_a_page(tmp_path):
+    directory = run_directory(tmp_path / "run", [step(1, 3.0)])
+    (directory / "recipe.resolved.toml").unlink()
+    text = page(directory)
+    assert "Recipe" not in text and "Sample" not in text and "Held-out" not in text and "3.0000" in text
+
+
+def polylines(svg: str) -> list[list[tuple[float, float]]]:
+    return [
+        [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+        for line in ElementTree.fromstring(svg).iter("polyline")
+    ]
+
+
+def test_a_chart_holds_its_points_where_they_belong():
+    points = [(10.0, 4.0), (20.0, 1.0), (40.0, 2.0)]
+    svg = line_chart([("a", "#000", points), ("b", "#111", [(30.0, 3.0)])], "nats")
+    first, second = polylines(svg)
+    assert [x for x, _ in first] == pytest.approx(
+        [LEFT + part * (WIDTH - LEFT - RIGHT) for part in (0, 1 / 3, 1)], abs=0.1
+    )
+    margin = 0.04 * 3  # above and below
+
+    def height(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - (1 - margin)) / (3 + 2 * margin) * (HEIGHT - BOTTOM - TOP)
+
+    assert [y for _, y in first] == pytest.approx([height(4), height(1), height(2)], abs=0.1)
+    assert second == [
+        (pytest.approx(LEFT + 2 / 3 * (WIDTH - LEFT - RIGHT), abs=0.1), pytest.approx(height(3), abs=0.1))
+    ]
+    assert min(y for _, y in first) >= TOP and max(y for _, y in first) <= HEIGHT - BOTTOM
+
+
+def test_the_axis_has_round_numbers_at_their_heights():
+    svg = line_chart([("a", "#000", [(0.0, 0.0), (100.0, 10.0)])], "unit", from_zero=True)
+    texts = list(ElementTree.fromstring(svg).iter("text"))
+    heights = {text.text: float(text.get("y")) - 4 for text in texts if text.get("x") == str(LEFT - 8)}
+    across = {text.text: float(text.get("x")) for text in texts if text.get("text-anchor") == "middle"}
+    assert set(heights) == {"0", "5", "10"} and {"0", "20", "100"} <= set(across)
+    (((left, low), (right, high)),) = polylines(svg)
+    assert (heights["0"], heights["10"]) == (pytest.approx(low, abs=0.1), pytest.approx(high, abs=0.1))
+    assert (across["0"], across["100"]) == (pytest.approx(left, abs=0.1), pytest.approx(right, abs=0.1))
+
+
+def test_a_long_run_keeps_its_shape_in_a_page_of_bounded_size(tmp_path):
+    lines = [step(n, 2.0 + math.sin(n / 5000) + (8.0 if n == 31_234 else 0.0)) for n in range(1, 60_001)]
+    directory = run_directory(tmp_path / "run", lines)
+    text = page(directory)
+    assert len(text) < 400_000
+    training = polylines(re.findall(r"<svg.*?</svg>", text, re.S)[0])[0]
+    assert training[0][0] == LEFT and training[-1][0] == WIDTH - RIGHT
+    spike = min(training, key=lambda point: point[1])
+    assert spike[0] == pytest.approx(LEFT + 31_234 / 60_000 * (WIDTH - LEFT - RIGHT), abs=1.0)  # it is still there
+
+
+def test_a_directory_without_a_run_is_told_so(tmp_path):
+    with pytest.raises(UserError, match=r"no metrics.jsonl in .*: name the directory of a run"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"event": "save", "step": 0}\n')
+    with pytest.raises(UserError, match="holds no step yet"):
+        write_report(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_is_a_line(tmp_path):
+    directory = run_directory(tmp_path / "run", [step(1, 3.0)])
+    (directory / "report.html").mkdir()
+    with pytest.raises(UserError, match=r"report.html cannot be written: is a directory"):
+        write_report(directory)

@@ -1,0 +1,127 @@
+"""Every key of a recipe either may change when a run is resumed or is refused by name, with both values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.monitoring.resuming import resume_differences
+from meshwright.recipe import SCHEMA, Recipe, load_recipe
+
+
+def different(recipe: Path, key: str) -> Recipe:
+    """The recipe with another valid value for `key`."""
+    old = load_recipe(recipe)
+    numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]", "[0, 1]"]
+    words = [
+        "tcp://host:1",
+        "dp2",
+        "qwen3",
+        "sgd",
+        "linear",
+        "jsonl",
+        "cpu",
+        "bfloat16",
+        "latin-1",
+        '{type="linear"}',
+        '{url="text"}',
+        '["de"]',
+        '["c4"]',
+        '["email"]',
+        '{mlflow={uri="http://tracking"}}',
+        "ring",
+        "chat",
+        "next-token",
+    ]
+    for value in numbers + words:
+        try:
+            new = load_recipe(recipe, [f"{key}={value}"])
+        except UserError:
+            continue
+        if new != old:
+            return new
+    raise AssertionError(f"no other valid value found for {key}")
+
+
+MAY_CHANGE = {
+    "layout",
+    *(f"run.{key}" for key in ("name", "directory", "rendezvous", "device", "threads", "collective_timeout")),
+    "data.cache",
+    *(
+        f"train.{key}"
+        for key in ("steps", "decay", "compile", "deterministic", "validate_every", "validation_sequences")
+    ),
+    *(f"train.{key}" for key in ("maximum_skipped", "loss_scale", "loss_scale_every", "log_every", "slow_rank_factor")),
+    *("train.profile", "train.profile_ranks", "track.to", "track.options"),
+    *(f"collectives.{key}" for key in ("all_reduce", "reduce_scatter", "all_gather")),
+    *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
+}
+
+
+def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe: Path):
+    old = load_recipe(tiny_recipe)
+    assert MAY_CHANGE.issubset(SCHEMA.keys)
+    # These contradict the tiny recipe unless something else changes too.
+    needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay", "data.sources"}
+    needs_more |= {f"data.{key}" for key in ("record_keys", "template", "train_on", "pack", "too_long")}
+    tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
+    for key in SCHEMA.keys.keys() - tables - needs_more:
+        new = different(tiny_recipe, key)
+        if key in MAY_CHANGE:
+            resume_differences(old, new)
+            continue
+        with pytest.raises(UserError) as caught:
+            resume_differences(old, new)
+        assert f"{key} was " in str(caught.value)
+        assert "may not change" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("data.record_keys", '{output="answer"}'),
+        ("data.template", "chatml"),
+        ("data.train_on", "all"),
+        ("data.pack", "false"),
+        ("data.too_long", "drop"),
+    ],
+)
+def test_how_records_become_samples_may_not_change(tiny_recipe: Path, key: str, value: str):
+    records = ["data.records=instruction"]
+    with pytest.raises(UserError, match=f"{key} was .* may not change"):
+        resume_differences(load_recipe(tiny_recipe, records), load_recipe(tiny_recipe, [*records, f"{key}={value}"]))
+
+
+def test_several_sources_in_place_of_one_are_refused_by_the_name_of_the_one(tiny_recipe: Path):
+    new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
+    with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
+        resume_differences(load_recipe(tiny_recipe), new)
+
+
+def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_recipe: Path):
+    tail = ["train.schedule=wsd", "train.decay=1"]
+    resume_differences(
+        load_recipe(tiny_recipe, tail), load_recipe(tiny_recipe, [*tail, "train.decay=2", "train.steps=8"])
+    )
+    sgd = ["train.optimizer=sgd"]
+    with pytest.raises(UserError, match="train.momentum was 0.0 .* and is 0.5 now"):
+        resume_differences(load_recipe(tiny_recipe, sgd), load_recipe(tiny_recipe, [*sgd, "train.momentum=0.5"]))
+
+
+def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
+    new = load_recipe(tiny_recipe, ["model.hidden=32", "model.sliding_window=8"])
+    with pytest.raises(UserError, match=r"model.hidden was 16 when this run began and is 32 now"):
+        resume_differences(load_recipe(tiny_recipe), new)
+    with pytest.raises(UserError, match=r"model.sliding_window was unset when this run began and is 8 now"):
+        resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
+
+
+def test_a_refusal_to_resume_names_the_file_or_the_override(tiny_recipe: Path):
+    old = load_recipe(tiny_recipe, ["model.hidden=32"])
+    with pytest.raises(UserError, match=f"^{re.escape(str(tiny_recipe))}: model.hidden was 32"):
+        resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))
+    with pytest.raises(UserError, match='^override "model.hidden=64": model.hidden was 32'):
+        resume_differences(old, load_recipe(tiny_recipe, ["model.hidden=8", "model.hidden=64"]))

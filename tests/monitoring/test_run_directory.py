@@ -1,0 +1,100 @@
+"""One run at a time in a directory, and what lies there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.monitoring.run_directory import RunDirectory
+
+
+def test_a_second_run_is_told_who_has_the_directory(tmp_path):
+    with RunDirectory(tmp_path / "run"):
+        with pytest.raises(
+            UserError, match=rf"run is in use by process {os.getpid()} since \d{{4}}-.*; wait until"
+        ) as one:
+            RunDirectory(tmp_path / "run").lock()
+        assert one.value.exit_code == 2
+    with RunDirectory(tmp_path / "run"):
+        pass
+
+
+def test_a_killed_run_leaves_no_lock_behind(tmp_path):
+    code = (
+        "import sys, time; from meshwright.monitoring.run_directory import RunDirectory; "
+        "RunDirectory(sys.argv[1]).lock(); print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match=f"in use by process {holder.pid}"):
+            RunDirectory(tmp_path).lock()
+        holder.send_signal(signal.SIGKILL)
+    assert (tmp_path / ".lock").exists()
+    with RunDirectory(tmp_path):
+        pass
+
+
+def test_a_child_that_outlives_the_run_still_holds_the_directory(tmp_path):
+    directory = RunDirectory(tmp_path)
+    descriptor = directory.lock()
+    with subprocess.Popen(["sleep", "60"], pass_fds=[descriptor]) as child:
+        os.close(descriptor)  # as when the launcher is killed
+        with pytest.raises(UserError, match="in use by"):
+            RunDirectory(tmp_path).lock()
+        child.kill()
+    RunDirectory(tmp_path).lock()
+
+
+def test_files_of_others_stay_as_they_are(tmp_path):
+    (tmp_path / "recipe.toml").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    with RunDirectory(tmp_path) as directory:
+        directory.write_recipe("layout = 'dp1'\n")
+        directory.write_ranks([11, 12])
+    assert (tmp_path / "recipe.toml").read_text() == "mine" and (tmp_path / "notes").is_dir()
+    assert (tmp_path / "recipe.resolved.toml").read_text() == "layout = 'dp1'\n"
+    assert json.loads((tmp_path / "ranks.json").read_text()) == {"0": 11, "1": 12}
+    assert directory.read_ranks() == {0: 11, 1: 12}
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run directory .*/file/run: .*/file is a file; give another"):
+        RunDirectory(tmp_path / "file" / "run").lock()
+    with pytest.raises(UserError, match=r"file is a file"):
+        RunDirectory(tmp_path / "file").lock()
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"checkpoints in it is a file"):
+        RunDirectory(tmp_path).lock()
+
+
+def test_a_directory_that_cannot_be_written_is_a_line():
+    with pytest.raises(UserError, match=r"run directory /proc/run cannot be made: "):
+        RunDirectory("/proc/run").lock()
+
+
+def test_the_last_step_is_read_over_a_half_written_line(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.last_step() is None
+    lines = "".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(1, 2000))
+    directory.metrics.write_text(lines + '{"event": "slow"}\n{"step": 20')
+    assert directory.last_step() == 1999
+
+
+def test_a_full_disk_at_the_lock_is_a_line(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="cannot be written: .*[Nn]o space left"):
+        RunDirectory(tmp_path / "run").lock()
+    monkeypatch.undo()
+    with RunDirectory(tmp_path / "run"):  # the failed attempt holds no lock
+        pass

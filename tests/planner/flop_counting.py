@@ -1,0 +1,83 @@
+"""FLOPs of the real model as torch's FlopCounterMode counts them, our own operators included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model import grouped_product, tiled_attention
+from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
+
+ROWS, SEQUENCE = 2, 24
+
+
+def inside(function: Callable[..., Any]) -> Callable[..., int]:
+    """The FLOPs of an operator: those of what it is made of. Attention goes query by query, so that no key is
+    touched that a query does not see."""
+
+    def flops(*arguments: Any, out_val: Any = None, **options: Any) -> int:
+        tile, tiled_attention.TILE_QUERIES = tiled_attention.TILE_QUERIES, 1
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                function(*arguments, **options)
+        finally:
+            tiled_attention.TILE_QUERIES = tile
+        return int(counter.get_total_flops())
+
+    flops._get_raw = True  # type: ignore[attr-defined]
+    return flops
+
+
+OURS = {
+    torch.ops.meshwright.tiled_attention: inside(tiled_attention._attend),
+    torch.ops.meshwright.tiled_attention_backward: inside(tiled_attention._backward._init_fn),
+    torch.ops.meshwright.grouped_product: inside(grouped_product._product),
+    torch.ops.meshwright.grouped_product_input: inside(grouped_product._input_gradient._init_fn),
+    torch.ops.meshwright.grouped_product_weight: inside(grouped_product._weight_gradient._init_fn),
+}
+
+
+def small(name: str, **changes: Any) -> ModelConfig:
+    config = preset(name)
+    if config.experts:
+        changes = {"experts": 4, **changes}
+    return dataclasses.replace(config, layers=3, vocabulary=96, **changes)
+
+
+def count(
+    config: ModelConfig, recompute: str = "none", mesh: Mesh | None = None, documents: Documents | None = None
+) -> tuple[int, int]:
+    """FLOPs of a forward and of the backward after it, on this rank. The loss makes the head's gradients in its
+    forward: they are counted there."""
+    model = Transformer(config, axes=mesh, dtype=torch.float32, recompute=recompute)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    tokens = torch.randint(0, 90, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    if mesh is not None:
+        tokens, targets, documents = part_of_rows(tokens, targets, documents or Documents(), mesh)
+    with FlopCounterMode(display=False, custom_mapping=OURS) as forward:
+        loss = model(tokens, targets, documents)
+    with FlopCounterMode(display=False, custom_mapping=OURS) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def count_on_rank(layout_text: str, config: ModelConfig) -> tuple[int, int]:
+    mesh = Mesh.create(Layout.parse(layout_text))
+    try:
+        return count(config, mesh.layout.recompute, mesh)
+    finally:
+        mesh.close()

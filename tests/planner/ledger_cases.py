@@ -1,0 +1,205 @@
+"""What each rank does in the tests of the ledger: a few steps of training, of which the last is watched by PyTorch's
+record of its allocator."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.exchange import Exchange
+from meshwright.model.pairs import Pairs
+from meshwright.model.preference import Preference
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.step import ForwardBackward, count_terms
+from meshwright.planner.ledger import Ledger, ledger
+from meshwright.planner.saved import Routed
+from meshwright.recipe import TrainRecipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+from meshwright.training.optimizer import Optimizer
+
+WATCHED = 2
+"""Steps that are watched."""
+SMALL = 20_000
+"""Bytes of a step that the ledger leaves out at these sizes: vectors of a number a token, counters, the loss."""
+
+
+class Step(NamedTuple):
+    """A step to watch: `batch` rows over all ranks."""
+
+    config: ModelConfig
+    layout: str
+    batch: int = 4
+    sequence: int = 64
+    optimizer: str = "adamw"
+    momentum: float = 0.0
+    dtype: str = "float32"
+    pairs: bool = False  # of responses, one a row
+    compiled: bool = False
+    starts: tuple[tuple[int, ...], ...] | None = None
+    """Where documents begin in the rows of each micro-batch; None: every row is one."""
+    told: bool = True  # whether the ledger knows where they begin, or only that rows pack several
+
+
+class Measured(NamedTuple):
+    """Bytes: at most in the step, before it, by kind of state; and what the ledger says."""
+
+    peak: int
+    before: int
+    states: dict[str, int]
+    predicted: Ledger
+    where: str
+
+
+def measure(step: Step) -> Measured:
+    """Some steps of a run after the first two, which made what stays."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    place = Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"  # a rank loads what no other is writing
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(place)}):
+        return _measure(step)
+
+
+def _measure(step: Step) -> Measured:
+    torch.manual_seed(0)
+    gc.collect()
+    of_others = live_bytes()
+    layout, dtype = Layout.parse(step.layout), getattr(torch, step.dtype)
+    mesh, table = Mesh.create(layout), parameter_table(step.config)
+    program = program_for(layout, step.config, step.sequence)
+    partition = Partition.of(program, step.config, table, step.sequence)
+    model = Transformer(
+        step.config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute,
+        stages=partition.held(mesh.pp.rank),
+    )  # fmt: skip
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
+    train = TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3, optimizer=step.optimizer, momentum=step.momentum)
+    optimizer = Optimizer(parallel.shards, train)
+    if step.compiled:
+        torch._dynamo.reset()
+        model.compile_blocks()
+    passes = ForwardBackward(model, parallel, program, preference=Preference() if step.pairs else None)
+    rows = step.batch // (layout.dp * layout.micro_batches)
+    micro_batches: list[Any] = []
+    for _ in range(layout.micro_batches):
+        numbers = torch.randint(0, step.config.vocabulary, (rows, step.sequence + 1))
+        parts = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
+        documents = Documents() if step.starts is None else Documents.from_starts(step.starts, step.sequence)
+        if step.pairs:
+            ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
+            documents = Documents.from_ids(ids).in_pairs(Pairs.from_ids(ids))
+        micro_batches.append(part_of_rows(*parts, documents, mesh))
+    del numbers, parts
+
+    def once() -> None:
+        passes.train(micro_batches, count_terms(micro_batches, mesh))
+        optimizer.step(1e-3)
+        parallel.publish()
+        parallel.zero_gradients()
+
+    for _ in range(2):
+        once()
+    gc.collect()
+    before = live_bytes() - of_others
+    routed: list[Routed] = []
+    agree = Exchange._agree
+
+    def noted(exchange: Exchange, ends_E: torch.Tensor) -> Any:
+        routes = agree(exchange, ends_E)
+        routed.append(Routed(sum(routes.received), sum(routes.shared)))
+        return routes
+
+    def watched() -> tuple[int, str, dict[int, Routed]]:
+        """At most how much, where, and how many tokens came to the experts of each layer of a single forward."""
+        routed.clear()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with (
+            mock.patch.object(Exchange, "_agree", noted),
+            torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+        ):
+            once()
+            for unit in parallel._units.values():
+                if unit.gathering is not None:  # a call that ends after the profile corrupts the heap (torch 2.13)
+                    unit.need()
+        layers = [at for part in partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)]
+        came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
+        return *highest(profile), came
+
+    def said(came: dict[int, Routed]) -> Ledger:
+        halves = ((0, step.sequence // 2),) * rows if step.pairs else None
+        known = step.starts or halves or False
+        kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
+        return ledger(
+            step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
+            rank=mesh.rank, routed=came, documents=known if step.told else bool(known), pairs=step.pairs,
+            compile=step.compiled,
+        )  # fmt: skip
+
+    # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.
+    found = [watched() for _ in range(WATCHED)]
+    peak, where, came = min(found, key=lambda each: each[0])
+    tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
+    states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
+    mesh.close()
+    return Measured(before + peak, before, states, said(came), where)
+
+
+def check_states(found: Measured) -> None:
+    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
+    for item in found.predicted.items:
+        kind = item.name.rpartition(".")[2]
+        if item.name.startswith("gradient_buffer."):
+            said["gradient_buffers"] += item.bytes
+        elif item.first == "start" and item.category in ("parameters", "gradients"):
+            said[item.category] += item.bytes
+        elif item.category == "optimizer":
+            said["masters" if kind == "master" else "optimizer"] += item.bytes
+    assert said == found.states
+    assert abs(found.predicted.between_steps - found.before) < SMALL
+
+
+def live_bytes() -> int:
+    """Memory of all tensors that there are, each storage once; a compiler's fake ones have none."""
+    storages = {}
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.Tensor) or isinstance(each, FakeTensor | FunctionalTensor):
+            continue
+        if torch._is_functional_tensor(each):
+            assert isinstance(torch._from_functional_tensor(each), FakeTensor)
+        elif each.device.type == "cpu":
+            storage = each.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def highest(profile: Any) -> tuple[int, str]:
+    """The most bytes above the beginning, and the operators around that time."""
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    now = highest = 0
+    when = 0
+    for at, size in changes:
+        now += size
+        if now > highest:
+            highest, when = now, at
+    around = [
+        each
+        for each in events
+        if each.name() != "[memory]" and each.start_ns() <= when <= each.start_ns() + each.duration_ns()
+    ]
+    return highest, " > ".join(each.name() for each in around)

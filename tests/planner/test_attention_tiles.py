@@ -1,0 +1,52 @@
+"""What attention on a CPU holds of rows that pack documents: tile by tile where these begin is known, else the most."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from meshwright.model.documents import Documents
+from meshwright.model.tiled_attention import Span, groups
+from meshwright.planner.attention_tiles import Heads, Lies, Starts, _tiles, backward_bytes
+
+
+def rows_of(rows: int, length: int, seed: int) -> Starts:
+    """Rows of one to nine documents."""
+    make = random.Random(seed)
+    return tuple(
+        (0, *sorted(make.sample(range(1, length), make.choice((0, 1, 2, 4, 8))))) for _ in range(rows)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 50, 200])
+@pytest.mark.parametrize(("rows", "kv_heads", "length"), [(1, 2, 300), (4, 2, 256), (5, 1, 700), (3, 2, 128)])
+def test_tiles_are_those_that_the_engine_cuts(rows: int, kv_heads: int, length: int, window: int | None) -> None:
+    starts, group = rows_of(rows, length, rows * length), 2
+    q_BKGSD = torch.zeros(rows, kv_heads, group, length, 4)
+    first_BS = Documents.from_starts(starts, length).first_visible_BS(length, window, q_BKGSD.device)
+    everything = slice(0, length)
+    done = 0
+    for at, heads, tiles in groups(q_BKGSD, Span(everything, everything), first_BS):
+        together = at.stop - at.start
+        whole = Heads(rows, kv_heads, together, heads.stop - heads.start, group, 4, length, min(128, length))
+        said = [(tile.queries, tile.keys, tile.mask) for tile in _tiles(whole, window, starts[at], 4)]
+        wide = [0 if each.mask is None or each.mask.dim() == 2 else each.mask.nbytes // together for each in tiles]
+        sizes = [(each.queries.stop - each.queries.start, each.keys.stop - each.keys.start) for each in tiles]
+        assert said == [(*size, mask) for size, mask in zip(sizes, wide, strict=True)]
+        done += together * (heads.stop - heads.start)
+    assert done == rows * kv_heads
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_whose_documents_are_not_known_are_priced_as_the_most_that_any_take(seed: int) -> None:
+    make = random.Random(seed)
+    rows, length, group = make.choice((1, 2, 6)), make.choice((128, 300, 1024)), make.choice((1, 2))
+    heads = Heads(rows, 2, make.randint(1, rows), 2, group, 32, length, min(128, length))
+    starts = rows_of(rows, length, seed)
+    for (x, wide), window, turned in product(((4, 4), (2, 4)), (None, 64), (True, False)):
+        known = backward_bytes(heads, Lies(turned), window, x, wide, starts, False)
+        most = backward_bytes(heads, Lies(turned), window, x, wide, None, True)
+        assert known.all <= most.all, (heads, starts)

@@ -1,0 +1,279 @@
+"""Searches: closed forms are those of single layouts, the simulator agrees, what is found trains, why others lose."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
+from meshwright.planner import search as search_room
+from meshwright.planner.answers import document, nothing_fits
+from meshwright.planner.cluster import cluster
+from meshwright.planner.engines import engine
+from meshwright.planner.estimate import Estimate, priced
+from meshwright.planner.memory import fullest
+from meshwright.planner.page import page
+from meshwright.planner.screen import Priced, screen
+from meshwright.planner.search import FINAL, Found, search
+from meshwright.planner.space import Problem, layout_of
+from meshwright.planner.step_time import step_time
+from meshwright.planner.text import found_text
+from meshwright.spec.presets import preset
+from meshwright.spec.refuse import refuse
+
+PROBLEMS = {
+    "dense": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256),
+    "compiled": Problem(
+        preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256, engine("meshwright", compile=True), True
+    ),
+    "mixture": Problem(preset("mixtral-8x7b-v0.1"), cluster("32xa100-80"), 4096, 128),
+    "megatron": Problem(preset("gpt3-175b"), cluster("128xa100-80"), 2048, 512, engine("megatron")),
+    "one node": Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16"),
+}
+
+
+@cache
+def screened(name: str) -> Priced:
+    return screen(PROBLEMS[name])
+
+
+@cache
+def searched(name: str) -> Found:
+    return search(PROBLEMS[name], 8)
+
+
+def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
+    """Some of what was priced, spread over all."""
+    every = screened(name)
+    chosen = np.random.default_rng(7).choice(len(every.way), count, replace=False)
+    return [
+        (
+            int(at),
+            layout_of(
+                PROBLEMS[name], every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
+                int(every.hybrid[at]),
+            ),
+        )
+        for at in chosen
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_all_at_once_is_each_by_itself(name: str):
+    problem, every = PROBLEMS[name], screened(name)
+    for at, layout in layouts(name, 150):
+        alone = step_time(
+            problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
+            simulate=False,
+        )  # fmt: skip
+        assert every.seconds[at] == pytest.approx(alone.seconds, rel=1e-9), str(layout)
+
+
+def test_pairs_are_searched_as_they_are_priced():
+    """Their logits are made twice."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16", pairs=True)
+    alone = step_time(
+        problem.config, (one := search(problem, 1).best[0]).layout, problem.cluster, 1024, 64, pairs=True
+    )  # fmt: skip
+    assert one.time.seconds == pytest.approx(alone.seconds)
+    tokens = 1024 * 64 / 8
+    twice = 2 * tokens * problem.config.hidden * problem.config.vocabulary / problem.cluster.peak("fp16")
+    next_token = priced(dataclasses.replace(problem, pairs=False), one.layout).time.seconds
+    assert next_token + twice < one.time.seconds < next_token + 4 * twice
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
+def test_memory_in_closed_form_is_near_the_ledgers(name: str):
+    """Where it is further off (few micro-batches, queues of weight gradients), the search corrects it by the ledger of
+    the first layout of a kind that it asks for."""
+    problem, every = PROBLEMS[name], screened(name)
+    errors = [
+        abs(float(every.bytes[at]) / fullest(problem, layout).peak_bytes - 1)
+        for at, layout in layouts(name, 60)
+        if every.bytes[at] < 2 * problem.cluster.device.memory_bytes
+    ]
+    assert len(errors) > 10
+    assert np.median(errors) < 0.08 and np.quantile(errors, 0.8) < 0.2 and max(errors) < 0.5, sorted(errors)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_found_fits_trains_and_is_in_order(name: str):
+    problem, found = PROBLEMS[name], searched(name)
+    assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).way)
+    times = [one.time.seconds for one in found.best]
+    assert times == sorted(times)
+    assert len({str(one.layout) for one in found.best}) == 8
+    for one in found.best:
+        assert one.fits and one.layout.world_size == problem.cluster.devices
+        refuse(
+            one.layout, problem.config, problem.batch, problem.sequence, planning=problem.engine.name != "meshwright"
+        )
+    assert found.reasons[0] == "the fastest" and all(found.reasons)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_simulator_and_closed_forms_agree_about_the_best(name: str):
+    differences = searched(name).differences[:FINAL]
+    assert len(differences) == FINAL
+    assert max(map(abs, differences)) < 0.02
+
+
+@pytest.mark.parametrize("name", ["dense", "megatron"])
+def test_nothing_that_was_looked_at_beats_the_best(name: str):
+    """Every layout of the space whose closed form is near the best one's, priced exactly."""
+    problem, every, first = PROBLEMS[name], screened(name), searched(name).best[0]
+    near = np.flatnonzero(
+        (every.seconds < 1.03 * first.time.seconds) & (every.bytes < problem.cluster.device.memory_bytes)
+    )
+    chosen = near if len(near) <= 40 else np.random.default_rng(1).choice(near, 40, replace=False)
+    for at in chosen:
+        layout = layout_of(
+            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
+        )
+        one = priced(problem, layout)
+        assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
+
+
+def test_the_schedules_that_training_runs_are_looked_at():
+    """But for the one that keeps every micro-batch of several chunks, and the one that is itself searched for."""
+    looked_at = {pipe.schedule for pipe in screened("dense").pipes}
+    assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
+
+
+@pytest.mark.parametrize("micro", [4, 8, 32])
+@pytest.mark.parametrize("ranks", ["dp4 zero1 tp4 pp4", "dp8 zero3 tp2 pp4", "dp4 tp2 pp8"])
+def test_breadth_first_pipelines_are_never_the_fastest_and_keep_no_less(ranks: str, micro: int):
+    """Which is why no search looks at them."""
+    problem = PROBLEMS["dense"]
+
+    def seconds(schedule: str) -> float:
+        layout = Layout.parse(f"{ranks}:{schedule} mb{micro}")
+        return step_time(problem.config, layout, problem.cluster, 4096, 256).seconds
+
+    for chunks in (2, 4):
+        others = min(seconds(each) for each in (f"interleaved:{chunks}", f"interleaved-zb:{chunks}", "zb-v", "1f1b"))
+        assert seconds(f"looped-bfs:{chunks}") >= others * (1 - 1e-9)
+    layout = Layout.parse(f"{ranks}:looped-bfs:4 mb{micro}")
+    kept = [
+        search_room.device_bytes(problem, layout.with_(schedule=name)) for name in ("looped-bfs", "interleaved")
+    ]  # fmt: skip
+    assert kept[0] >= kept[1]
+
+
+def test_a_small_space_is_searched_as_by_hand():
+    """Two devices: every layout that can be written down, priced one by one."""
+    config = preset("gpt2-tiny")
+    problem = Problem(config, cluster("2xa100-80"), 64, 4)
+    best: list[Estimate] = []
+    for text in ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2:nosp", "pp2"):
+        for micro in (1, 2, 4):
+            for recompute in ("", " ac:selective", " ac:full"):
+                layout = Layout.parse(f"{text} mb{micro}{recompute}")
+                if 4 % (layout.dp * micro) == 0:
+                    best.append(priced(problem, layout))
+    fastest = min(one.time.seconds for one in best)
+    assert search(problem, 1).best[0].time.seconds <= fastest * (1 + 1e-9)
+
+
+def test_what_does_not_fit_says_what_would():
+    problem = dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8xa100-40"), batch=64, sequence=8192)
+    found = search(problem, 3)
+    assert found.advice
+    for one in found.advice:
+        assert not priced(problem, one.layout).fits or one.bytes > 0.9 * problem.cluster.device.memory_bytes
+        if one.instead is not None:
+            assert priced(problem, one.instead).fits, str(one.instead)
+            assert one.instead_seconds is not None and one.instead_seconds >= 0.99 * found.best[0].time.seconds
+            assert one.change
+            parts = f" {one.instead} norms that ranks of tp share "
+            assert all(change == "mb1" or f" {change}" in parts for change in one.change.split(" and ")), one
+    assert any(one.change and " and " in one.change for one in found.advice)  # where one change is not enough
+
+
+@pytest.mark.parametrize("erring", [1.0, 0.1])
+def test_what_does_not_fit_would_be_faster_and_is_not_among_what_was_found(
+    erring: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever closed forms say of the time of what is too large."""
+    problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
+    every = screen(problem)
+    too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
+    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipes])[every.pipe]] *= erring
+    monkeypatch.setattr(search_room, "screen", lambda problem: every)
+    found = search(problem, 20)
+    assert found.advice or erring < 1
+    assert list(found.advice) == sorted(found.advice, key=lambda one: one.seconds)
+    for one in found.advice:
+        exact = priced(problem, one.layout)
+        assert not exact.fits and one.layout not in [each.layout for each in found.best]
+        assert one.seconds == pytest.approx(exact.time.seconds) and one.seconds < found.best[0].time.seconds
+        if one.instead is not None:
+            assert one.instead_seconds == pytest.approx(priced(problem, one.instead).time.seconds)
+
+
+def test_what_fits_by_the_ledger_alone_is_found_and_not_said_to_be_too_large():
+    """Memory for a layout by its ledger, and less than its closed form asks for."""
+    problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
+    every = screened("one node")
+    needed = search_room.on_device(problem, every.bytes)
+    closed = {layout_of(problem, every.ways[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, needed)), strict=True
+    )}  # fmt: skip
+    for one in found.best:
+        exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
+        if exact * 1.03 < closed[one.layout] < exact * search_room.DOUBT_ABOVE:
+            break
+    else:
+        pytest.fail("no closed form asks for more than the ledger")
+    narrow = cluster({"device": {"like": "a100-40", "memory_bytes": exact}, "devices": 8})
+    again = search(dataclasses.replace(problem, cluster=narrow), 20)
+    assert one.layout in [each.layout for each in again.best]
+    assert one.layout not in [each.layout for each in again.advice]
+
+
+def test_where_nothing_fits_nothing_is_promised():
+    found = search(dataclasses.replace(PROBLEMS["megatron"], cluster=cluster("8xa100-40"), batch=8), 3)
+    assert found.best == () and found.searched > 0
+
+
+def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch: pytest.MonkeyPatch):
+    problem, whole = PROBLEMS["megatron"], searched("megatron")
+    assert whole.undecided == 0 and "stopped" not in found_text(whole)
+    assert document(problem, whole.best, whole)["undecided"] == 0
+    monkeypatch.setattr(search_room, "MOST_PRICED", 5)  # one of them does not fit
+    some = search(problem, 4)
+    shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
+    better = [one for one in whole.best if one.layout not in shown and one.time.seconds < slowest]
+    assert len(some.best) == 4 and better  # it stopped too soon indeed
+    assert len(better) <= some.undecided < 100
+    assert f"{some.undecided:,} more layouts may be better than the last of these" in found_text(some)
+    assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
+    assert document(problem, some.best, some)["undecided"] == some.undecided
+    monkeypatch.setattr(search_room, "MOST_PRICED", 0)
+    none = search(problem, 3)
+    assert not none.best and none.undecided > 1000
+    assert "more layouts may be small enough" in found_text(none)
+    assert nothing_fits(none).startswith("none of the")
+
+
+def test_a_batch_that_no_layout_can_share_is_answered():
+    with pytest.raises(UserError, match="each of dp replicas needs a sequence"):
+        search(dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8192xh100-sxm"), batch=1, sequence=509))
+
+
+def test_what_an_engine_gathers_once_for_a_pipeline_does_not_hide_what_fits():
+    """torchtitan keeps the parameters of ZeRO-3 gathered from the first micro-batch to the last one."""
+    problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
+    every = screen(problem)
+    long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)
+    for at in np.flatnonzero(long)[:: int(long.sum()) // 12]:
+        way, pipe = every.ways[every.way[at]], every.pipes[every.pipe[at]]
+        layout = layout_of(problem, way, pipe, 3, int(every.hybrid[at]))
+        assert every.bytes[at] > 0.7 * fullest(problem, layout).peak_bytes, str(layout)
+    found = search(problem, 3)
+    assert len(found.best) == 3 and all(one.fits for one in found.best)

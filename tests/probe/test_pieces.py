@@ -1,0 +1,70 @@
+"""What the probe times of a layer is the layer's own work, with the names and the bytes of the planner's operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.layout import Layout
+from meshwright.planner.engines import ENGINES
+from meshwright.planner.measured_rates import BACKWARD, SCORE_BYTES
+from meshwright.planner.operations import operations
+from meshwright.probe.pieces import VOCABULARY, pieces_of
+from meshwright.probe.points import Effort, Point, time_point
+from meshwright.spec.presets import preset
+from meshwright.spec.stages import Stage
+
+EFFORT = Effort((), (), (), ("fp32",), pieces=(2**14, 2**16))
+
+
+@pytest.fixture(scope="module")
+def points() -> list[Point]:
+    return pieces_of(EFFORT)
+
+
+def test_every_piece_can_be_timed_there_and_back(points: list[Point]):
+    assert {each.name.removesuffix(BACKWARD) for each in points} == {
+        "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128",
+        "ring-128-32", "ring-128-128",
+    }  # fmt: skip
+    for each in points:
+        assert time_point(each, torch.device("cpu"), 0.0) > 0
+
+
+def test_sizes_of_a_piece_rise(points: list[Point]):
+    for name in {each.name for each in points}:
+        sizes = [each.bytes for each in points if each.name == name]
+        assert sizes == sorted(set(sizes))
+
+
+def test_scores_are_those_that_tiles_form(points: list[Point]):
+    """Two heads; of a row's two tiles of 128 queries the first sees 128 keys, the second 256."""
+    one = next(each for each in points if each.name == "attention-32")
+    rows = one.sizes[0] // (256 * 2 * 32)
+    assert one.bytes == pytest.approx(SCORE_BYTES * rows * 2 * 128 * (128 + 256), rel=0.01)
+    ring = next(each for each in points if each.name == "ring-32-32")
+    rows = ring.sizes[0] // (64 * 2 * 32)
+    assert ring.bytes == pytest.approx(SCORE_BYTES * rows * 2 * 3 * 32 * 32, rel=0.02)
+
+
+def test_the_planner_has_operations_of_these_names(points: list[Point]):
+    config = preset("llama-3-8b")
+    found = operations(config, Layout(), 1, 256, Stage(0, range(1), first=False, last=False), ENGINES["meshwright"])
+    ends = {one.name.rpartition(".")[2] for one in found}
+    assert {"norm", "rotary", "activation"} <= ends
+
+
+def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[Point]):
+    """Of as many logits, without the products that make them."""
+    config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
+    head = operations(config, Layout(), 1, 32, Stage(0, range(0), first=False, last=True), ENGINES["meshwright"])
+    for phase, way in (("forward", ""), ("input", BACKWARD)):
+        one = next(each for each in points if each.name == "loss" + way and each.sizes == (32 * VOCABULARY,))
+        assert [each.bytes for each in head if (each.name, each.phase) == ("loss", phase)] == [one.bytes]
+
+
+def test_rings_are_left_out_where_no_ranks_share_rows():
+    names = {each.name for each in pieces_of(replace(EFFORT, axes=("tp",)))}
+    assert "attention-32" in names and not any(name.startswith("ring") for name in names)

@@ -1,0 +1,273 @@
+"""A configuration is read as its family means it; whatever would not be computed is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from meshwright import names
+from meshwright.errors import UserError
+from meshwright.recipe import ModelRecipe
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.presets import preset
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 499,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 499,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 64,
+}
+
+
+def read(base: dict[str, Any], **changes: Any) -> ModelConfig:
+    return ModelConfig.from_huggingface({**base, **changes})
+
+
+def without(base: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in base.items() if name != key}
+
+
+def test_the_families_are_the_published_names():
+    runnable = {name for name, family in FAMILIES.items() if family.planning_only is None}
+    encoders = {name for name, family in FAMILIES.items() if family.encoder}
+    assert encoders == set(names.ENCODER_FAMILIES)
+    assert runnable - encoders == set(names.FAMILIES)
+    assert set(FAMILIES) - runnable == set(names.PLANNING_FAMILIES)
+
+
+def test_both_spellings_of_rope_say_the_same():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    fourth = read(LLAMA, rope_theta=5e5, rope_scaling=scaling)
+    fifth = read(LLAMA, rope_parameters={"rope_theta": 5e5, **scaling})
+    per_layer_type = read(LLAMA, rope_parameters={"full_attention": {"rope_theta": 5e5, **scaling}})
+    assert fourth == fifth == per_layer_type
+    assert fourth.rope_theta == 5e5
+    assert fourth.rope_scaling is not None
+    assert fourth.rope_scaling.original_max_positions == 16
+
+
+def test_plain_rope_in_either_spelling_is_no_scaling():
+    assert read(LLAMA, rope_theta=5e5, rope_scaling=None) == read(
+        LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+    )
+
+
+def test_yarn_keeps_every_published_parameter():
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    }
+    config = read(LLAMA, rope_scaling=scaling)
+    assert config.rope_scaling is not None
+    assert config.to_huggingface()["rope_scaling"] == {**without(scaling, "type"), "rope_type": "yarn"}
+    ratio = (0.1 * 0.8 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)
+    assert config.rope_scaling.attention_scale == pytest.approx(ratio)
+    plain = read(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert plain.rope_scaling is not None
+    assert plain.rope_scaling.attention_scale == pytest.approx(0.1 * math.log(4) + 1)
+    assert plain.rope_scaling.original_max_positions == 64
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
+    config = read(LLAMA, rope_scaling={"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16})
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 4.0
+
+
+def test_qwen2_windows_begin_at_max_window_layers():
+    base = {**LLAMA, "model_type": "qwen2", "sliding_window": 16}
+    assert read(base, use_sliding_window=False).sliding_window is None
+    config = read(base, use_sliding_window=True, max_window_layers=3)
+    assert [config.layer_window(layer) for layer in range(5)] == [None, None, None, 16, 16]
+    types = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    listed = read(base, use_sliding_window=True, layer_types=types)
+    assert [listed.layer_window(layer) for layer in range(5)] == [16, None, 16, None, 16]
+    assert read(base, use_sliding_window=True, max_window_layers=9).sliding_window is None
+
+
+def test_mistral_windows_every_layer_unless_null():
+    base = {**LLAMA, "model_type": "mistral"}
+    assert read(base, sliding_window=16).layer_window(4) == 16
+    assert read(base, sliding_window=None).layer_window(0) is None
+    assert read(base).sliding_window == 4096, "transformers' own default"
+
+
+def test_gemma2_windows_every_other_layer():
+    config = preset("gemma-2-2b")
+    assert [config.layer_window(layer) for layer in range(4)] == [4096, None, 4096, None]
+
+
+def test_several_end_tokens_survive():
+    config = read(LLAMA, eos_token_id=[7, 8, 9])
+    assert (config.eos_token, config.eos_tokens) == (7, (7, 8, 9))
+    assert config.to_huggingface()["eos_token_id"] == [7, 8, 9]
+
+
+def test_gpt2_intermediate_is_four_times_hidden_unless_said():
+    assert read(GPT2).intermediate == 192
+    assert read(GPT2, n_inner=100).intermediate == 100
+    assert read(GPT2, n_inner=None).intermediate == 192
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (without(LLAMA, "model_type"), '"model_type" is missing'),
+        ({**LLAMA, "model_type": "mamba"}, "mixtral, qwen2_moe, qwen3_moe, dots1, gpt2, bert, bloom, gemma2, nemotron"),
+        (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
+        ({**LLAMA, "hidden_size": "48"}, "\"hidden_size\" must be a whole number above 0, not '48'"),
+        ({**LLAMA, "num_hidden_layers": 0}, '"num_hidden_layers" must be a whole number above 0, not 0'),
+        ({**LLAMA, "vocab_size": True}, '"vocab_size" must be a whole number above 0, not True'),
+        ({**LLAMA, "num_key_value_heads": 4}, '"num_attention_heads" 6 is not a multiple of "num_key_value_heads" 4'),
+        ({**LLAMA, "hidden_size": 50}, '"hidden_size" 50 is not a multiple of "num_attention_heads" 6'),
+        ({**LLAMA, "head_dim": 9}, "head_dim 9 must be even"),
+        ({**LLAMA, "rms_norm_eps": "small"}, '"rms_norm_eps" must be a number above 0'),
+        ({**LLAMA, "hidden_act": "mish"}, "\"hidden_act\" 'mish' is not supported"),
+        ({**LLAMA, "tie_word_embeddings": "yes"}, '"tie_word_embeddings" must be true or false'),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, 'quantised models ("quantization_config") cannot be read'),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, 'unsupported "partial_rotary_factor" = 0.5; llama supports'),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'RoPE scaling "dynamic" is not supported'),
+        ({**LLAMA, "rope_scaling": {"type": "longrope"}}, 'RoPE scaling "longrope" is not supported'),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, 'RoPE scaling "linear" needs "factor"'),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, '"factor" must be at least 1, not 0.5'),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "scale": 1}}, 'unknown key "scale"'),
+        ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0}}, 'needs "low_freq_factor"'),
+        ({**LLAMA, "rope_scaling": 8}, "rope_scaling must be an object"),
+        (
+            {**LLAMA, "rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
+            "rotary positions that differ between layers",
+        ),
+        ({**LLAMA, "model_type": "qwen3", "layer_types": ["chunked_attention"] * 5}, "layer type 'chunked_attention'"),
+        ({**LLAMA, "model_type": "qwen3", "layer_types": ["full_attention"]}, '"layer_types" must be a list of 5'),
+        (
+            {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+            '"scale_attn_by_inverse_layer_idx" = True; gpt2 supports only False',
+        ),
+        ({**GPT2, "scale_attn_weights": False}, '"scale_attn_weights" = False; gpt2 supports only True'),
+        ({**GPT2, "add_cross_attention": True}, '"add_cross_attention" = True; gpt2 supports only False'),
+        ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(config: dict[str, Any], said: str):
+    with pytest.raises(UserError) as error:
+        ModelConfig.from_huggingface(config, where="some/config.json")
+    assert said in str(error.value)
+    assert str(error.value).startswith("some/config.json: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_family_does_not_lend_itself_to_what_it_never_has():
+    with pytest.raises(UserError, match="gated is always True in family llama"):
+        dataclasses.replace(read(LLAMA), gated=False)
+    with pytest.raises(UserError, match="sliding_window is always None in family llama"):
+        dataclasses.replace(read(LLAMA), sliding_window=8)
+
+
+def test_a_file_is_read_from_its_directory_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_path(tmp_path) == ModelConfig.from_path(tmp_path / "config.json") == read(LLAMA)
+
+
+def test_files_that_hold_no_configuration_are_named(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        ModelConfig.from_path(tmp_path)
+    file.write_text('{"model_type": ')
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
+        ModelConfig.from_path(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(UserError, match="must hold one JSON object, not list"):
+        ModelConfig.from_path(tmp_path)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not JSON: byte 0 is not UTF-8"):
+        ModelConfig.from_path(tmp_path)
+
+
+def test_the_shipped_trained_model_is_a_llama(shared_data):
+    config = ModelConfig.from_path(shared_data / "stories260k")
+    assert (config.family, config.layers, config.heads, config.kv_heads, config.tied) == ("llama", 5, 8, 4, True)
+
+
+def recipe(**fields: Any) -> ModelRecipe:
+    return ModelRecipe.model_validate(fields)
+
+
+def test_a_family_with_sizes_is_a_model():
+    config = config_from_recipe(recipe(family="llama", layers=2, hidden=256, heads=4), 128, 1000)
+    assert (config.kv_heads, config.head_dim, config.vocabulary, config.max_positions) == (4, 64, 1000, 128)
+    assert config.intermediate == 704, "8/3 of hidden, up to a multiple of 64"
+    gpt2 = config_from_recipe(recipe(family="gpt2", layers=2, hidden=256, heads=4), 128, 1000)
+    assert (gpt2.intermediate, gpt2.positions, gpt2.tied) == (1024, "learned", True)
+    qwen3 = config_from_recipe(
+        recipe(family="qwen3", layers=2, hidden=256, heads=4, head_dim=32, kv_heads=1), 128, 1000
+    )
+    assert (qwen3.head_dim, qwen3.kv_heads, qwen3.query_key_norm) == (32, 1, True)
+
+
+def test_fields_of_the_recipe_override_the_preset():
+    config = config_from_recipe(recipe(preset="llama-3-8b", layers=2, hidden=512, heads=8, kv_heads=2), 128, 1000)
+    assert (config.layers, config.head_dim, config.intermediate) == (2, 64, 14336)
+    assert (config.vocabulary, config.rope_theta, config.max_positions) == (1000, 500000.0, 8192)
+    assert config.eos_tokens == (), "the preset's end token belongs to the preset's tokenizer"
+    gpt2 = config_from_recipe(recipe(preset="gpt2", hidden=96, layers=2), 128, 1000)
+    assert (gpt2.intermediate, gpt2.head_dim, gpt2.kv_heads) == (384, 8, 12)
+    mistral = config_from_recipe(recipe(preset="mistral-tiny", sliding_window=32, tied=False), 128, 1000)
+    assert (mistral.layer_window(0), mistral.tied) == (32, False)
+    scaled = config_from_recipe(
+        recipe(preset="llama-tiny", max_positions=1024, rope_scaling={"rope_type": "linear", "factor": 2}), 1024, 300
+    )
+    assert scaled.rope_scaling is not None
+    assert (scaled.max_positions, scaled.rope_scaling.factor) == (1024, 2.0)
+
+
+def test_a_directory_keeps_its_own_vocabulary(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    table = recipe(**{"from": str(tmp_path)})
+    assert config_from_recipe(table, 64, 499).vocabulary == 499
+    assert config_from_recipe(table, 64, 300).vocabulary == 499
+    with pytest.raises(UserError, match=r"model.vocabulary 499 is smaller than the tokenizer's 500"):
+        config_from_recipe(table, 64, 500)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequence", "said"),
+    [
+        ({"preset": "lama-3-8b"}, 128, 'unknown preset "lama-3-8b"; did you mean "llama-3-8b"?'),
+        ({"preset": "gpt2"}, 2048, "data.sequence 2048 is longer than the model's 1024 positions"),
+        ({"preset": "llama-tiny", "vocabulary": 100}, 128, "model.vocabulary 100 is smaller than the tokenizer's 1000"),
+        ({"preset": "llama-tiny", "kv_heads": 3}, 128, "heads 8 must be a multiple of kv_heads 3"),
+        ({"preset": "llama-tiny", "sliding_window": 3}, 128, "sliding_window is always None in family llama"),
+        ({"preset": "llama-tiny", "rope_scaling": {"type": "ntk"}}, 128, 'model.rope_scaling: RoPE scaling "ntk"'),
+        ({"family": "llama", "layers": 1, "hidden": 50, "heads": 4}, 128, "model.hidden 50 must be a multiple of"),
+        ({"from": "/nowhere/at/all"}, 128, "/nowhere/at/all: no such file"),
+    ],
+)
+def test_mistakes_in_the_model_table_are_one_line(fields: dict[str, Any], sequence: int, said: str):
+    with pytest.raises(UserError) as error:
+        config_from_recipe(recipe(**fields), sequence, 1000)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,80 @@
+"""Every public size gives, to the parameter, the total that others published."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import PRESETS, preset
+
+PUBLISHED = {name: entry.parameters for name, entry in PRESETS.items() if entry.parameters is not None}
+
+
+def test_the_figures_of_the_model_pages_are_in_the_data():
+    """A few totals that anyone can look up, so that the data and the table cannot be wrong together."""
+    for name, parameters in {
+        "gpt2": 124_439_808,
+        "gpt2-xl": 1_557_611_200,
+        "llama-2-7b": 6_738_415_616,
+        "llama-3-8b": 8_030_261_248,
+        "llama-3.1-405b": 405_853_388_800,
+        "mistral-7b-v0.3": 7_248_023_552,
+        "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-72b": 72_706_203_648,
+        "qwen3-1.7b": 1_720_574_976,
+        "mixtral-8x7b-v0.1": 46_702_792_704,
+        "qwen1.5-moe-a2.7b": 14_315_784_192,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "qwen3-235b-a22b": 235_093_634_560,
+        "bloom-176b": 176_247_271_424,
+        "gemma-2-27b": 27_227_128_320,
+    }.items():
+        assert PUBLISHED[name] == parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_counts_what_was_published(name: str):
+    assert parameter_table(preset(name)).numel == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b-v0.1", 12.9),
+        ("mixtral-8x22b-v0.1", 39),
+        ("qwen1.5-moe-a2.7b", 2.7),
+        ("qwen2-57b-a14b", 14),
+        ("qwen3-30b-a3b", 3.3),
+        ("qwen3-235b-a22b", 22),
+        ("dots-llm1", 14),
+    ],
+)
+def test_active_parameters_are_those_that_were_published(name: str, billions: float):
+    assert parameter_table(preset(name)).active_numel / 1e9 == pytest.approx(billions, rel=0.03)
+    assert parameter_table(preset("llama-3-8b")).active_numel == PUBLISHED["llama-3-8b"]
+
+
+def test_gpt3_is_within_a_third_of_a_percent_of_its_rounded_figure():
+    assert parameter_table(preset("gpt3-175b")).numel == pytest.approx(175.0e9, rel=1 / 300)
+
+
+def test_our_own_sizes_say_in_their_name_what_they_weigh():
+    for name, parameters in {"llama-3m": 3e6, "llama-30m": 30e6, "llama-125m": 125e6, "llama-1b": 1.1e9}.items():
+        assert parameter_table(preset(name)).numel == pytest.approx(parameters, rel=0.1)
+
+
+def test_every_preset_says_where_it_is_from_and_can_be_written_or_says_why_not():
+    for name, entry in PRESETS.items():
+        assert entry.source, name
+        if entry.config.planning_only is None:
+            assert type(entry.config).from_huggingface(entry.config.to_huggingface()) == entry.config
+        else:
+            with pytest.raises(UserError, match="can be planned but not written"):
+                entry.config.to_huggingface()
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match='unknown preset "qwen3-8"; did you mean "qwen3-8b"'):
+        preset("qwen3-8")
+    assert "qwen3-8" not in PRESETS

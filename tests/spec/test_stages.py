@@ -1,0 +1,77 @@
+"""Stages of a pipeline: contiguous, complete, and as even as a search through all cuts finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import combinations, pairwise
+
+import pytest
+
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.stages import Stage, stages_of, units_of, whole_model
+from meshwright.spec.work import head_flops, layer_flops
+
+MODELS = ("gpt2", "llama-3-8b", "gemma-2-2b", "mixtral-8x7b-v0.1")
+
+
+def cost(config, stage: Stage, sequence: int) -> float:
+    total = sum(sum(layer_flops(config, layer, sequence).values()) for layer in stage.layers)
+    return total + stage.first * 2.0 * config.hidden + stage.last * head_flops(config, sequence)
+
+
+def all_cuts(config, count: int):
+    for ends in combinations(range(1, config.layers), count - 1):
+        runs = list(pairwise([0, *ends, config.layers]))
+        yield [Stage(i, range(*run), i == 0, i == count - 1) for i, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 9])
+def test_no_other_cut_is_more_even(name: str, count: int):
+    """Uneven models: a head worth several layers, windows in every other layer, few layers."""
+    for layers, vocabulary in ((9, 499), (9, 400_000), (10, 50_000)):
+        config, windowed = preset(name), preset(name).windowed_layers
+        config = dataclasses.replace(
+            config, layers=layers, vocabulary=vocabulary, windowed_layers=windowed and windowed[:layers]
+        )
+        found = stages_of(config, count, 4096)
+        sizes = [cost(config, stage, 4096) for stage in found]
+        least = min(max(cost(config, s, 4096) for s in cut) for cut in all_cuts(config, count))
+        assert max(sizes) <= least * (1 + 1e-9)
+        squares = [
+            sum(size * size for size in made)
+            for cut in all_cuts(config, count)
+            if max(made := [cost(config, s, 4096) for s in cut]) <= least * (1 + 1e-9)
+        ]
+        assert sum(size * size for size in sizes) <= min(squares) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 31, 32])
+def test_stages_cover_all_layers_in_turn_and_none_is_empty(count: int):
+    config = preset("llama-3-8b")
+    found = stages_of(config, count, 8192)
+    assert [stage.index for stage in found] == list(range(count))
+    assert [layer for stage in found for layer in stage.layers] == list(range(config.layers))
+    assert all(len(stage.layers) for stage in found)
+    assert [stage.first for stage in found] == [True] + [False] * (count - 1)
+    assert [stage.last for stage in found] == [False] * (count - 1) + [True]
+
+
+def test_a_head_worth_layers_shortens_the_last_stage():
+    """Llama-3-8B's head is worth about 2.2 of its layers at 8192 tokens."""
+    lengths = [len(stage.layers) for stage in stages_of(preset("llama-3-8b"), 4, 8192)]
+    assert lengths == [8, 9, 9, 6]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+def test_units_of_the_stages_are_those_of_the_table(name: str):
+    config = preset(name)
+    table = parameter_table(config)
+    assert units_of(table, whole_model(config)) == table.units
+    assert tuple(unit for stage in stages_of(config, 4, 1024) for unit in units_of(table, stage)) == table.units
+
+
+def test_a_hundred_layers_are_cut_at_once():
+    config = preset("llama-3.1-405b")
+    assert len(stages_of(config, 64, 8192)) == 64

@@ -1,0 +1,176 @@
+"""Many requests at once: each is asked once, its answer outlives the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.synthesis.asking import Asker, Journal
+from meshwright.synthesis.endpoint import ChatRequest, Endpoint, NoAnswer, RequestRefused
+from tests.data.served import completion, served
+
+
+def requests(count: int, seed: int = 0) -> list[ChatRequest]:
+    return [ChatRequest([{"role": "user", "content": f"number {n}"}], seed=seed) for n in range(count)]
+
+
+def echo(body: dict, number: int) -> str:
+    return body["messages"][-1]["content"].replace("number", "answer")
+
+
+def asker(url: str, journal: Path, **options) -> Asker:
+    given = {"backoff": 0.001, "timeout": 10.0, "tries": 3}
+    endpoint = Endpoint(url, "m", **{key: options.pop(key, value) for key, value in given.items()})
+    return Asker(endpoint, journal, **options)
+
+
+def test_answers_come_in_the_order_of_the_requests_and_several_are_asked_at_once(tmp_path: Path):
+    four = threading.Barrier(4, timeout=20)
+
+    def reply(body: dict, number: int) -> str:
+        if number < 4:
+            four.wait()  # nobody passes unless four are here
+        return echo(body, number)
+
+    with served(reply) as server, asker(server.url, tmp_path / "j", concurrency=4) as ask:
+        answers = ask.ask(requests(20))
+    assert [answer and answer.text for answer in answers] == [f"answer {n}" for n in range(20)]
+    assert server.most_at_once == 4
+    assert ask.usage() == {
+        "requests": 20,
+        "sent": 20,
+        "retries": 0,
+        "refused": 0,
+        "prompt_tokens": 200,
+        "completion_tokens": 40,
+        "uncounted": 0,
+    }
+    assert ask.usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
+
+
+def test_an_answered_request_is_not_asked_again_and_other_parameters_are_another_request(tmp_path: Path):
+    with served(echo) as server:
+        with asker(server.url, tmp_path / "j") as ask:
+            first = ask.ask(requests(5))
+        with asker(server.url, tmp_path / "j") as ask:
+            assert ask.ask(requests(5)) == first
+            assert ask.usage()["sent"] == 0 and ask.usage()["prompt_tokens"] == 50
+            ask.ask([*requests(5), *requests(5, seed=1), *requests(5, seed=1)])
+    assert len(server.requests) == 10
+
+
+def test_a_failure_half_way_keeps_what_was_answered(tmp_path: Path):
+    def fails(body: dict, number: int):
+        return (503, {}, b"down") if number >= 6 else echo(body, number)
+
+    with served(fails) as server, asker(server.url, tmp_path / "j", concurrency=2) as ask:
+        with pytest.raises(NoAnswer, match="status 503: down"):
+            ask.ask(requests(10))
+    assert len((tmp_path / "j").read_text().splitlines()) == 6
+    with served(echo) as server, asker(server.url, tmp_path / "j") as ask:
+        assert [answer and answer.text for answer in ask.ask(requests(10))] == [f"answer {n}" for n in range(10)]
+    assert len(server.requests) == 4
+
+
+def test_a_refused_request_among_answered_ones_is_left_out(tmp_path: Path):
+    def refuses(body: dict, number: int):
+        return (400, {}, b"no") if body["messages"][0]["content"] in ("number 0", "number 3") else echo(body, number)
+
+    with served(refuses) as server:
+        with asker(server.url, tmp_path / "j", concurrency=1) as ask:
+            answers = ask.ask(requests(5))
+            assert [answer is None for answer in answers] == [True, False, False, True, False]
+            assert ask.usage()["refused"] == 2
+        with asker(server.url, tmp_path / "j") as ask:
+            assert ask.ask(requests(5)) == answers
+        assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize(("count", "sent"), [(5, 5), (100, 10)])
+def test_a_server_that_refuses_all_is_soon_left(tmp_path: Path, count: int, sent: int):
+    with served(lambda body, number: (400, {}, b"no such parameter")) as server:
+        with asker(server.url, tmp_path / "j", concurrency=1) as ask:
+            with pytest.raises(RequestRefused, match="no such parameter"):
+                ask.ask(requests(count))
+    assert len(server.requests) == sent and (tmp_path / "j").read_bytes() == b""
+
+
+def test_a_line_that_a_kill_cut_is_dropped_and_a_file_that_is_no_journal_is_left_alone(tmp_path: Path):
+    path = tmp_path / "j"
+    with served(echo) as server:
+        with asker(server.url, path) as ask:
+            ask.ask(requests(3))
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-7])
+        with asker(server.url, path) as ask:
+            ask.ask(requests(3))
+            assert ask.usage()["sent"] == 1
+    assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
+    for other in (b'{"instruction": "x"}\n', b"text\n", b"no line end", b'{"request": "a"}\n', b"\xff\n"):
+        path.write_bytes(other)
+        with pytest.raises(UserError, match="j:1: not a journal"):
+            Journal(path)
+        assert path.read_bytes() == other
+
+
+def test_two_processes_do_not_write_one_journal(tmp_path: Path):
+    first = Journal(tmp_path / "j")
+    with pytest.raises(UserError, match="another process is writing this journal"):
+        Journal(tmp_path / "j")
+    first.close()
+    Journal(tmp_path / "j").close()
+    with pytest.raises(UserError, match="cannot write"):
+        Journal(tmp_path / "nowhere" / "j")
+
+
+def test_a_run_that_is_killed_goes_on_and_asks_nothing_twice_that_was_answered(tmp_path: Path):
+    """`meshwright data label` on 40 records, killed by SIGKILL after some answers, started again."""
+    records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    gate, killed = threading.Event(), threading.Event()
+    said = '{"prompt": ["directive"], "response": ["assertive"], "should_refuse": false, "refuses": false}'
+
+    def reply(body: dict, number: int) -> str:
+        if number >= 15 and not killed.is_set():
+            gate.set()
+            killed.wait(20)
+        return said
+
+    with served(reply) as server:
+        output = tmp_path / "labelled.jsonl"
+        command = [sys.executable, "-m", "meshwright", "data", "label", str(tmp_path / "r.jsonl")]
+        command += ["--url", server.url, "--model", "m", "--concurrency", "3", "--output", str(output)]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        assert gate.wait(60)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        killed.set()
+        assert not output.exists()
+        journal = (tmp_path / "labelled.jsonl.journal").read_bytes()
+        done = journal[: journal.rfind(b"\n") + 1].count(b"\n")
+        before = len(server.requests)
+        assert 12 <= done <= 15
+        again = subprocess.run([*command, "--json"], capture_output=True, text=True)
+        assert again.returncode == 0, again.stderr
+    assert len(server.requests) - before == 40 - done
+    asked = Counter(json.dumps(body) for body in server.requests)
+    assert len(asked) == 40 and max(asked.values()) <= 2
+    answer = json.loads(again.stdout)
+    assert (answer["labelled"], answer["usage"]["sent"], answer["usage"]["requests"]) == (40, 40 - done, 40)
+    labelled = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["instruction"] for row in labelled] == [record["instruction"] for record in records]
+
+
+def test_an_answer_without_usage_is_counted_as_such(tmp_path: Path):
+    with served(lambda body, number: completion("x", usage=False)) as server, asker(server.url, tmp_path / "j") as ask:
+        ask.ask(requests(2))
+    assert ask.usage()["uncounted"] == 2 and ask.usage()["prompt_tokens"] == 0

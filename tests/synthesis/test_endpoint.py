@@ -1,0 +1,202 @@
+"""A served model: what is sent, what is tried again, what is not, and that the key goes nowhere else."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import threading
+import time
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused, key_from
+from tests.data.served import completion, served
+
+HELLO = ChatRequest([{"role": "user", "content": "Hello? 😀"}], 0.5, 0.9, 64, 7)
+KEY = "sk-0123456789secret"
+
+
+def endpoint(url: str, **options) -> Endpoint:
+    return Endpoint(url, "m", **{"backoff": 0.001, "timeout": 5.0, "tries": 3, **options})
+
+
+def test_a_request_is_what_the_api_documents():
+    with served(lambda body, number: "Hi there") as server:
+        answer = endpoint(server.url, key=KEY).complete(HELLO)
+    assert answer == Completion("Hi there", "stop", 10, 2)
+    assert server.paths == ["/v1/chat/completions"]
+    assert server.requests == [
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Hello? 😀"}],
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "max_tokens": 64,
+            "seed": 7,
+        }
+    ]
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert server.headers[0]["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("http://h:1", "http://h:1/v1/chat/completions"),
+        ("http://h:1/v1/", "http://h:1/v1/chat/completions"),
+        ("https://h/api/v3", "https://h/api/v3/chat/completions"),
+        ("https://h/v1/chat/completions", "https://h/v1/chat/completions"),
+    ],
+)
+def test_the_address_may_be_a_host_a_version_or_whole(given: str, asked: str):
+    assert endpoint(given).address == asked
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://h/v1", "http://", "http://user:pw@h/v1"])
+def test_what_is_no_address_of_a_server_is_refused(url: str):
+    with pytest.raises(UserError, match="address of"):
+        endpoint(url)
+
+
+def broken(kind: str):
+    """One bad reply of a kind."""
+    good = json.dumps(completion("Hi")).encode()
+    return {
+        "503": (503, {}, b"busy"),
+        "429": (429, {"Retry-After": "0"}, b'{"error": {"message": "slow down"}}'),
+        "not JSON": (200, {}, b"<html>"),
+        "JSON that is no completion": (200, {}, b'{"choices": []}'),
+        "null": (200, {}, b"null"),
+        "content that is no text": (200, {}, b'{"choices": [{"message": {"content": [1]}}]}'),
+        "cut in the middle": (200, {"Content-Length": str(len(good))}, good[:20]),
+    }[kind]
+
+
+KINDS = ("503", "429", "not JSON", "JSON that is no completion", "null", "content that is no text", "cut in the middle")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_may_pass_is_tried_again(kind: str):
+    reasons: list[str] = []
+    with served(lambda body, number: broken(kind) if number < 2 else "Hi") as server:
+        assert endpoint(server.url).complete(HELLO, retried=reasons.append).text == "Hi"
+    assert len(server.requests) == 3 and len(reasons) == 2
+    assert (reasons[0] == "the connection ended in the middle of an answer") == (kind == "cut in the middle")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_pass_is_one_line(kind: str):
+    with served(lambda body, number: broken(kind)) as server:
+        with pytest.raises(NoAnswer, match="did not answer in 3 tries: ") as caught:
+            endpoint(server.url).complete(HELLO)
+    assert len(server.requests) == 3 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"error": {"message": "no such\\nmodel", "type": "invalid_request_error"}}',
+        b'{"error": "no such model"}',
+        b'{"detail": "no such model"}',
+        b"no such model",
+    ],
+)
+def test_what_the_server_refuses_is_not_tried_again_and_its_reason_is_said(status: int, said: bytes):
+    with served(lambda body, number: (status, {}, said)) as server:
+        with pytest.raises(RequestRefused, match=rf"status {status}: no such model") as caught:
+            endpoint(server.url).complete(HELLO)
+    assert len(server.requests) == 1
+    assert ("is the key right?" in str(caught.value)) == (status in (401, 403))
+
+
+def test_nobody_at_the_address_is_one_line():
+    with served(lambda body, number: "Hi") as server:
+        url = server.url
+    with pytest.raises(NoAnswer, match="Connection refused"):
+        endpoint(url, tries=2).complete(HELLO)
+
+
+def test_the_pause_is_what_the_server_asks_for_else_it_doubles():
+    def paused(headers: dict[str, str]) -> list[float]:
+        pauses: list[float] = []
+        with served(lambda body, number: (429, headers, b"{}")) as server:
+            with pytest.raises(NoAnswer):
+                endpoint(server.url, backoff=1.0, tries=4).complete(HELLO, pauses.append)
+        return pauses
+
+    assert paused({"Retry-After": "17"}) == [17.0] * 3
+    assert paused({"Retry-After": "1000000"}) == [300.0] * 3
+    [first, *_] = paused({"Retry-After": email.utils.formatdate(time.time() + 100, usegmt=True)})
+    assert 90 < first <= 100
+    for pauses in (paused({}), paused({"Retry-After": "soon"})):
+        assert [1 <= pause / 2**n <= 1.25 for n, pause in enumerate(pauses)] == [True] * 3
+
+
+def test_a_server_that_is_silent_or_sends_a_byte_now_and_then_is_left():
+    release = threading.Event()
+
+    def silent(body, number):
+        release.wait(20)
+        return "late"
+
+    with served(silent) as server:
+        with pytest.raises(NoAnswer, match=r"(timed out|no whole answer in 0\.2 seconds)"):
+            endpoint(server.url, timeout=0.2, tries=1).complete(HELLO)
+        release.set()
+
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                try:
+                    for _ in range(200):
+                        connection.sendall(b" ")
+                        time.sleep(0.02)
+                except OSError:
+                    pass
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(NoAnswer, match=r"no whole answer in 0\.3 seconds"):
+            endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3, tries=1).complete(HELLO)
+
+
+def test_the_key_does_not_follow_a_redirect_and_no_message_repeats_it():
+    with served(lambda body, number: "stolen") as other:
+        moved = {"Location": other.url + "/chat/completions"}
+        for status in (301, 302, 307, 308):
+            with served(lambda body, number, status=status: (status, moved, b"")) as server:
+                with pytest.raises(RequestRefused, match=f"status {status}"):
+                    endpoint(server.url, key=KEY).complete(HELLO)
+    assert other.requests == []
+    for status, kind in ((401, RequestRefused), (500, NoAnswer)):
+        echo = json.dumps({"error": {"message": f"bad key {KEY}"}}).encode()
+        with served(lambda body, number, status=status, echo=echo: (status, {}, echo)) as server:
+            with pytest.raises(kind, match="bad key <key>") as caught:
+                endpoint(server.url, key=KEY, tries=1).complete(HELLO)
+        assert KEY not in str(caught.value) and KEY not in repr(endpoint(server.url, key=KEY))
+
+
+def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SERVER_KEY", f" {KEY}\n")
+    assert key_from("SERVER_KEY") == KEY and key_from(None) is None
+    monkeypatch.setenv("SERVER_KEY", "two words")
+    with pytest.raises(UserError, match="SERVER_KEY does not hold a key") as caught:
+        key_from("SERVER_KEY")
+    assert "two words" not in str(caught.value)
+    monkeypatch.delenv("SERVER_KEY")
+    with pytest.raises(UserError, match="SERVER_KEY is not set"):
+        key_from("SERVER_KEY")
+
+
+def test_a_refusal_in_place_of_content_is_its_text():
+    body = completion("")
+    body["choices"][0]["message"] = {"role": "assistant", "content": None, "refusal": "I will not."}
+    with served(lambda _, number: body) as server:
+        assert endpoint(server.url).complete(HELLO).text == "I will not."

@@ -1,0 +1,180 @@
+"""Import order: a package imports only from packages before it in `PACKAGES`, and torch-free code loads no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+# A package, or a module of the top level, imports from those before it.
+PACKAGES = [
+    *("errors", "terminal", "limits", "names", "untrusted", "toml", "threads", "layout", "tables", "recipe"),
+    *("program", "collectives", "schedules", "spec", "planner", "data", "synthesis", "flight_recorder"),
+    *("comm", "model", "parallel", "checkpoint", "monitoring", "launcher", "probe", "training", "verification"),
+    *("serving", "evaluation", "inspection", "cli"),
+]
+TORCH_FREE = PACKAGES[: PACKAGES.index("comm")]
+TORCH = ("torch", "transformers", "accelerate", "safetensors.torch")
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name."""
+    found = {}
+    for path in (SOURCE / "meshwright").rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def package(module: str) -> str | None:
+    """The package of a module; None for meshwright/__init__.py and __main__.py."""
+    parts = module.split(".")[1:]
+    return None if parts in ([], ["__main__"]) else parts[0]
+
+
+def says_torch_free(path: Path) -> bool:
+    """True if the module's docstring ends with the claim that importing it loads no torch."""
+    return "free of torch" in " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").lower().split())
+
+
+def imports(source: str, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each import of a file, those inside functions and under TYPE_CHECKING included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield node.lineno, inner if inner in (*known, *TORCH) else str(node.module)
+
+
+def violations(module: str, source: str, known: dict[str, Path]) -> list[str]:
+    """The imports of one file that break the order, a line each."""
+    found = []
+    own = package(module)
+    for line, imported in imports(source, known):
+        other = package(imported) if imported.partition(".")[0] == "meshwright" else None
+        if own and other and PACKAGES.index(other) > PACKAGES.index(own):
+            found.append(f"{module}:{line} imports {imported}: {other} comes after {own}")
+        if own in [*TORCH_FREE, None] and any(f"{imported}.".startswith(f"{name}.") for name in TORCH):
+            found.append(f"{module}:{line} imports {imported}: {own} is torch-free")
+    return found
+
+
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other: the strongly connected components of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph.get(module, ())):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            component = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in sorted(graph):
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_every_package_has_a_place_in_the_order():
+    assert {package(module) for module in modules()} - {None} == set(PACKAGES)
+
+
+def test_packages_import_only_from_packages_before_them():
+    known = modules()
+    assert [line for module, path in known.items() for line in violations(module, path.read_text(), known)] == []
+
+
+def test_modules_do_not_import_each_other_in_cycles():
+    """Type-checking imports count as well."""
+    known = modules()
+    graph = {
+        module: {name for _, name in imports(path.read_text(), known) if name in known} - {module}
+        for module, path in known.items()
+    }
+    cycles = import_cycles(graph)
+    # Those inside the planner stand until its rebuild.
+    assert [cycle for cycle in cycles if not all(module.startswith("meshwright.planner.") for module in cycle)] == []
+
+
+def test_import_cycles_finds_cycles_and_nothing_else():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}}
+    assert import_cycles(graph) == [["a", "b", "c"], ["f", "g"]]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("meshwright.layout", "import meshwright.recipe"),
+        ("meshwright.recipe", "def f():\n    from meshwright.spec import config"),
+        ("meshwright.spec.config", "from meshwright.model import rope"),
+        ("meshwright.spec.config", "import torch.nn"),
+        ("meshwright.planner.flops", "def f():\n    from torch import nn"),
+        ("meshwright.data", "from safetensors.torch import load_file"),
+        ("meshwright.data", "from safetensors import torch"),
+        ("meshwright.comm.mesh", "from meshwright.parallel.data import DataParallel"),
+    ],
+)
+def test_import_of_a_later_package_or_of_torch_is_reported(module: str, source: str):
+    assert violations(module, source, modules())
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("meshwright.recipe", "from meshwright.layout import Layout"),
+        ("meshwright.model.rope", "import torch\nfrom meshwright.spec.config import ModelConfig"),
+        ("meshwright.data", "import safetensors.numpy, torchlike"),
+        ("meshwright.cli.train", "def command():\n    import torch"),
+    ],
+)
+def test_import_of_an_earlier_package_is_accepted(module: str, source: str):
+    assert violations(module, source, modules()) == []
+
+
+def test_types_are_strict_in_every_torch_free_package():
+    rules = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert rules["strict"]
+    (relaxed,) = (table["module"] for table in rules["overrides"] if table.get("disallow_untyped_defs") is False)
+    assert {name.split(".")[1] for name in relaxed}.isdisjoint(TORCH_FREE)
+
+
+def test_importing_torch_free_modules_and_commands_loads_no_torch():
+    """Torch-free packages, the modules elsewhere whose docstrings say so, and the command line."""
+    known = modules()
+    names = [
+        name
+        for name, path in known.items()
+        if name != "meshwright.__main__" and (package(name) in [*TORCH_FREE, None, "cli"] or says_torch_free(path))
+    ]
+    assert {"meshwright.launcher.launcher", "meshwright.training.start"} <= set(names)
+    program = f"""
+import importlib, sys
+for name in {sorted(names)!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"importing {{name}} loads torch")
+"""
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr

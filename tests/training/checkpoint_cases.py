@@ -1,0 +1,151 @@
+"""States to save, made the same way everywhere, and what ranks do with them in the tests of checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import Checkpointer, saving
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.parallel.pieces import Piece, flat_unit, part_of, pieces_of
+from meshwright.recipe import ModelRecipe
+from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.parameters import Row, parameter_table
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def tiny(family: str, **changes: Any) -> ModelConfig:
+    """A model of odd sizes: 3 layers, vocabulary 499, fewer key-value heads than heads where the family has that."""
+    grouped = {} if family == "gpt2" else {"kv_heads": 2}
+    sizes = {"layers": 3, "hidden": 40, "heads": 4, **grouped, "intermediate": 56} | changes
+    return config_from_recipe(ModelRecipe(family=family, **sizes), 48, 499)
+
+
+def row_values(kind: str, row: Row, salt: int = 0) -> torch.Tensor:
+    """The whole row of a kind, flat in engine orientation: depends on the names alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{row.name}/{salt}".encode()))
+    return torch.randn(math.prod(row.shape), generator=generator)
+
+
+def state_pieces(
+    config: ModelConfig, rank: int, ranks: int, salt: int = 0, kinds: tuple[str, ...] = KINDS
+) -> list[Piece]:
+    """A rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal parts, rows cut anywhere."""
+    table = parameter_table(config)
+    pieces = []
+    for kind in kinds:
+        for name in table.units:
+            unit = flat_unit(table, name)
+            whole = torch.zeros(unit.padded)
+            for part in unit.parts:
+                whole[part.offset : part.offset + part.numel] = part.of(row_values(kind, part.row, salt))
+            low, high = part_of(0, unit.numel, rank, ranks)
+            shard = whole[low:high].clone()
+            pieces += pieces_of(unit, kind, shard, low, low, high)
+    return pieces
+
+
+def empty_like(pieces: list[Piece]) -> list[Piece]:
+    """The same pieces, to be read."""
+    return [
+        Piece(piece.kind, piece.name, piece.start, piece.stop, torch.full_like(piece.tensor, math.nan))
+        for piece in pieces
+    ]
+
+
+def equal(a: list[Piece], b: list[Piece]) -> bool:
+    """Whether the pieces hold the same bits."""
+    return all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b, strict=True))
+
+
+def flip_bit(path: Path, position: float = 0.5) -> None:
+    """Change one bit at this fraction of a file."""
+    offset = int(path.stat().st_size * position)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+# --- run on ranks by LocalRanks
+
+
+def make(directory: str, config: ModelConfig, log: list[str] | None = None, **options: Any) -> Checkpointer:
+    """A checkpointer on this rank of the running world."""
+    ranks = torch.distributed.get_world_size()
+    mesh = Mesh.create(Layout(dp=ranks), "cpu")
+    return Checkpointer(Path(directory), mesh, config, log=(log if log is not None else []).append, **options)
+
+
+def save_on_ranks(directory: str, config: ModelConfig, steps: list[int], options: dict[str, Any]) -> list[str | None]:
+    """Save a state at each of `steps`; how each save ended."""
+    checkpointer = make(directory, config, **options)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ends = []
+    for step in steps:
+        checkpointer.save(step, state_pieces(config, rank, ranks, salt=step), {"rank": rank, "note": f"step {step}"})
+        checkpointer.wait()
+        ends.append(checkpointer.failed())
+    return ends
+
+
+def load_on_ranks(directory: str, config: ModelConfig) -> tuple[str | None, bool, Any, list[str]]:
+    """Load the newest whole checkpoint: its name, whether every bit is as saved, its state, the log."""
+    log: list[str] = []
+    checkpointer = make(directory, config, log)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    pieces = empty_like(state_pieces(config, rank, ranks))
+    loaded = checkpointer.load_newest(pieces)
+    if loaded is None:
+        return None, False, None, log
+    path, state = loaded
+    return path.name, equal(pieces, state_pieces(config, rank, ranks, salt=path.step)), state, log
+
+
+def save_without_looking(directory: str, config: ModelConfig) -> list[str | None]:
+    """Save steps 1 and 2 without a look at the free space before; how each ended."""
+    saving.Save._check_space = lambda self: self.target.directory.mkdir(exist_ok=True)  # type: ignore[method-assign]
+    return save_on_ranks(directory, config, [1, 2], {})
+
+
+def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str) -> tuple[str | None, list[str]]:
+    """Save step 1 well and step 2 with a fault on one rank; what `failed` says of step 2, and what lies there then."""
+    checkpointer = make(directory, config)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    checkpointer.save(1, state_pieces(config, rank, ranks, salt=1), {})
+    checkpointer.wait()
+    assert checkpointer.failed() is None
+    if how == "silent":
+        checkpointer._target = dataclasses.replace(checkpointer._target, timeout_seconds=1.5)
+    if rank == faulty and how == "io":
+
+        def broken(*_: object) -> None:
+            raise OSError(5, os.strerror(5))
+
+        saving.write_at = broken  # type: ignore[assignment]
+    if not (rank == faulty and how == "silent"):
+        checkpointer.save(2, state_pieces(config, rank, ranks, salt=2), {})
+        checkpointer.wait()
+    line = checkpointer.failed()
+    torch.distributed.barrier()
+    checkpointer.abandon()
+    torch.distributed.barrier()
+    return line, sorted(os.listdir(directory))
+
+
+def meet(directories: list[str], config: ModelConfig) -> str:
+    """Make a checkpointer on each rank, rank R in directory R."""
+    from meshwright.checkpoint import checkpointer
+
+    checkpointer._SHARED_SECONDS = 0.3
+    make(directories[torch.distributed.get_rank()], config)
+    return "met"

@@ -1,0 +1,88 @@
+"""Ranks that train as always, one of which does something else at one call: {"rank", "site", "call", "does"}."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import RankLost
+from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.launcher.rank_process import run_rank
+from meshwright.launcher.rendezvous import Place
+from meshwright.recipe import load_recipe_text
+from meshwright.training import worker
+
+ROOT = str(Path(__file__).resolve().parents[2])
+COMMAND = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.training import faulty_ranks; faulty_ranks.main()",
+)
+
+
+def main() -> None:
+    """A rank of training, from the launcher's first word to its report."""
+    run_rank(work)
+
+
+def join() -> None:
+    """A rank that somebody else starts, with a recipe and a fault in its arguments."""
+    recipe, fault, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    plant(fault, int(os.environ["RANK"]), marker)
+    try:
+        worker.join(load_recipe_text(recipe, "recipe"))
+    except RankLost as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+
+def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """Train; serve description["fault"]."""
+    import torch.distributed  # noqa: F401  (takes its time, which is not to count against the time-out)
+
+    directory = Path(description["directory"])
+    (directory / f"ready-{start.rank}").touch()
+    while not all((directory / f"ready-{rank}").exists() for rank in range(start.ranks)):
+        time.sleep(0.01)
+    if not (directory / "struck").exists():  # the run that is started again has no fault
+        plant(description["fault"], start.rank, directory / "struck")
+    return worker.train_as_described(description, start)
+
+
+def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
+    """Have the call-th call at the site go wrong. From there on ranks have little patience."""
+    import torch
+
+    from meshwright.comm import collectives, transport
+    from meshwright.comm.handle import DONE
+
+    calls = 0
+    run = collectives._run
+
+    def faulty(post, call, planted, axis, output, async_op, then=None):
+        nonlocal calls
+        calls += call.site == fault["site"]
+        if call.site != fault["site"] or calls != fault["call"]:
+            return run(post, call, planted, axis, output, async_op, then)
+        axis.communicator.timeout_seconds = fault["timeout"]
+        if rank != fault["rank"]:
+            return run(post, call, planted, axis, output, async_op, then)
+        marker.touch()
+        if fault["does"] == "skip":
+            return DONE
+        if fault["does"] == "shape":
+            longer = torch.zeros(output.numel() + 3, dtype=output.dtype)
+            post = lambda: transport.all_reduce(longer, axis, "sum")  # noqa: E731
+            return run(post, call, planted, axis, longer, async_op, then)
+        if fault["does"] == "sleep":
+            time.sleep(600)
+        os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault["does"]])
+        return run(post, call, planted, axis, output, async_op, then)
+
+    collectives._run = faulty
+    process_calls().pass_over(faulty)  # what it wraps is called from where `faulty` is

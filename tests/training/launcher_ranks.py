@@ -1,0 +1,171 @@
+"""Ranks that do what a test of the launcher tells them; started as training's are, but without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import CheckFailed, RankLost, RanksDisagree, Terminated, UserError
+from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.launcher.rank_process import run_rank
+from meshwright.launcher.rendezvous import Place, initialise, meet
+
+ROOT = str(Path(__file__).resolve().parents[2])
+COMMAND = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.training import launcher_ranks; launcher_ranks.main()",
+)
+
+
+def main() -> None:
+    """A rank, from the launcher's first word to its report."""
+    run_rank(work)
+
+
+def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """Do description["case"]."""
+    return globals()["case_" + description["case"].replace(" ", "_")](description, start)
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def case_tell(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    print("something on standard output")
+    kept = {key: description[key] for key in ("threads", "ranks", "method")}
+    kept["spin"] = os.environ.get("GOMP_SPINCOUNT")
+    return {**kept, "rank": start.rank, "group": os.getpgid(0), "process": os.getpid(), "long": "x" * 300_000}
+
+
+def case_rank_1_is_killed(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as a rank that hangs in a collective: it only takes note
+    if start.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return {}
+
+
+def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    started = Path(description["directory"]) / "started"
+    if start.rank == 1:
+        started.touch()
+        time.sleep(0.3)  # the others' reports come first
+        os.kill(os.getpid(), signal.SIGKILL)
+    until(started)  # a busy machine may start ranks seconds apart
+    if start.rank == 2:
+        raise RuntimeError("connection closed by peer")
+    raise RankLost(f"rank {start.rank} was left alone in data.gradients")
+
+
+def case_rank_2_exits(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 2:
+        os._exit(7)
+    raise (RankLost, RanksDisagree)[start.rank]("left alone")
+
+
+def case_user_error(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    raise UserError("data.source: no such file: corpus.txt")
+
+
+def case_check_failed(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    raise CheckFailed("11 steps in a row were not finite")
+
+
+def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 1:
+        raise ZeroDivisionError("the cause")
+    time.sleep(0.2)
+    raise RuntimeError("a consequence: connection closed by peer")
+
+
+def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 0:
+        raise RankLost("rank 0 was left alone in data.gradients")
+    time.sleep(60)
+    return {}
+
+
+def wait_in_a_call(start: Place, site: str) -> None:
+    calls = process_calls()
+    calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
+
+
+def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 0:
+        time.sleep(60)
+    wait_in_a_call(start, "data.gradients")
+    time.sleep(0.3)
+    process_calls().give_up()
+    raise RankLost("rank 1 had no answer")
+
+
+def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    if start.rank == 0:
+        time.sleep(60)
+    wait_in_a_call(start, "data.gradients")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return {}
+
+
+def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
+    calls = process_calls()
+    calls.done(calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
+    if start.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+    return {}
+
+
+def case_save_when_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    directory = Path(description["directory"])
+    (directory / f"ready-{start.rank}").touch()
+    while not told:
+        time.sleep(0.01)
+    time.sleep(0.3 * (1 + start.rank))  # a save takes its time, and ranks do not end together
+    (directory / f"saved-{start.rank}").touch()
+    raise Terminated("stopped by SIGTERM after saving step 40")
+
+
+def case_still_loading(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    (Path(description["directory"]) / f"ready-{start.rank}").touch()
+    time.sleep(60)
+    return {}
+
+
+def case_never_end(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    (Path(description["directory"]) / f"ready-{start.rank}").touch()
+    while True:
+        time.sleep(1)
+
+
+def case_die_twice(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    deaths = Path(description["directory"]) / "deaths"
+    count = len(deaths.read_text()) if deaths.exists() else 0
+    if count < 2:
+        if start.rank == 0:
+            deaths.write_text("x" * (count + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    return {"deaths": count}
+
+
+def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    initialise(start, meet(start, 60.0), "cpu", 60.0)
+    total = torch.tensor([2.0**start.rank])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return {"sum": float(total), "threads": torch.get_num_threads(), "method": start.method}

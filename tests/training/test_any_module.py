@@ -1,0 +1,266 @@
+"""Any module in the loop: every layout computes what plain torch computes on one device, sends and holds what was
+predicted, and a run that is interrupted ends where an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+
+import pytest
+import torch
+
+from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.errors import UserError
+from meshwright.monitoring.report import write_report
+from meshwright.parallel.module_table import derive
+from meshwright.training.module import fit, load
+from tests.monitoring.test_profile import Trace, read
+from tests.training import module_cases as cases
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    found = {}
+
+    def of(name: str):
+        if name not in found:
+            found[name] = cases.plain(name)
+        return found[name]
+
+    return of
+
+
+def assert_same(name: str, outcomes, expected) -> None:
+    losses, norms, parameters = expected
+    for outcome in outcomes:
+        assert outcome["losses"] == pytest.approx(losses, rel=1e-12), name
+        assert outcome["norms"] == pytest.approx(norms, rel=1e-11), name
+    found = cases.assembled(outcomes, parameters)
+    scale = max(value.abs().max().item() for value in parameters.values())
+    for key, value in parameters.items():
+        assert (found[key] - value).abs().max().item() <= 1e-12 * scale, (name, key)
+
+
+LAYOUTS = ["dp2", "dp2 zero1", "dp2 zero2 mb2", "dp2 zero3", "dp2 zero3 mb4"]
+
+
+@pytest.mark.parametrize("name", cases.MODULES)
+def test_every_layout_computes_what_plain_torch_computes(name, two, plain):
+    for layout in LAYOUTS:
+        outcomes = two.run(cases.train_on_ranks, name, layout)
+        assert_same(f"{name} {layout}", outcomes, plain(name))
+        for outcome in outcomes:
+            assert outcome["sent"] == outcome["predicted_sent"], layout
+            assert outcome["memory"] == outcome["predicted_memory"], layout
+
+
+def test_four_ranks_in_two_groups_too(four, plain):
+    for layout in ("dp4 zero3", "dp4 zero3 hs2 mb2", "dp4 zero1 hs2"):
+        outcomes = four.run(cases.train_on_ranks, "tied", layout)
+        assert_same(layout, outcomes, plain("tied"))
+        assert all(outcome["sent"] == outcome["predicted_sent"] for outcome in outcomes), layout
+
+
+def test_units_that_are_reached_into_or_used_twice_stay_for_the_pass(two):
+    outcomes = two.run(cases.train_on_ranks, "outside", "dp2 zero3")
+    assert outcomes[0]["units"] == tuple(f"layers.{number}" for number in range(4))
+    assert outcomes[0]["held"] == {"layers.0", "layers.1", "layers.2"} == outcomes[1]["held"]
+
+
+def test_what_is_measured_may_reach_where_the_loss_does_not(two):
+    for found, whole, held in two.run(cases.evaluated_elsewhere):
+        assert found == pytest.approx(whole, rel=1e-12) and held == {"layers.2"}
+
+
+def test_a_unit_is_a_module_of_a_list_or_a_large_one_and_shares_nothing():
+    assert derive(cases.Tied()).table.units == ("(rest)", *(f"blocks.{number}" for number in range(4)))
+    assert derive(cases.convolution()).table.units == ("(rest)", "0", "4")
+    assert derive(cases.Recurrent()).table.units == ("(rest)", "lstm")
+
+
+def test_a_script_may_choose_the_units():
+    assert derive(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
+
+
+# --- runs that are cut off
+
+
+def state_of(outcomes):
+    """All pieces of all ranks, by what they are of."""
+    return {tuple(piece[:4]): piece[4] for outcome in outcomes for piece in outcome["pieces"]}
+
+
+def assert_equal_states(outcomes, expected) -> None:
+    found, wanted = state_of(outcomes), state_of(expected)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two, tmp_path_factory):
+    place = tmp_path_factory.mktemp("undisturbed")
+    return place, two.run(cases.run, str(place), "dp2 zero3")
+
+
+def test_a_run_that_was_killed_ends_where_an_undisturbed_one_does_bit_for_bit(two, undisturbed, tmp_path):
+    two.run(cases.run, str(tmp_path), "dp2 zero3", 5)  # after the checkpoint of step 4
+    assert newest(tmp_path / "checkpoints").step == 4
+    outcomes = two.run(cases.run, str(tmp_path), "dp2 zero3")
+    assert_equal_states(outcomes, undisturbed[1])
+    lines = [[json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+             for place in (tmp_path, undisturbed[0])]  # fmt: skip
+    losses = [[(line["step"], line["loss"]) for line in found if "loss" in line] for found in lines]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_run_goes_on_on_another_layout_with_the_samples_that_follow(two, undisturbed, tmp_path):
+    """Dropout is drawn for a micro-batch, whose samples are the same here; sums are in another order."""
+    two.run(cases.run, str(tmp_path), "dp2 zero3", 5)
+    (outcome,) = [cases.run(str(tmp_path), "dp1 mb2")]
+    whole = state_of([outcome])
+    for (kind, name, start, stop), value in state_of(undisturbed[1]).items():
+        other = next(
+            part[start - low : stop - low]
+            for (what, of, low, high), part in whole.items()
+            if (what, of) == (kind, name) and low <= start and stop <= high
+        )
+        if "running" not in name and value.is_floating_point():
+            assert torch.allclose(other, value, rtol=1e-3, atol=1e-5), (kind, name)
+
+
+def test_a_checkpoint_holds_the_whole_module(two, undisturbed):
+    place, outcomes = undisturbed
+    checkpoint = newest(place / "checkpoints")
+    verify_checkpoint(checkpoint.path)
+    module = load(cases.Noisy(), place)
+    assert module.layers[0][1].num_batches_tracked == 6
+    accuracy = (
+        sum(int(module.eval()(x[None]).argmax() == y) for x, y in ((x, y) for x, y in list.__iter__(cases.NOISY[:10])))
+        / 10
+    )
+    result = outcomes[0]["result"]
+    assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples shake a little
+    assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
+    assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
+
+
+def test_its_report_speaks_of_samples(undisturbed):
+    page = write_report(undisturbed[0]).read_text()
+    assert "samples per second (median)" in page and "tokens" not in page.partition("<h2>Recipe")[0]
+
+
+def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):
+    buffers = [
+        {piece[1]: piece[4] for piece in outcome["pieces"] if "running" in piece[1]} for outcome in undisturbed[1]
+    ]
+    assert buffers[0] and not buffers[1]  # rank 0 writes them
+    assert two.run(cases.statistics_of_one_step) == [True, True]
+
+
+# --- told and watched
+
+
+def test_its_profile_has_its_steps_and_its_trackers_its_figures(two, undisturbed, tmp_path):
+    outcomes = two.run(cases.profiled_and_tracked, str(tmp_path))
+    assert_equal_states(outcomes, undisturbed[1])  # it changes nothing
+    [directory] = (tmp_path / "profile").iterdir()
+    trace = Trace(read(directory / "all-ranks.json.gz"))
+    assert list(trace.processes.values()) == ["rank 0", "rank 1"]
+    for rank in (0, 1):
+        assert [event["name"] for event in trace.steps(rank)] == ["F0", "B0", "F0", "B0"]
+        outer = [name for name, kind, _ in trace.of(f"rank {rank}: steps") if kind == "step"]
+        assert outer == ["step 3", "step 4"]
+        calls = {event["name"] for event in trace.calls(rank)}
+        assert calls >= {"data.targets", "data.parameters", "data.gradients", "module.buffers", "step.verdict"}
+
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in steps if line.get("profiled")] == [3, 4]
+    assert all(line["samples_per_second"] == pytest.approx(cases.BATCH / line["seconds"]) for line in steps)
+    result = outcomes[0]["result"]
+    measured = [line["samples_per_second"] for line in steps if not line.get("profiled")]
+    assert result["samples_per_second"] == statistics.median(measured)
+    for known in (*steps, result):
+        assert not known.keys() & {"tokens_per_second", "mfu", "flops_per_token", "flops_convention"}
+    validated = [line for line in steps if "validation_loss" in line]
+    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and what is saved
+    assert all(0 <= line["validation_accuracy"] <= 1 for line in validated)
+    assert result["validation_accuracy"] == validated[-1]["validation_accuracy"]
+
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert told[0]["recipe"]["layout"] == "dp2 zero3 fp32" and told[0]["recipe"]["train.batch"] == cases.BATCH
+    assert not any(key.startswith(("model.", "data.")) for key in told[0]["recipe"])
+    assert told[-1] == {"status": "finished"}
+    figures = [(line["step"], line["values"]) for line in told[1:-1]]
+    for line in steps:
+        (values,) = [values for step, values in figures if step == line["step"] and "loss" in values]
+        for key in ("loss", "samples_per_second", "validation_loss", "validation_accuracy"):
+            assert values.get(key) == line.get(key)
+    assert figures[-1][1]["checkpoint"].endswith("step-000006")
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"track": {"to": ["tensorbord"]}}, 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
+        ({"train": {"profile": "2", "profile_ranks": [1]}}, "there is no rank 1"),
+        ({"measures": {"loss": len}}, 'call the measure other than "loss"'),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_anything_is_made(tables, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = {"steps": 2, "batch": 2, "learning_rate": 0.01} | tables.get("train", {})
+    wanted = {"layout": "dp1", "train": train, "track": tables.get("track", {})}
+    with pytest.raises(UserError, match=said):
+        fit(cases.Noisy, cases._classes, cases.NOISY, recipe=wanted, measures=tables.get("measures"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 6, "batch": 5}, "train.batch = 5 samples do not divide into dp x mb = 2 equal parts"),
+        ({"stepz": 6}, "train.stepz"),
+    ],
+)
+def test_a_mistake_is_one_line(change, said):
+    with pytest.raises(UserError, match=said):
+        found = cases.recipe("dp2", **change)
+        cases.refuse_for_module(found.parsed_layout, found.train.batch)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2 ac:full"])
+def test_what_only_our_own_models_can_do_is_refused(layout):
+    with pytest.raises(UserError, match="a module of your own"):
+        cases.refuse_for_module(cases.Layout.parse(layout), 8)
+
+
+def test_another_module_or_other_data_are_refused(two, undisturbed, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(undisturbed[0], place)
+    for case, said in (("wider", "holds another module: head.bias"), ("fewer samples", "the data had 21 samples")):
+        with pytest.raises(UserError, match=said):
+            two.run(cases.refused, str(place), case)
+    with pytest.raises(UserError, match="rank 1 has built another module than rank 0"):
+        two.run(cases.refused, str(tmp_path / "new"), "by rank")
+    with pytest.raises(UserError, match="should be a tensor of one real number"):
+        two.run(cases.refused, str(tmp_path / "loss"), "loss of many")
+
+
+# --- precision
+
+
+def test_half_precision_keeps_masters_and_scales_the_loss(two, tmp_path):
+    for layout in ("dp2 zero3 bf16", "dp2 zero1 fp16"):
+        outcome = two.run(cases.run, str(tmp_path / layout), layout)[0]
+        states = outcome["result"]["measured"]["state_bytes"]
+        assert states == outcome["result"]["predicted"]["state_bytes"] and states["masters"] > 0
+        lines = [json.loads(line) for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()]
+        assert all(("loss_scale" in line) == ("fp16" in layout) for line in lines if "loss" in line)

@@ -1,0 +1,64 @@
+"""`layout = "auto"`: the planner chooses for the machine that was measured; without one a line says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.models import config_of
+from meshwright.recipe import Recipe, load_recipe
+from meshwright.spec.refuse import refuse
+from meshwright.toml import write_toml
+from meshwright.training.automatic import chosen_layout
+
+TABLES = {
+    "layout": "auto",
+    "run": {"device": "cpu"},
+    "model": {"family": "llama", "layers": 4, "hidden": 64, "heads": 4},
+    "data": {"source": "stdlib", "tokenizer": "bytes", "sequence": 64},
+    "train": {"steps": 2, "batch": 8, "learning_rate": 1e-3},
+}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of four processes, as a cluster file says it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = tmp_path / "meshwright" / "cluster.toml"
+    path.parent.mkdir()
+    device = {"name": "cpu", "memory_bytes": 4e9, "memory_gb_per_second": 8.0, "peaks": {"fp32": 0.05, "bf16": 0.01}}
+    path.write_text(write_toml({"device": device, "devices": 4, "inside_gb_per_second": 1.0}))
+    return path
+
+
+def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
+    said: list[str] = []
+    recipe = Recipe.from_tables(TABLES)
+    layout = Layout.parse(chosen_layout(recipe, None, said.append))
+    assert layout.world_size == 4 and layout.precision is None
+    refuse(layout, config_of(recipe)[0], 8, 64, 4)
+    assert len(said) == 1 and str(layout) in said[0] and "the fastest of" in said[0]
+    assert Layout.parse(chosen_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
+
+
+def test_a_machine_that_nobody_measured_is_answered_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match='run "meshwright probe", or "meshwright train" without --no-probe'):
+        chosen_layout(Recipe.from_tables(TABLES), None, print)
+
+
+def test_what_fits_nowhere_is_answered_in_a_line(measured: Path):
+    measured.write_text(measured.read_text().replace("4000000000.0", "2000000.0"))
+    with pytest.raises(UserError, match="none of .* layouts fits into the memory"):
+        chosen_layout(Recipe.from_tables(TABLES), None, print)
+
+
+def test_other_commands_want_a_name(tmp_path: Path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(write_toml(TABLES))
+    with pytest.raises(UserError, match=r'recipe.toml: layout "auto" is chosen by `meshwright train`; here name one'):
+        _ = load_recipe(path).parsed_layout

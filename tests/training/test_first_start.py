@@ -1,0 +1,311 @@
+"""The first start of a run on a machine measures it, once; later starts read what it kept; nothing stops the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.errors import RankLost, Terminated, UserError
+from meshwright.launcher.rendezvous import Place
+from meshwright.layout import Layout
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.planner.cluster import cluster
+from meshwright.planner.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
+from meshwright.planner.step_time import step_time
+from meshwright.probe import ranks as probe_ranks
+from meshwright.probe.points import Effort
+from meshwright.spec.presets import preset
+from meshwright.threads import available_cores
+from meshwright.toml import read_toml
+from meshwright.training import first_start
+from meshwright.training.automatic import chosen_layout
+from meshwright.training.first_start import find_hardware_profile, measure_first_start
+from meshwright.training.prediction import machine_of
+from meshwright.training.process_constants import ProcessConstants, ProcessKey
+from meshwright.training.start import launch_recipe
+from meshwright.training.worker import join
+from tests.planner.calibration_cases import cluster_file
+from tests.training import training_cases as cases
+from tests.training.test_process_memory import CONSTANTS
+
+DP2, TP2 = Layout.parse("dp2 bf16"), Layout.parse("tp2 bf16")
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is known, and starts may measure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(PROBE_VARIABLE)
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device != "cuda")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was measured, by a probe that answers at once."""
+    tables, found = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file"), []
+
+    def probe(ranks: int, device: str, directory: Path, *, threads: int, short: dict[str, Any], log: Any) -> Any:
+        found.append({"ranks": ranks, "threads": threads, **short})
+        named = {**tables, "name": f"{ranks} x {threads}", "devices": ranks, "devices_per_node": ranks}
+        return {"kind": "cpu", "failed": None, "cluster": named}
+
+    monkeypatch.setattr(probe_ranks, "probe", probe)
+    return found
+
+
+@pytest.fixture
+def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
+    """Processes of which the memory was measured, at once."""
+    found: list[ProcessKey] = []
+
+    def measure(key: ProcessKey, log: Any) -> ProcessConstants:
+        found.append(key)
+        return CONSTANTS
+
+    monkeypatch.setattr(first_start, "measure_process_memory", measure)
+    return found
+
+
+def started(layout: Layout, **more: Any) -> list[str]:
+    """The lines of a start with one thread a rank."""
+    lines: list[str] = []
+    measure_first_start(layout, "auto", 1, lines.append, **more)
+    return lines
+
+
+def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]]):
+    assert find_hardware_profile(2, 1) is None
+    lines = started(DP2)
+    assert asked == [{"ranks": 2, "threads": 1, "precisions": ["bf16"], "axes": []}]
+    assert str(HardwareProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
+    assert len(lines) == 2 and lines[1].startswith("measured in ")
+    assert started(DP2) == [] and len(asked) == 1
+    found = find_hardware_profile(2, 1)
+    assert found is not None and found.name == "2 x 1"
+    assert find_hardware_profile(2, 2) is None and find_hardware_profile(1, 1) is None
+
+
+def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):
+    for layout in (DP2, TP2, Layout.parse("dp2 fp32"), TP2, Layout.parse("dp2 fp32"), DP2):
+        started(layout)
+    assert [(each["precisions"], each["axes"]) for each in asked] == [
+        (["bf16"], []),
+        (["bf16"], ["tp"]),
+        (["bf16", "fp32"], ["tp"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"), [("dp2 zero3", []), ("pp2 mb2", []), ("dp2 ep2", ["tp"]), ("cp2:ulysses", ["cp"])]
+)
+def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layout: str, axes: list[str]):
+    started(Layout.parse(layout))
+    assert asked[0]["axes"] == axes
+
+
+def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(asked: list[dict[str, Any]]):
+    started(Layout.parse("dp2 fp32"))
+    started(Layout.parse("dp2"))
+    assert [each["precisions"] for each in asked] == [["fp32"], ["bf16", "fp32"]]
+    for layout in ("dp2", "dp2 fp32", "dp2 bf16"):
+        started(Layout.parse(layout))
+    assert len(asked) == 2
+
+
+def test_failed_measurement_is_a_line_and_not_kept(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    inner, failed = probe_ranks.probe, {"rank": 1, "line": "RuntimeError: no room", "at": 0.0}
+    monkeypatch.setattr(probe_ranks, "probe", lambda *args, **more: inner(*args, **more) | {"failed": failed})
+    lines = started(DP2)
+    assert "rank 1: RuntimeError: no room" in lines[1] and find_hardware_profile(2, 1) is None
+    started(DP2)
+    assert len(asked) == 2
+
+
+def test_probe_that_fits_wins_and_one_of_other_threads_does_not(asked: list[dict[str, Any]], tmp_path: Path):
+    cluster_file(tmp_path / "config")
+    assert started(DP2) == [] and asked == []
+    many = []
+    measure_first_start(DP2, "auto", 3, many.append)
+    assert [each["threads"] for each in asked] == [3]
+    probed, kept = find_hardware_profile(2, 1), find_hardware_profile(2, 3)
+    assert probed is not None and kept is not None
+    assert (probed.name, kept.name) == ("host: 2 x Example CPU", "2 x 3")
+
+
+def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    measure_first_start(DP2, "cuda", 1, pytest.fail)
+    monkeypatch.setenv(PROBE_VARIABLE, "0")
+    assert started(DP2) == [] and asked == []
+
+
+@pytest.mark.parametrize("damage", ["{", '{"version": 1}', "tables"])
+def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str):
+    started(DP2)
+    path = HardwareProfileKey.here(available_cores(), 2, 1).path
+    path.write_text(path.read_text().replace('"shapes"', '"sapes"') if damage == "tables" else damage)
+    started(DP2)
+    assert len(asked) == 2 and find_hardware_profile(2, 1) is not None
+
+
+@pytest.mark.parametrize("error", [RankLost("rank 1 was killed"), UserError("no room"), OSError("full"), KeyError("x")])
+def test_failure_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(probe_ranks, "probe", raising(error))
+    lines = started(DP2)
+    assert "hardware measurement failed" in lines[1] and str(error).strip("'") in lines[1]
+    assert find_hardware_profile(2, 1) is None
+
+
+@pytest.mark.parametrize("error", [Terminated("stopped"), KeyboardInterrupt()])
+def test_stop_signal_ends_the_start(monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    monkeypatch.setattr(probe_ranks, "probe", raising(error))
+    with pytest.raises(type(error)):
+        started(DP2)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def probe(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return probe
+
+
+def test_directory_that_takes_no_file_is_a_line(asked: list[dict[str, Any]], tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    lines = started(DP2)
+    assert len(lines) == 1 and "hardware measurement failed" in lines[0] and asked == []
+
+
+def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]]):
+    """Whoever comes second finds what the first has kept."""
+    waiting: list[str] = []
+    with measurement_lock(pytest.fail):
+        others = [threading.Thread(target=measure_first_start, args=(DP2, "cpu", 1, waiting.append)) for _ in range(2)]
+        for other in others:
+            other.start()
+        while waiting.count("another start measures this machine, waiting") < 2:
+            time.sleep(0.01)
+        assert asked == []
+    for other in others:
+        other.join()
+    assert len(asked) == 1 and sum(line.startswith("measured in ") for line in waiting) == 1
+
+
+def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]], tmp_path: Path):
+    trainer: Any = SimpleNamespace(
+        device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2), recipe=cases.recipe(tmp_path, "dp2 bf16")
+    )
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError, match=r"no hardware profile for 2 ranks x \d+ threads?; .*without --no-probe"):
+        machine_of(trainer)
+    measure_first_start(DP2, "cpu", threads, lambda line: None)
+    assert machine_of(trainer).name == f"2 x {threads}"
+
+
+def test_automatic_layout_measures_an_unfind_hardware_profile_if_it_may(asked: list[dict[str, Any]]):
+    from tests.training.test_automatic import TABLES, Recipe
+
+    recipe = Recipe.from_tables(TABLES)
+    with pytest.raises(UserError, match="no hardware profile"):
+        chosen_layout(recipe, None, print)
+    assert Layout.parse(chosen_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
+    assert [(each["ranks"], each["precisions"], each["axes"]) for each in asked] == [
+        (2, ["bf16", "fp32"], ["cp", "tp"])
+    ]
+
+
+def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
+    """With as many threads as the ranks will have; not beside a run that has the directory, nor after the last step."""
+    recipe = cases.recipe(tmp_path, "dp1 fp32", run_threads=3)
+    monkeypatch.setattr("meshwright.launcher.launcher._attempts", lambda spec, directory: {"threads": spec.threads})
+    assert launch_recipe(recipe, probe=False) == {"threads": 3} and asked == []
+    with RunDirectory(recipe.run_directory), pytest.raises(UserError, match="is in use"):
+        launch_recipe(recipe)
+    assert asked == measured_memory == []
+    done = SimpleNamespace(step=recipe.train.steps)
+    monkeypatch.setattr(first_start, "newest", lambda directory: done)
+    launch_recipe(recipe)
+    assert asked == measured_memory == []
+    done.step -= 1
+    launch_recipe(recipe)
+    assert [(each["ranks"], each["threads"], each["precisions"]) for each in asked] == [(1, 3, ["fp32"])]
+    assert measured_memory == [ProcessKey("fp32", 3, False)] and measured_memory[0].read() == CONSTANTS
+
+
+@pytest.mark.parametrize(
+    ("rank", "host_ranks", "probe", "measures"),
+    [(0, 2, True, True), (1, 2, True, False), (0, 1, True, False), (0, 2, False, False)],
+)
+def test_rank_that_others_started_measures_if_all_are_on_its_host(
+    asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
+):
+    place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
+    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: place)
+    monkeypatch.setattr("meshwright.training.worker._train", lambda *_, **__: {"done": True})
+    recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
+    assert join(recipe, probe=probe) == {"done": True}
+    assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
+
+
+def test_rank_with_cores_of_its_own_measures_nothing(asked, measured_memory, tmp_path: Path, monkeypatch):
+    """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
+    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2))
+    monkeypatch.setattr("meshwright.training.worker._train", lambda *_, **__: {"done": True})
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert join(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    join(cases.recipe(tmp_path, "dp2 fp32"))
+    assert len(asked) == len(measured_memory) == 1
+
+
+def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
+    assert first_start.measurement_advice("auto") == "start once without --no-probe"
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # a GPU is there
+    assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
+    monkeypatch.setenv(PROBE_VARIABLE, "0")
+    assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"
+
+
+def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
+    """One rank really measures, with fewer and smaller points."""
+    short = Effort.short
+
+    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
+        found = short(precisions, axes)
+        return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
+
+    monkeypatch.setattr(Effort, "short", shorter)
+    wanted = {"precisions": ["fp32"], "axes": ["tp"]}
+    found = probe_ranks._measure(
+        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
+    )
+    assert (found["kind"], found["failed"]) == ("cpu", None)
+    machine = cluster(found["cluster"])
+    assert machine.measured is not None and machine.measured.disk_write is None
+    assert {each.ranks for each in machine.measured.products} == {1}
+    assert [each.layout for each in machine.measured.steps] == ["fp32"]
+    config = preset("gpt2")
+    for compiled in (False, True):
+        assert step_time(config, Layout.parse("dp1 fp32"), machine, 64, 4, compile=compiled).seconds > 0
+
+
+@pytest.mark.exhaustive
+def test_run_keeps_every_bit_with_and_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the real launcher, whose ranks really measure."""
+    weights = []
+    for name, probe in (("probed", True), ("not", False)):
+        recipe = cases.recipe(tmp_path / name, "dp2 bf16", train_steps=3)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
+        result = launch_recipe(recipe, probe=probe, show_progress=False)
+        files = sorted(Path(result["checkpoint"]).rglob("*.safetensors"))
+        weights.append([file.read_bytes() for file in files])
+        assert (result["predicted"]["step_seconds"] is not None) == probe
+    assert weights[0] == weights[1] and weights[0]

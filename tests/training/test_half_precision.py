@@ -1,0 +1,273 @@
+"""fp16: the loss is scaled, and nothing else shows it; overflow is everybody's; a resumed run goes on bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.checkpoint import newest
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.recipe import load_recipe
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.trainer import choose_products
+from tests.training import training_cases as cases
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("half")
+
+
+MIXTURE = {
+    "family": "qwen2_moe", "layers": 3, "hidden": 40, "heads": 4, "kv_heads": 2, "intermediate": 72, "experts": 4,
+    "experts_per_token": 2, "expert_intermediate": 24, "shared_intermediate": 32, "dense_layers": [1],
+}  # fmt: skip
+
+
+def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes):
+    text = cases.recipe(place, layout, **{"train_steps": 4} | changes).to_toml()
+    return (
+        [cases.train(text, crash_after, fault)] if ranks is None else ranks.run(cases.train, text, crash_after, fault)
+    )
+
+
+def steps(place: Path) -> list[dict]:
+    return [line for line in cases.metrics(place) if "learning_rate" in line]
+
+
+@pytest.fixture(scope="module")
+def single(home):
+    """Four steps in float32 on one device."""
+    (outcome,) = run(None, home / "single", "dp1 fp32", train_clip=0.5)
+    assert outcome["error"] == "" and "loss_scale" not in steps(home / "single")[0]
+    return steps(home / "single"), cases.whole_state([outcome])
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2", "dp2 zero1 mb2", "dp2 zero2", "dp2 zero3 ac:full", "tp2", "cp2 zero2", "cp2:ulysses", "pp2 mb2"]
+)
+def test_the_steps_are_those_of_float32_but_for_rounding(two, home, single, layout):
+    """Losses, norms before clipping and masters: nothing of the scale is left in them."""
+    place = home / layout
+    outcomes = run(two, place, f"{layout} fp16", train_clip=0.5)
+    assert outcomes[0]["error"] == ""
+    lines, state = single
+    for ours, theirs in zip(steps(place), lines, strict=True):
+        assert ours["loss_scale"] == 65536
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-2)
+    measured, half = outcomes[0]["result"]["measured"]["state_bytes"], outcomes[0]["result"]["parameters"] * 2
+    assert measured == outcomes[0]["result"]["predicted"]["state_bytes"]
+    assert layout.startswith(("dp2 zero3", "tp2", "pp2")) or half <= measured["parameters"] < 1.1 * half
+    for (kind, name), ours in cases.whole_state(outcomes).items():
+        if kind == "exp_avg":
+            error = (ours - state[kind, name]).norm() / state[kind, name].norm()
+            assert error < 0.03, (name, float(error))
+
+
+@pytest.fixture(scope="module")
+def half_alone(home):
+    """By model: four steps in float16 on one device."""
+    found = {}
+    for name, changes in (("llama", {}), ("mixture", {"model": MIXTURE})):
+        (outcome,) = run(None, home / f"alone {name}", "dp1 fp16", train_clip=0.5, **changes)
+        assert outcome["error"] == ""
+        found[name] = steps(home / f"alone {name}"), cases.whole_state([outcome])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama", "dp4 zero2 hs2"), ("llama", "dp4 zero3 hs2 mb2"), ("mixture", "dp4 zero3 hs2 ep2"),
+     ("mixture", "dp2 tp2 zero1 ep2:etp2"), ("mixture", "dp4 zero2")],
+)  # fmt: skip
+def test_mixtures_and_hybrid_sharding_take_the_steps_of_one_device(four, home, half_alone, model, layout):
+    """Both round to float16; a token whose experts are nearly equally good may be given to another one for it."""
+    place = home / f"{model} {layout}"
+    outcomes = run(four, place, f"{layout} fp16", train_clip=0.5, **{"model": MIXTURE} if model == "mixture" else {})
+    assert outcomes[0]["error"] == ""
+    lines, state = half_alone[model]
+    for ours, theirs in zip(steps(place), lines, strict=True):
+        assert ours["loss_scale"] == theirs["loss_scale"] == 65536
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
+    for (kind, name), ours in cases.whole_state(outcomes).items():
+        if kind == "exp_avg":
+            error = (ours - state[kind, name]).norm() / state[kind, name].norm()
+            assert error < (0.1 if ".mlp." in name and model == "mixture" else 0.03), (name, float(error))
+
+
+def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
+    """A batch of many tokens, each with a small part of the loss: float32 says what there is."""
+    changes = {"train_batch": 64, "train_clip": 0.0, "model_layers": 2}
+    found = {}
+    for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
+        text = cases.recipe(home / "small", f"dp1 {precision}", train_loss_scale=scale, **changes).to_toml()
+        # As the optimizer sees them, times the scale.
+        found[name] = torch.cat([gradient / scale for gradient in cases.first_gradients(text)])
+    there = found["float32"] != 0
+    lost = {name: float((found[name][there] == 0).double().mean()) for name in ("none", "scaled")}
+    assert lost["none"] > 1e-4 and lost["scaled"] < lost["none"] / 10, lost
+    error = {name: float((found[name] - found["float32"]).norm() / found["float32"].norm()) for name in lost}
+    assert error["scaled"] < 0.01 and error["scaled"] < error["none"], error
+
+
+def test_a_run_whose_gradients_are_too_small_for_float16_learns_what_it_learns_in_float32_if_the_loss_is_scaled(home):
+    """AdamW makes nothing of how small they are, but for those that have become zero."""
+    losses = {}
+    for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
+        changes = {"train_loss_scale": scale, "train_loss_scale_every": 1000, "train_schedule": "constant"}
+        changes |= {"train_steps": 20, "train_warmup": 0, "train_clip": 0.0, "train_epsilon": 1e-20}
+        place = home / f"learns {name}"
+        (outcome,) = run(None, place, f"dp1 {precision}", fault="many_more_tokens_in_a_step", **changes)
+        assert outcome["error"] == "" and outcome["result"]["skipped_steps"] == 0
+        losses[name] = [line["loss"] * 2**20 for line in steps(place)]
+    assert losses["float32"][-1] < 0.75 * losses["float32"][0]
+    assert losses["scaled"] == pytest.approx(losses["float32"], rel=5e-3)
+    learnt = {name: those[0] - those[-1] for name, those in losses.items()}
+    assert learnt["none"] < 0.5 * learnt["float32"], learnt
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2:nosp", "cp2", "cp2:ulysses zero3", "pp2 mb2"],
+)
+def test_an_overflow_of_one_rank_is_a_skip_of_all_and_all_halve_the_scale(two, home, layout):
+    place = home / f"one rank {layout}"
+    outcomes = run(two, place, f"{layout} fp16", fault="infinity_on_rank_1_in_step_3", train_loss_scale=1024.0)
+    for outcome in outcomes:
+        assert outcome["error"] == ""
+        told = {word: [line for line in outcome["said"] if line.startswith(word)] for word in ("moved", "scale")}
+        assert told["moved"] == [f"moved {step}: {step != 3}" for step in range(1, 5)]
+        assert told["scale"] == ["scale 1024", "scale 1024", "scale 512", "scale 512"]
+    assert [line["loss_scale"] for line in steps(place)] == [1024.0, 1024.0, 1024.0, 512.0]
+    assert [line["step"] for line in steps(place) if line.get("skipped")] == [3]
+    if layout in ("dp2", "cp2"):  # every rank has all masters
+        said = [[line for line in outcome["said"] if line.startswith("masters")] for outcome in outcomes]
+        assert said[0] == said[1] and len(said[0]) == 4
+
+
+def test_the_scale_goes_as_that_of_torchs_own_scaler_goes():
+    """`torch.amp.GradScaler` with the published factors, over the same overflows."""
+    for every, seed in ((1, 0), (3, 1), (7, 2)):
+        generator = random.Random(seed)
+        theirs = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=every)
+        ours = LossScale(2.0**60, every)
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.25)
+        for number in range(200):
+            overflows = generator.random() < 0.2 if number % 50 > 10 else number % 50 < 4
+            before = parameter.detach().clone()
+            theirs.scale(parameter.sum()).backward()
+            assert float(parameter.grad[0]) == ours.value
+            if overflows:
+                parameter.grad[generator.randrange(3)] = torch.inf if number % 2 else torch.nan
+            theirs.step(optimizer)
+            theirs.update()
+            optimizer.zero_grad()
+            moved = not torch.equal(parameter, before)
+            ours.note(1.0, not overflows)
+            assert moved is not overflows and ours.value == theirs.get_scale() >= 1.0
+            assert ours.finite_steps == theirs.state_dict()["_growth_tracker"]
+
+
+def test_masters_are_saved_in_float32_and_not_as_float16_has_them(home):
+    place = home / "masters"
+    (outcome,) = run(None, place, "dp1 fp16")
+    checkpoint = newest(place / "run/checkpoints")
+    saved = load_file(checkpoint.path / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    kept = {
+        key: value for path in checkpoint.path.glob("training/*.safetensors") for key, value in load_file(path).items()
+    }
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    finer = [name for name, value in saved.items() if not torch.equal(value, value.half().float())]
+    assert len(finer) > 0.8 * len(saved)
+    masters = {name: value for (kind, name), value in cases.whole_state([outcome]).items() if kind == "master"}
+    assert masters and all(
+        torch.equal(saved[name].flatten().sort().values, value.sort().values) for name, value in masters.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "model"), [("two", "dp2 zero2", {}), ("four", "dp4 zero3 hs2 ep2", {"model": MIXTURE})]
+)
+def test_a_scale_too_large_is_halved_by_skips_that_all_ranks_make_and_that_do_not_count(
+    request, home, processes, layout, model
+):
+    place = home / f"search {processes}"
+    changes = {"train_loss_scale": 2.0**34, "train_steps": 24, "train_maximum_skipped": 0, **model}
+    outcomes = run(request.getfixturevalue(processes), place, f"{layout} fp16", fault="keep_states", **changes)
+    assert outcomes[0]["error"] == ""
+    lines = steps(place)
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert 5 <= len(skipped) < 20 and skipped == [*range(1, len(skipped) + 1)]
+    assert [line["loss_scale"] for line in lines] == [2.0 ** (34 - min(done, len(skipped))) for done in range(24)]
+    for outcome in outcomes:  # keep_states says on each rank what moved
+        moved = [line for line in outcome["said"] if line.startswith("moved")]
+        assert moved == [f"moved {step}: {step not in skipped}" for step in range(1, 25)]
+    said = next(line for line in outcomes[0]["said"] if line.startswith("step 1 skipped"))
+    assert said.endswith("; the loss is scaled by 8.58993e+09 from now on")
+    assert outcomes[0]["result"]["skipped_steps"] == len(skipped)
+
+
+def test_a_loss_that_is_no_number_still_ends_the_run(two, home):
+    changes = {"train_steps": 9, "train_maximum_skipped": 2, "checkpoint_every": 2}
+    outcomes = run(two, home / "broken", "dp2 zero3 fp16", fault="nan_parameter_from_step_3", **changes)
+    assert all("CheckFailed: 3 steps in a row, the last of them step 5" in outcome["error"] for outcome in outcomes)
+
+
+def test_the_scale_goes_on_where_it_was(two, home):
+    """It is doubled after every third finite step; the run crashes between."""
+    changes = {"train_steps": 9, "train_loss_scale_every": 3, "train_loss_scale": 1024.0, "checkpoint_every": 4}
+    whole, broken = home / "whole", home / "crashed"
+    expected = cases.whole_state(run(two, whole, "dp2 zero1 fp16", **changes))
+    run(two, broken, "dp2 zero1 fp16", crash_after=5, **changes)
+    assert newest(broken / "run/checkpoints").state()["loss_scale"] == {"value": 2048.0, "finite_steps": 1}
+    outcomes = run(two, broken, "dp2 zero1 fp16", **changes)
+    assert [line["loss_scale"] for line in steps(broken)] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 3
+    assert cases.trace(broken) == cases.trace(whole)
+    assert cases.same(cases.whole_state(outcomes), expected)
+
+
+def test_the_scale_doubles_halves_and_stops_at_one():
+    scale = LossScale(8.0, every=2)
+    assert [scale.note(1.0, True) for _ in range(3)] == [False] * 3
+    assert (scale.value, scale.finite_steps) == (16.0, 1)
+    assert scale.note(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
+    assert not scale.note(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
+    assert scale.note(1.0, False) and scale.note(1.0, False) and scale.value == 1.0
+    assert not scale.note(1.0, False) and scale.value == 1.0
+    again = LossScale(8.0, every=2)
+    again.restore(scale.state())
+    assert again.state() == {"value": 1.0, "finite_steps": 0}
+    again.restore(None)  # of a run in another precision
+    assert again.value == 1.0
+    sooner = LossScale(8.0, every=2)
+    sooner.restore({"value": 4.0, "finite_steps": 5})  # of a run that waited longer
+    assert not sooner.note(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
+    fixed = LossScale()
+    assert not fixed.note(1.0, False) and fixed.state() is None and fixed.value == 1.0
+
+
+def test_mistakes_are_one_line(tiny_recipe):
+    with pytest.raises(UserError, match="train.loss_scale: 1000 is not a power of two"):
+        load_recipe(tiny_recipe, ["train.loss_scale=1000"])
+    with pytest.raises(UserError, match="tf32 is how CUDA devices multiply float32, and the ranks compute on cpu"):
+        choose_products("tf32", torch.device("cpu"))
+
+
+def test_tf32_is_chosen_for_cuda_and_taken_back():
+    before = torch.get_float32_matmul_precision()
+    try:
+        choose_products("tf32", torch.device("cuda", 0))
+        assert torch.get_float32_matmul_precision() == "high"
+        choose_products("fp32", torch.device("cuda", 0))
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)

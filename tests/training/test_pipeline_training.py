@@ -1,0 +1,105 @@
+"""Training in stages: the same steps as on one device, from checkpoint to checkpoint of any layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.comm.local import LocalRanks
+from tests.training import training_cases as cases
+
+MODEL = {
+    "family": "llama", "layers": 5, "hidden": 40, "heads": 4, "kv_heads": 2, "intermediate": 72, "tied": True,
+    "vocabulary": 499,
+}  # fmt: skip
+CHANGES = {
+    "model": MODEL, "train_steps": 6, "train_validate_every": 3, "train_clip": 0.5, "checkpoint_every": 3,
+    "checkpoint_keep": 9,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def alone(home):
+    """Six steps on one device, saved after every third."""
+    place = home / "alone"
+    outcomes = run(None, place, "dp1 fp32")
+    return place, cases.whole_state(outcomes)
+
+
+def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, **changes):
+    return cases.run_without_error(ranks, place, layout, crash_after, **CHANGES | changes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pp4 mb4", "dp2 zero3 pp2:zb-v mb2", "tp2 pp2:chimera mb4 ac:selective", "dp2 zero1 pp2:interleaved mb2"],
+)
+def test_layouts_with_stages_take_the_steps_of_one_device(four, home, alone, layout):
+    """Thirteen rows of validation in micro-batches of two, or of one: the last of them are filled up."""
+    place = home / layout.replace(" ", "-").replace(":", "-")
+    outcomes = run(four, place, f"{layout} fp32")
+    cases.assert_same_steps(place, alone[0])
+    cases.assert_same_state(outcomes, alone[1], least_norm=1e-3)
+    for outcome in outcomes:
+        assert outcome["result"].get("error") is None
+
+
+def test_a_run_goes_from_layout_to_layout_with_the_same_data(four, home):
+    """Three steps each on stages of two kinds, replicas and one device, through checkpoints."""
+    place = home / "travelling"
+    travels = [(four, "dp2 pp2 mb2", 3), (four, "dp4 zero2", 6), (four, "pp4:dualpipe mb8", 9), (None, "dp1", 12)]
+    for ranks, layout, steps in travels:
+        outcomes = run(ranks, place, f"{layout} fp32", train_steps=steps, train_schedule="constant")
+        if steps > 3:
+            assert f"resumed from step-{steps - 3:06d}: {steps - 3} of {steps} steps are done" in outcomes[0]["said"]
+    still = home / "still"
+    run(None, still, "dp1 fp32", train_steps=12, train_schedule="constant")
+    cases.assert_same_steps(place, still)
+
+
+def test_what_stages_write_every_layout_reads_bit_for_bit(four, home):
+    """A checkpoint of two stages is loaded by other layouts and saved by them: the bytes stay."""
+    begun = home / "begun"
+    written = cases.whole_state(run(four, begun, "dp2 zero3 pp2 mb2 fp32", train_steps=2, train_schedule="constant"))
+    for ranks, layout in (
+        (None, "dp1"),
+        (four, "pp4 mb2"),
+        (four, "tp2 pp2:gems mb2"),
+        (four, "dp2 zero2 pp2:zb-v mb2"),
+        (four, "dp4 zero1"),
+    ):
+        place = home / f"read by {layout}".replace(":", "-")
+        shutil.copytree(begun, place)
+        outcomes = run(ranks, place, f"{layout} fp32", train_steps=2, train_schedule="constant")
+        assert cases.same(cases.whole_state(outcomes), written), layout
+    checkpoint = newest(begun / "run/checkpoints")
+    assert checkpoint is not None and verify_checkpoint(checkpoint) == []
+
+
+def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four, home):
+    whole, broken = home / "whole", home / "broken"
+    expected = cases.whole_state(run(four, whole, "dp2 zero2 pp2:zb-v mb2 bf16"))
+    run(four, broken, "dp2 zero2 pp2:zb-v mb2 bf16", crash_after=5)
+    outcomes = run(four, broken, "dp2 zero2 pp2:zb-v mb2 bf16")
+    assert cases.trace(broken) == cases.trace(whole)
+    assert cases.same(cases.whole_state(outcomes), expected)
+
+
+def test_weights_of_a_hugging_face_model_go_to_the_stages_that_hold_them(four, home, alone):
+    """Training begins with the values of a checkpoint of another layout; learned positions and biases among them."""
+    directory = str(alone[0] / "run/checkpoints/step-000003")
+    traces = []
+    for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 pp2 mb2")):
+        place = home / f"from {layout}"
+        changes = {"model": {"from": directory, "load_weights": True}, "train_steps": 2, "train_validate_every": 0}
+        run(ranks, place, f"{layout} fp32", **changes)
+        traces.append(place)
+    cases.assert_same_steps(traces[1], traces[0])

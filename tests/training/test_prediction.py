@@ -1,0 +1,228 @@
+"""A run says what it will take and then what it took, part for part; a prediction that fails stops nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.monitoring.metrics import peak_memory_bytes
+from meshwright.monitoring.step_memory import StepMemory
+from meshwright.planner.estimate import evaluate
+from meshwright.planner.machine_profile import PROBE_VARIABLE, profile_directory
+from meshwright.planner.measured import ReferenceStep
+from meshwright.planner.step_time import StepTime
+from meshwright.spec.presets import preset
+from meshwright.training import prediction
+from meshwright.training.prediction import Prediction, StepTimes, compared, measured_memory
+from meshwright.training.start import launch_recipe
+from tests.planner.calibration_cases import DEVICE, cluster_file
+from tests.planner.test_measured_rates import here, measured
+from tests.training import training_cases as cases
+from tests.training.test_process_memory import keep_constants
+
+CALIBRATED = {
+    "time_factor": 2.0,
+    "time_low": 1.5,
+    "time_high": 3.0,
+    "runs": 2,
+    "unexplained_share": 0.5,
+    "unexplained_runs": 1,
+}
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def measured_machine(tmp_path_factory) -> Iterator[Path]:
+    """This machine has a cluster file, in which is a calibration."""
+    place = tmp_path_factory.mktemp("machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(place))
+        path = cluster_file(place, calibration=CALIBRATED)
+        keep_constants()
+        yield path
+
+
+@pytest.fixture(scope="module")
+def ran(measured_machine, tmp_path_factory) -> dict[str, Any]:
+    """What one process returned that trained there for five steps."""
+    place = tmp_path_factory.mktemp("ran")
+    return cases.run_without_error(None, place, "dp1 bf16 mb2", train_steps=5, train_compile=False)[0]
+
+
+def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran):
+    predicted, measured = ran["result"]["predicted"], ran["result"]["measured"]
+    assert predicted["step_seconds_low"] < predicted["step_seconds"] < predicted["step_seconds_high"]
+    assert sum(predicted["seconds_by_part"].values()) == pytest.approx(predicted["step_seconds"])
+    assert (predicted["device"], predicted["calibration"]) == (DEVICE, CALIBRATED)
+    assert measured["step_seconds"] > 0 and measured["waiting_seconds"] == 0
+    assert {"data", "forward", "backward", "update"} <= measured["seconds_by_part"].keys()
+    assert sum(measured["seconds_by_part"].values()) == pytest.approx(measured["step_seconds"], rel=0.05, abs=2e-3)
+    for side in (predicted, measured):  # one rank waits for nobody
+        assert side["seconds_by_kind"]["working"] == pytest.approx(side["step_seconds"], rel=0.05)
+        assert side["seconds_by_kind"]["waiting"] == 0
+
+
+def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_pieces():
+    layout = Layout.parse("dp2 fp32")
+    steps = measured(steps=(ReferenceStep("dp2 fp32", 5.0),))
+    slow, plain = here(steps), here()
+    train = SimpleNamespace(batch=8, compile=False, optimizer="adamw", momentum=0.0)
+    trainer = SimpleNamespace(
+        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout, config=preset("gpt2"),
+        tokens=SimpleNamespace(document_mask=False), preference=None,
+    )  # fmt: skip
+    told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
+    assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
+    assert abs(told / without - 1) > 0.1
+
+
+def test_memory_is_itemised_and_its_states_are_what_the_trainer_holds(ran):
+    predicted, measured = (ran["result"][which]["memory_bytes"] for which in ("predicted", "measured"))
+    sums = "peak", "allocator_peak", "process_peak", "framework", "unexplained"
+    parts = {name: size for name, size in predicted.items() if name not in sums}
+    assert sum(parts.values()) == predicted["peak"] and parts["activations"] > 0
+    assert {name: measured[name] for name in STATES} == {name: predicted[name] for name in STATES}
+    assert sum(measured[name] for name in STATES) == sum(ran["result"]["measured"]["state_bytes"].values())
+    assert predicted["allocator_peak"] == predicted["peak"] and measured["allocator_peak"] is None
+    assert predicted["unexplained"] == round(predicted["peak"] * CALIBRATED["unexplained_share"])
+
+
+def test_process_peak_is_itemised_and_predicted_as_measured(ran):
+    predicted, measured = ran["result"]["predicted"], ran["result"]["measured"]["memory_bytes"]
+    items = predicted["process_memory_bytes"]
+    assert sum(items.values()) == predicted["memory_bytes"]["process_peak"]
+    # The calibration of this machine expects half as much again.
+    uncalibrated = predicted["memory_bytes"]["process_peak"] - items["unexplained"]
+    assert items["unexplained"] == round(uncalibrated * CALIBRATED["unexplained_share"])
+    assert measured["unexplained"] == measured["process_peak"] - uncalibrated
+    assert uncalibrated == pytest.approx(measured["process_peak"], rel=0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_process_peak_is_predicted_by_constants_measured_here(tmp_path, monkeypatch):
+    """By the real launcher: the start measures, its rank reads what was kept."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(PROBE_VARIABLE)
+    result = launch_recipe(cases.recipe(tmp_path / "run", "dp1 bf16", train_steps=5), show_progress=False)
+    predicted, measured = (result[which]["memory_bytes"]["process_peak"] for which in ("predicted", "measured"))
+    kept = [json.loads(file.read_text())["tables"] for file in profile_directory().glob("memory-*.json")]
+    items = result["predicted"]["process_memory_bytes"]
+    assert [each["first_use_bytes"] for each in kept] == [items["library workspaces"]]
+    assert predicted == pytest.approx(measured, rel=0.10)
+
+
+def test_memory_is_that_of_the_rows_of_the_first_steps(tmp_path):
+    """Where documents begin in them is what the micro-batches say."""
+    told, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
+    assert told == found and any(len(row) > 1 for row in told)
+
+
+def test_keys_that_were_there_stay(ran):
+    result = ran["result"]
+    assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
+    assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
+    assert result["predicted"]["flops_per_token"] > 0
+    assert result["measured"]["peak_memory_bytes"] >= result["measured"]["memory_bytes"]["peak"]
+
+
+def test_both_are_said_in_a_line(ran):
+    lines = {line.partition(":")[0]: line for line in ran["said"]}
+    assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
+    assert "process memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
+    assert "process memory of rank 0" in lines["measured"] and "; process" in lines["measured"]
+    assert re.search(r" a step \(predicted .*s, error [-+][\d.]+%\)", lines["measured"])
+
+
+def test_ranks_send_on_every_axis_what_was_predicted(two: LocalRanks, tmp_path):
+    result = cases.run_without_error(two, tmp_path, "dp2 zero1 fp32", train_steps=2, train_compile=False)[0]["result"]
+    predicted, measured = result["predicted"], result["measured"]
+    assert predicted["sent_bytes_by_axis"] == measured["sent_bytes_by_axis"]
+    assert {"data", "shard", "world"} == predicted["sent_bytes_by_axis"].keys()
+    assert sum(predicted["sent_bytes_by_axis"].values()) == sum(predicted["sent_bytes_per_step"].values())
+    assert measured["step_seconds"] is None  # the first two steps do not count
+    assert measured["memory_bytes"]["optimizer"] == predicted["memory_bytes"]["optimizer"]
+
+
+def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setattr(prediction, "ledger", broken)
+    outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
+    predicted, measured = outcome["result"]["predicted"], outcome["result"]["measured"]
+    assert predicted["memory_bytes"] is None and measured["memory_bytes"]["unexplained"] is None
+    assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
+    said = [line for line in outcome["said"] if "not predicted" in line]
+    assert said == [
+        'the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
+        "start once without MESHWRIGHT_PROBE=0",
+        "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
+    ]
+
+
+def test_a_damaged_cluster_file_is_a_line_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    cluster_file(tmp_path).write_text("device = [")
+    outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
+    assert any("cluster.toml:1: not valid TOML" in line for line in outcome["said"])
+
+
+def test_the_time_of_a_step_is_the_median_without_the_first_two():
+    times = StepTimes()
+    for seconds in (90.0, 80.0, 3.0, 1.0, 2.0, 7.0):
+        times.add(seconds, {"forward": seconds / 4, "backward": seconds * 3 / 4}, seconds / 8)
+    found = times.document(torch.device("cpu"))
+    assert found["step_seconds"] == 2.5
+    assert found["seconds_by_part"] == {"forward": 0.5, "backward": 1.5} and found["waiting_seconds"] == 0.25
+    assert found["seconds_by_kind"] == {"working": 1.75, "waiting": 0.25}
+    assert times.document(torch.device("cuda"))["seconds_by_kind"] is None
+
+
+def test_two_ranks_are_predicted_to_wait_as_long_as_their_steps_are_not_their_own_work():
+    time = StepTime(1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, simulated=True)
+    said = Prediction(None, time, None, None, compiled=False).document()
+    assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
+
+
+def test_states_are_told_by_category():
+    states = {"parameters": 2, "masters": 4, "gradients": 8, "gradient_buffers": 16, "optimizer": 32}
+    memory = StepMemory(torch.device("cpu"))
+    memory.growth_in_first_steps = 100
+    found = measured_memory(states, memory, {"memory_bytes": None})
+    assert {name: found[name] for name in (*STATES, "peak", "unexplained")} == {
+        "parameters": 2, "gradients": 24, "optimizer": 36, "peak": 100, "unexplained": None,
+    }  # fmt: skip
+    assert compared({}, {}) is None
+
+
+def test_a_steps_memory_is_what_came_since_the_trainer_was_made():
+    memory, size = StepMemory(torch.device("cpu")), 64 * 2**20
+    before = peak_memory_bytes(torch.device("cpu"))
+    memory.start()
+    with memory.aside():
+        kept = torch.ones(size // 4)
+    memory.begin()
+    if memory._left == 0:
+        pytest.skip("the kernel does not count peaks anew")
+    held = torch.ones(size // 4)
+    memory.step_done()
+    assert memory.growth_in_first_steps is not None and size <= memory.growth_in_first_steps < 1.5 * size
+    memory.stop()
+    more = torch.ones(2 * size // 4)
+    memory.step_done()
+    assert memory.growth_in_first_steps < 1.5 * size
+    assert memory.peak_bytes() >= before and memory.process_peak() >= before
+    del kept, held, more

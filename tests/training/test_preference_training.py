@@ -1,0 +1,260 @@
+"""Training on pairs of responses: it raises the margin of chosen ones that it has not seen, on every layout alike, and
+goes on from the reference that it began with."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, load_file
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.model.documents import Documents
+from meshwright.model.initialise import initialise
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.pieces import Columns, Piece
+from meshwright.spec.parameters import parameter_table
+from meshwright.training.loop import model_config
+from meshwright.training.reference import weights_checksum
+from tests.training import training_cases as cases
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}>{% endif %}{% endfor %}"
+)
+WORDS = ["river", "stone", "cloud", "apple", "tiger", "lemon", "music", "paper", "green", "night"]
+FIGURES = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+KEYS = (*FIGURES, *(f"validation_{name}" for name in FIGURES))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of two words: what is preferred says them in their order, what is not says something else."""
+    home, draw = tmp_path_factory.mktemp("preference"), random.Random(0)
+    lines = []
+    for _ in range(160):
+        first, second = draw.sample(WORDS, 2)
+        rejected = draw.choice(["no", "I will not", f"{second} {first}", f"{draw.choice(WORDS)}"])
+        lines.append({"prompt": f"{first} {second}", "chosen": f"{first}, {second}", "rejected": rejected})
+    (home / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (home / "short.jinja").write_text(TEMPLATE)
+    return home
+
+
+def changes(home: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model_layers": 2, "train_validate_every": 2, "train_steps": 4, "train_batch": 8, "train_warmup": 0,
+        "train_validation_sequences": 5, "train_schedule": "constant", "checkpoint_every": 2,
+        "data": {
+            "source": str(home / "pairs.jsonl"), "records": "preference", "template": str(home / "short.jinja"),
+            "tokenizer": "bytes", "sequence": 96, "cache": str(home / "cache"), "validation_fraction": 0.15,
+        },
+    } | more  # fmt: skip
+
+
+def run(ranks: LocalRanks | None, home: Path, name: str, layout: str, crash_after: int = 0, **more: Any) -> Any:
+    return cases.run(ranks, home / name, layout, crash_after, **changes(home, **more))
+
+
+def rewards(place: Path) -> list[list[float | None]]:
+    return [[line.get(key) for key in KEYS] for line in cases.metrics(place) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(home: Path) -> Path:
+    (outcome,) = run(None, home, "alone", "dp1 fp32")
+    assert outcome["error"] == ""
+    return home / "alone"
+
+
+def test_training_raises_the_margin_of_held_out_pairs(home: Path):
+    place = home / "long"
+    (outcome,) = run(None, home, "long", "dp1 fp32", train_steps=40, train_validate_every=20, checkpoint_every=0)
+    lines = [line for line in cases.metrics(place) if "loss" in line]
+    assert outcome["error"] == "" and lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[0]["reward_margin"] == pytest.approx(0, abs=1e-5), "the policy is the reference still"
+    middle, end = (line for line in lines if "validation_reward_margin" in line)
+    assert 0.1 < middle["validation_reward_margin"] < end["validation_reward_margin"]
+    assert end["validation_reward_accuracy"] > 0.9 and end["validation_loss"] < 0.5 * math.log(2)
+    result = outcome["result"]
+    for prefix in ("", "validation_"):
+        chosen, rejected = result[f"{prefix}chosen_reward"], result[f"{prefix}rejected_reward"]
+        assert result[f"{prefix}reward_margin"] == pytest.approx(chosen - rejected)
+    assert result["validation_reward_margin"] == end["validation_reward_margin"]
+
+
+LAYOUTS = ("dp2 zero3 mb2", "tp2", "cp2", "pp2:zb-h1 mb4")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_take_the_steps_and_find_the_rewards_of_one_device(
+    two: LocalRanks, home: Path, alone: Path, layout: str
+):
+    place = layout.replace(" ", "-").replace(":", "-")
+    outcomes = run(two, home, place, f"{layout} fp32")
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    cases.assert_same_steps(home / place, alone)
+    found, expected = rewards(home / place), rewards(alone)
+    found[0][1] = expected[0][1] = None  # of margins that are 0 but for rounding
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == [None if value is None else pytest.approx(value, rel=1e-4, abs=1e-4) for value in theirs]
+    mine, other = (load_file(where / "run" / "reference.safetensors") for where in (home / place, alone))
+    for split in ("train", "validation"):
+        np.testing.assert_allclose(mine[split], other[split], rtol=1e-5)
+
+
+def test_the_reference_holds_what_each_response_has_by_itself(home: Path, alone: Path):
+    """Unpacked, without padding, on a model of the initial values."""
+    wanted = cases.recipe(alone, "dp1 fp32", **changes(home))
+    data = prepare(wanted.data, wanted.run.seed)
+    config = model_config(wanted, data)
+    model = Transformer(config, dtype=torch.float64)
+    initialise(model, parameter_table(config), wanted.run.seed)
+    found = load_file(alone / "run" / "reference.safetensors")
+    several = set()
+    for split, values in found.items():
+        rows, place = data.split(split), 0
+        for row in range(rows.rows):
+            batch = rows.batch([row], padded=True)
+            pairs = int(rows.examples_by_row[row])
+            several.add(pairs)
+            for number in range(2 * pairs):
+                here = batch.document_ids[0] == number
+                tokens, targets = torch.from_numpy(batch.tokens[:, here]), torch.from_numpy(batch.targets[:, here])
+                with torch.no_grad():
+                    alone_nats = float(model(tokens, targets, Documents()))
+                assert values[place] == pytest.approx(-alone_nats, rel=1e-5)
+                place += 1
+        assert place == len(values)
+    assert {1, 2} <= several, "rows have different numbers of pairs"
+
+
+@pytest.mark.parametrize("layout", ["dp1", "cp2", "dp2 zero2"])
+def test_a_run_goes_on_with_the_reference_that_it_began_with(two: LocalRanks, home: Path, alone: Path, layout: str):
+    """Bit for bit on the same layout, within rounding on another one."""
+    place = home / f"resumed-{layout.replace(' ', '-')}"
+    run(None, home, place.name, "dp1 fp32", crash_after=3)
+    file = place / "run" / "reference.safetensors"
+    written = file.stat().st_mtime_ns, file.read_bytes()
+    outcomes = run(None if layout == "dp1" else two, home, place.name, f"{layout} fp32")
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    assert (file.stat().st_mtime_ns, file.read_bytes()) == written
+    if layout == "dp1":
+        assert cases.trace(place) == cases.trace(alone) and rewards(place) == rewards(alone)
+    else:
+        cases.assert_same_steps(place, alone)
+
+
+def test_without_held_out_pairs_training_has_its_reference_all_the_same(two: LocalRanks, home: Path):
+    data = changes(home)["data"] | {"validation_fraction": 0.0}
+    outcomes = run(two, home, "none held out", "dp2 fp32", train_steps=1, train_validate_every=0, data=data)
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    found = load_file(home / "none held out" / "run" / "reference.safetensors")
+    assert len(found["train"]) > 200 and found["train"].all() and len(found["validation"]) == 0
+
+
+def broken_off(home: Path, alone: Path, name: str) -> Path:
+    """A run of which two of its four steps are saved, as `alone` began."""
+    place = home / name
+    shutil.copytree(alone / "run", place / "run")
+    shutil.rmtree(place / "run" / "checkpoints" / "step-000004")
+    return place / "run" / "reference.safetensors"
+
+
+def test_what_cannot_be_the_reference_is_answered_by_name(two: LocalRanks, home: Path, alone: Path):
+    file = broken_off(home, alone, "wrong")
+    whole = file.read_bytes()
+
+    def error(ranks: LocalRanks | None = None, layout: str = "dp1") -> str:
+        outcomes = run(ranks, home, "wrong", f"{layout} fp32")
+        assert len({outcome["error"] for outcome in outcomes}) == 1
+        return outcomes[0]["error"]
+
+    file.unlink()
+    for ranks, layout in ((None, "dp1"), (two, "dp2")):
+        said = error(ranks, layout)
+        assert said.startswith(f"UserError: {file} is missing: it holds the log-probabilities under the weights that")
+        assert said.endswith("put it back, or begin another run with another run.name") and "\n" not in said
+    file.write_bytes(whole[: len(whole) // 2])
+    assert error().startswith(f"UserError: {file} is damaged: ")
+    file.write_bytes(whole[:-3] + b"abc")
+    assert error().startswith(f"UserError: {file} is damaged: its values are not those whose sha256 it holds")
+    run(None, home, "other seed", "dp1 fp32", crash_after=1, run={"directory": str(home / "other seed/run"), "seed": 6})
+    shutil.copy(home / "other seed/run/reference.safetensors", file)
+    assert error().startswith(f"UserError: {file} is that of another run: ")
+    file.write_bytes(whole)
+    assert error() == ""
+
+
+def test_a_run_that_begins_takes_up_what_an_earlier_start_left_and_nothing_else(home: Path):
+    place, seed = home / "starts", {"run": {"directory": str(home / "starts/run"), "seed": 5, "device": "cpu"}}
+    file = place / "run" / "reference.safetensors"
+
+    def values(content: bytes) -> dict[str, bytes]:
+        return {name: found.tobytes() for name, found in load(content).items()}
+
+    def said(**more: Any) -> str:
+        shutil.rmtree(place / "run" / "checkpoints", ignore_errors=True)
+        (outcome,) = run(None, home, "starts", "dp1 fp32", crash_after=1, **seed | more)
+        assert outcome["error"] == ""
+        return next(line for line in outcome["said"] if line.startswith("reference: log-probabilities"))
+
+    assert "earlier start" not in said()
+    whole = file.read_bytes()
+    assert "as an earlier start of this run left them" in said()
+    file.with_name(".reference.safetensors.new").write_bytes(whole[:100])  # killed while it wrote
+    file.write_bytes(whole[:100])
+    assert "earlier start" not in said() and values(file.read_bytes()) == values(whole)
+    other = {"run": seed["run"] | {"seed": 6}}
+    assert "earlier start" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
+    other = {"data": changes(home)["data"] | {"pack": False}}
+    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same pairs in other rows"
+    assert sorted(load(file.read_bytes())["train"]) == pytest.approx(sorted(load(whole)["train"]), rel=1e-5)
+    other = {"model_norm_epsilon": 0.5}
+    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same weights in another model"
+
+
+def test_the_checksum_of_weights_sees_every_element_and_no_layout():
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 8, generator=generator)
+
+    def pieces(values: torch.Tensor) -> list[Piece]:
+        return [Piece("master", "w", 0, 48, values.reshape(-1))]
+
+    def checksum(owned: list[Piece]) -> str:
+        return weights_checksum(owned, Mesh.single())
+
+    expected = checksum(pieces(whole))
+    flat = whole.reshape(-1)
+    parts = [Piece("master", "w", start, start + 12, flat[start : start + 12].clone()) for start in (36, 0, 24, 12)]
+    assert checksum(parts) == expected, "ZeRO"
+    halves = [Piece("master", "w", 0, 24, whole[:, at : at + 4].reshape(-1), Columns(at, at + 4, 8)) for at in (0, 4)]
+    assert checksum(halves) == expected, "row parallel"
+    for index in range(48):
+        changed = flat.clone()
+        changed[index] += 1e-6
+        assert checksum(pieces(changed)) != expected
+    swapped = flat.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert checksum(pieces(swapped)) != expected
+    assert checksum([Piece("master", "v", 0, 48, flat)]) != expected
+
+
+def test_the_checksum_in_the_file_is_the_same_on_every_layout(home: Path, alone: Path):
+    from safetensors import safe_open
+
+    found = set()
+    for name in ("alone", *(layout.replace(" ", "-").replace(":", "-") for layout in LAYOUTS)):
+        if (file := home / name / "run" / "reference.safetensors").exists():
+            with safe_open(file, framework="numpy") as opened:
+                found.add(opened.metadata()["weights"])
+    assert len(found) == 1

@@ -1,0 +1,152 @@
+"""A script of the user's as several ranks: started by `meshwright run`, by torchrun and by itself, it does the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from meshwright.training.module import exit_codes, fit
+
+generator = torch.Generator().manual_seed(0)
+data = [(torch.randn(4, generator=generator), torch.tensor(number % 3)) for number in range(40)]
+pause = float(sys.argv[1])
+
+def build():
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 3))
+
+def loss(module, batch):
+    time.sleep(pause)
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+with exit_codes():
+    print("before")
+    if "fault" in sys.argv:
+        raise KeyError("of the script")
+    train = {"steps": 8, "batch": 8, "learning_rate": 0.01}
+    recipe = {"layout": "dp2 zero3", "train": train, "checkpoint": {"every": 2}}
+    result = fit(build, loss, data, recipe=recipe, overrides=sys.argv[2:])
+    if result:
+        print("loss", result["loss"])
+"""
+MESHWRIGHT = (sys.executable, "-m", "meshwright")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "classify.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def start(place: Path, *words: object, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*map(str, words)], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def outcome(place: Path, *words: object) -> tuple[int, str, str]:
+    process = start(place, *words)
+    output, errors = process.communicate(timeout=900)
+    return process.returncode, output, errors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run of two ranks that nothing disturbs: its place, output and errors."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "classify.py").write_text(SCRIPT)
+    code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "--json", "classify.py", 0)
+    assert code == 0, errors
+    return place, output, errors
+
+
+def losses(place: Path, run: str = "classify") -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def test_the_launcher_answers_with_the_result_of_the_last_fit(whole, place):
+    document, errors = json.loads(whole[1]), whole[2]
+    assert document["step"] == 8 and document["layout"] == "dp2 zero3 fp32" and document["schema"] == 1
+    assert errors.count("before\n") == 2
+    assert document["predicted"]["sent_bytes_per_step"] == document["measured"]["sent_bytes_per_step"]
+    # On one rank, by python alone, it goes on where that ended; a process cannot be two ranks.
+    shutil.copytree(whole[0] / "runs", place / "runs")
+    code, output, errors = outcome(place, sys.executable, "classify.py", 0, "layout=dp1 mb2", "train.steps=9")
+    assert code == 0 and output.startswith("before\nloss ") and "resumed from step-000008" in errors
+    assert [step for step, _ in losses(place)] == list(range(1, 10))
+    code, output, errors = outcome(place, sys.executable, "classify.py", 0)
+    line = errors.splitlines()[-1]
+    assert code == 2 and line.startswith("meshwright: error: ") and "meshwright run --ranks 2 classify.py" in line
+
+
+def test_a_mistake_is_one_line_and_a_fault_is_the_script_s_own(place, command_line, monkeypatch):
+    monkeypatch.chdir(place)
+    code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
+    assert code == 2 and errors.strip().splitlines()[-1].startswith('meshwright: error: override "train.stepz=5"')
+    code, _, errors = command_line("run", "classify.py", 0, "fault")
+    assert code == 1 and "KeyError: 'of the script'" in errors and "classify.py" in errors
+    assert command_line("run", "nowhere.py").errors == "meshwright: error: script nowhere.py does not exist\n"
+    assert not (place / "runs" / "nowhere").exists()
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_it_goes_on_bit_for_bit(whole, place):
+    command = (*MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0.3)
+    run = place / "runs" / "classify"
+
+    def after_step(step: int, number: signal.Signals, whom: str) -> tuple[int, str]:
+        process = start(place, *command)
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or (losses(place) or [(0, 0)])[-1][0] < step:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        ranks = json.loads((run / "ranks.json").read_text())
+        os.kill(ranks["1"] if whom == "rank 1" else process.pid, number)
+        errors = process.communicate(timeout=120)[1]
+        return process.returncode, errors
+
+    code, errors = after_step(3, signal.SIGKILL, "rank 1")
+    assert code == 3 and "rank 1" in errors and "the same command goes on from step-00000" in errors
+    code, errors = after_step(5, signal.SIGTERM, "launcher")
+    assert code == 143 and "after saving step" in errors
+    assert outcome(place, *command)[0] == 0
+    assert losses(place) == losses(whole[0])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_script(whole, place):
+    code, output, errors = outcome(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
+    assert code == 0 and output.count("loss ") == 1, errors
+    assert losses(place) == losses(whole[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "starter",
+    [
+        pytest.param((*MESHWRIGHT, "run", "--ranks", 2), id="our launcher"),
+        pytest.param((*TORCHRUN, "--standalone", "--nproc-per-node", 2), id="torchrun", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_example_learns_to_tell_packages_apart(starter, place):
+    script = REPOSITORY / "examples" / "bert_classifier.py"
+    short = ("train.steps=100", "train.validation_sequences=500")
+    code, output, errors = outcome(place, *starter, script, *short)
+    assert code == 0, errors
+    accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])
+    assert accuracy > most + 10, output

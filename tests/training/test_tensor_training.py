@@ -1,0 +1,145 @@
+"""Training with tensor parallelism: the same steps as on one device, from checkpoint to checkpoint of any layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.comm.local import LocalRanks
+from meshwright.data import prepare
+from tests.training import training_cases as cases
+
+CHANGES = {
+    "model_tied": False, "model_vocabulary": 499, "train_steps": 6, "train_validate_every": 3, "train_clip": 0.5,
+    "checkpoint_every": 3, "checkpoint_keep": 9,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tensor")
+
+
+@pytest.fixture(scope="module")
+def alone(home):
+    """Six steps on one device, saved after every third."""
+    place = home / "alone"
+    outcomes = run(None, place, "dp1 fp32")
+    return place, cases.whole_state(outcomes)
+
+
+def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, **changes):
+    return cases.run_without_error(ranks, place, layout, crash_after, **CHANGES | changes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp4", "tp4:nosp mb2 ac:selective", "dp2 zero1 tp2", "dp2 zero3 tp2:nosp mb2", "dp2 zero2 tp2 ac:full"],
+)
+def test_layouts_with_tp_take_the_steps_of_one_device(four, home, alone, layout):
+    place = home / layout.replace(" ", "-").replace(":", "-")
+    outcomes = run(four, place, f"{layout} fp32")
+    cases.assert_same_steps(place, alone[0])
+    cases.assert_same_state(outcomes, alone[1], least_norm=1e-3)
+
+
+def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, alone):
+    """Three steps each on tp2, dp2 zero1, tp4:nosp and one device, through checkpoints."""
+    place = home / "travelling"
+    travels = [(two, "tp2", 3), (two, "dp2 zero1", 6), (four, "tp4:nosp", 9), (None, "dp1", 12)]
+    for ranks, layout, steps in travels:
+        outcomes = run(ranks, place, f"{layout} fp32", train_steps=steps, train_schedule="constant")
+        if steps > 3:
+            assert f"resumed from step-{steps - 3:06d}: {steps - 3} of {steps} steps are done" in outcomes[0]["said"]
+    still = home / "still"
+    run(None, still, "dp1 fp32", train_steps=12, train_schedule="constant")
+    cases.assert_same_steps(place, still)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_tp_writes_every_layout_reads_bit_for_bit(two, four, home, family):
+    """A checkpoint of tp2 is loaded by other layouts and saved by them: the bytes stay."""
+    model = {"family": family, "layers": 2, "hidden": 40, "heads": 4, "intermediate": 72, "vocabulary": 499}
+    begun = home / f"begun {family}"
+    written = cases.whole_state(run(two, begun, "tp2 fp32", train_steps=2, model=model, train_schedule="constant"))
+    for ranks, layout in (
+        (None, "dp1"),
+        (two, "tp2:nosp"),
+        (four, "dp2 zero3 tp2"),
+        (four, "tp4"),
+        (four, "dp4 zero1"),
+    ):
+        place = home / f"{family} {layout}".replace(":", "-")
+        shutil.copytree(begun, place)
+        outcomes = run(ranks, place, f"{layout} fp32", train_steps=2, model=model, train_schedule="constant")
+        assert cases.same(cases.whole_state(outcomes), written), layout
+    checkpoint = newest(begun / "run/checkpoints")
+    assert checkpoint is not None and verify_checkpoint(checkpoint) == []
+
+
+def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four, home):
+    whole, broken = home / "whole", home / "broken"
+    expected = cases.whole_state(run(four, whole, "dp2 zero3 tp2 bf16"))
+    run(four, broken, "dp2 zero3 tp2 bf16", crash_after=5)
+    outcomes = run(four, broken, "dp2 zero3 tp2 bf16")
+    assert cases.trace(broken) == cases.trace(whole)
+    assert cases.same(cases.whole_state(outcomes), expected)
+
+
+def test_transformers_loads_what_tp_wrote_and_finds_the_same_validation_loss(two, home):
+    from transformers import AutoModelForCausalLM
+
+    place = home / "transformers"
+    outcomes = run(two, place, "tp2 fp32")
+    recipe = cases.recipe(place, "tp2")
+    rows = prepare(recipe.data, recipe.run.seed).split("validation").batch(np.arange(13))
+    model = AutoModelForCausalLM.from_pretrained(outcomes[0]["result"]["checkpoint"], dtype=torch.float32)
+    assert model.get_input_embeddings().weight.shape[0] == 499, "no row that only fills up"
+    with torch.no_grad():
+        logits = model(torch.from_numpy(rows.tokens)).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100
+    )
+    assert float(loss) == pytest.approx(outcomes[0]["result"]["validation_loss"], rel=1e-5)
+
+
+def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
+    """Ranks of tp that hold the same masters hold the same bits after every update."""
+    text = cases.recipe(home / "alike", "tp4 bf16", **CHANGES | {"train_steps": 4}).to_toml()
+    held = four.run(cases.train_and_show, text)
+    for first, others in zip(held[0], zip(*held[1:], strict=True), strict=True):
+        for other in others:
+            if (first.start, first.columns) == (other.start, other.columns):
+                assert torch.equal(first.tensor, other.tensor), first.name
+    assert any(
+        all((one.start, one.columns) == (held[0][i].start, held[0][i].columns) for one in (h[i] for h in held))
+        for i in range(len(held[0]))
+    )
+
+
+@cases.traced_and_generated
+def test_a_compiled_model_takes_the_same_steps(two, home, fault):
+    model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
+    eager, compiled = home / f"eager beside {fault}", home / f"compiled {fault}"
+    run(two, eager, "tp2 fp32", model=model, train_compile=False, train_steps=3)
+    run(two, compiled, "tp2 fp32", model=model, train_compile=True, train_steps=3, fault=fault)
+    cases.assert_same_steps(compiled, eager)
+
+
+def test_weights_of_a_hugging_face_model_are_cut_as_the_table_says(two, four, home, alone):
+    """Training begins with the values of a checkpoint of another layout."""
+    directory = str(alone[0] / "run/checkpoints/step-000003")
+    traces = []
+    for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 tp2")):
+        place = home / f"from {layout}"
+        changes = {"model": {"from": directory, "load_weights": True}, "train_steps": 2, "train_validate_every": 0}
+        text = cases.recipe(place, f"{layout} fp32", **{"train_clip": 0.5} | changes).to_toml()
+        outcomes = [cases.train(text)] if ranks is None else ranks.run(cases.train, text)
+        assert outcomes[0]["error"] == ""
+        traces.append(place)
+    cases.assert_same_steps(traces[1], traces[0])

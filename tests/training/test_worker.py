@@ -1,0 +1,46 @@
+"""What a rank sets for itself before it trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.launcher import rendezvous
+from meshwright.launcher.rendezvous import Place
+from meshwright.recipe import load_recipe
+from meshwright.training import worker
+
+
+def test_ranks_of_one_host_compile_in_places_of_their_own_unless_one_is_named():
+    def place(rank: int, local_rank: int | None, **environment: str) -> str:
+        with mock.patch.dict(os.environ, environment):
+            if not environment:
+                os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            worker._compile_apart(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
+            return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    assert len({place(rank, rank % 2) for rank in range(4)}) == 2
+    assert len({place(rank, None) for rank in range(4)}) == 4
+    assert place(3, 1, TORCHINDUCTOR_CACHE_DIR="/shared") == "/shared"
+
+
+@pytest.mark.parametrize(("host_ranks", "refused"), [(None, True), (1, True), (2, False)])
+def test_memory_is_checked_where_a_launcher_of_another_program_starts_all_ranks_on_one_host(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, host_ranks: int | None, refused: bool
+):
+    class Passed(Exception):
+        pass
+
+    def train(*given: object, **options: object) -> None:
+        raise Passed
+
+    start = Place(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
+    monkeypatch.setattr(rendezvous, "place", lambda address: start)
+    monkeypatch.setattr(worker, "machine_memory", lambda: 1)
+    monkeypatch.setattr(worker, "_train", train)
+    with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):
+        worker.join(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)

@@ -1,0 +1,400 @@
+"""Small training runs, in this process or on local ranks, and what they leave."""
+
+from __future__ import annotations
+
+import errno
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.collectives.named import named_programs
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh, calls_under_way
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.pieces import Piece
+from meshwright.recipe import Recipe, load_recipe_text
+from meshwright.training import journal, loop
+from meshwright.training.trainer import Trainer, Validation
+
+LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
+"""Files of a run directory that only a run that trains writes."""
+Values = dict[tuple[str, str], torch.Tensor]  # (kind of state, row) -> all its elements, flat in engine orientation
+
+SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.py", "ast.py", "inspect.py")]
+
+
+def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
+    """A small Llama on the text of three modules, in directory `place`/run, its data in `place`/cache or beside it.
+    `changes`: train_steps=3, model_tied=True ..."""
+    tables: dict[str, Any] = {
+        "layout": layout,
+        "run": {"directory": str(place / "run"), "seed": 5, "device": "cpu"},
+        "model": {
+            "family": "llama", "layers": 3, "hidden": 40, "heads": 4, "kv_heads": 2, "intermediate": 72, "tied": True,
+        },
+        "data": {"source": SOURCES, "tokenizer": "bytes", "sequence": 48, "cache": str(place.parent / "cache")},
+        "train": {"steps": 6, "batch": 8, "learning_rate": 3e-3, "warmup": 2, "validation_sequences": 13},
+    }  # fmt: skip
+    for key, value in changes.items():
+        table, _, field = key.partition("_")
+        if isinstance(value, dict):
+            tables[key] = value
+        else:
+            tables.setdefault(table, {})[field] = value
+    return Recipe.from_tables(tables, trust=True)
+
+
+def metrics(place: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return journal.read_metrics(place / "run" / "metrics.jsonl")
+
+
+def trace(place: Path) -> list[tuple[Any, ...]]:
+    """What must be equal bit for bit in two runs: of each step its number, loss, gradient norm, rate, validation."""
+    keys = ("step", "loss", "gradient_norm", "learning_rate", "validation_loss")
+    return [tuple(line.get(key) for key in keys) for line in metrics(place) if "loss" in line]
+
+
+class Crash(Exception):
+    """What a run in a test is ended by."""
+
+
+def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
+    """Train on this rank: the result, this rank's part of the state. `crash_after`: a step after which it ends at
+    once. `fault`: a function of this module, called with the run before it begins."""
+    wanted = load_recipe_text(text, "recipe", trust=True)
+    torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
+    journal.device_peak_flops = lambda mesh, precision: 1e9
+    programs = named_programs(wanted.collectives, wanted.parsed_layout)
+    mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
+    directory = RunDirectory(wanted.run_directory)
+    directory.create()
+    run = loop.Run(wanted, mesh, directory, show_progress=False)
+    said: list[str] = []
+    run.journal.say = said.append  # type: ignore[method-assign]
+    if fault:
+        globals()[fault](run)
+    before_step = run._step
+
+    def step() -> None:
+        before_step()
+        if run.trainer.steps_done == crash_after:
+            run.checkpointer.wait()
+            raise Crash
+
+    run._step = step  # type: ignore[method-assign]
+    result: dict[str, Any] = {}
+    error = ""
+    try:
+        with loop.deterministic(wanted.train.deterministic, wanted.train.compile):
+            result = run.run()
+    except Crash:
+        pass
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.pieces(owned=True)]
+    mesh.close()
+    return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
+
+
+def run(
+    ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes: Any
+) -> list[dict[str, Any]]:
+    """What `train` returned on each rank; in this process where `ranks` is None."""
+    text = recipe(place, layout, **changes).to_toml()
+    return [train(text, crash_after, fault)] if ranks is None else ranks.run(train, text, crash_after, fault)
+
+
+def run_without_error(*where: Any, **changes: Any) -> list[dict[str, Any]]:
+    """`run`, which must not end with an error."""
+    outcomes = run(*where, **changes)
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    return outcomes
+
+
+def traced_and_generated(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of compiled models, given a `fault`: none of their code generated (on one device test_training.py has it
+    generated), and, exhaustively, all."""
+    generated = pytest.param("", id="generated", marks=[pytest.mark.slow, pytest.mark.exhaustive])
+    return pytest.mark.parametrize("fault", [pytest.param("without_generated_code", id="traced"), generated])(test)
+
+
+def assert_same_steps(place: Path, expected: Path, steps: int | None = None) -> None:
+    """The same steps within rounding, or the first `steps` of `expected`: number, loss, norm, learning rate,
+    validation loss."""
+    found, wanted = trace(place), trace(expected)[:steps]
+    assert found and len(found) == (steps or len(wanted)) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours[0], ours[3]) == (theirs[0], theirs[3])
+        assert ours[1:3] == pytest.approx(theirs[1:3], rel=5e-6), ours[0]
+        assert ours[4] == (None if theirs[4] is None else pytest.approx(theirs[4], rel=5e-6)), ours[0]
+
+
+def assert_same_state(outcomes: list[dict[str, Any]], expected: Values, least_norm: float = 0.0) -> None:
+    """The same state within rounding, row by row, beside the row's norm or `least_norm`."""
+    for key, ours in whole_state(outcomes).items():
+        error = (ours - expected[key]).norm() / expected[key].norm().clamp(min=least_norm)
+        assert error < 1e-4, (key, float(error))
+
+
+def whole_state(outcomes: list[dict[str, Any]]) -> Values:
+    """The state of a run, put together from what its ranks own: every element is some rank's, and one's alone."""
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    for outcome in outcomes:
+        for piece in outcome["state"]:
+            pieces.setdefault((piece.kind, piece.name), []).append(piece)
+    whole: Values = {}
+    for key, found in pieces.items():
+        size = sum(piece.stop - piece.start for piece in found)
+        whole[key] = torch.full((size,), torch.nan, dtype=found[0].tensor.dtype)
+        for piece in found:
+            piece.put(whole[key])
+        assert bool(whole[key].isfinite().all()), key  # as many elements as there are, and none left out: each once
+    return whole
+
+
+def same(a: Values, b: Values) -> bool:
+    """Whether two states are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# --- faults
+
+
+def without_generated_code(run: loop.Run) -> None:
+    """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
+    run.trainer.model.compile_blocks(backend="aot_eager")
+    run.trainer.model._loss_options["compiled"] = False  # it would go through inductor
+
+
+def on_rank(run: loop.Run, rank: int) -> bool:
+    return run.mesh.rank == rank
+
+
+def _at_finish(run: loop.Run, spoil: Callable[[DataParallel, int], None]) -> None:
+    parallel, finish = run.trainer.parallel, run.trainer.parallel.finish
+
+    def spoilt() -> None:
+        finish()
+        spoil(parallel, run.trainer.steps_done + 1)
+
+    parallel.finish = spoilt  # type: ignore[method-assign]
+
+
+def nan_gradient_in_step_2(run: loop.Run) -> None:
+    """Rank 1 finds one NaN in its gradients in step 2, and infinity in step 4."""
+
+    def spoil(parallel: DataParallel, step: int) -> None:
+        if step in (2, 4) and on_rank(run, 1):
+            parallel.shards[2].gradient[7] = torch.nan if step == 2 else torch.inf
+
+    _at_finish(run, spoil)
+
+
+def nan_parameter_from_step_3(run: loop.Run) -> None:
+    """One number in rank 1's memory goes bad before step 3, and stays so."""
+    step = run.trainer.step
+
+    def spoilt(**options: Any) -> Any:
+        if run.trainer.steps_done == 2 and on_rank(run, 1):
+            run.trainer.parallel.shards[1].master[5] = torch.nan
+            run.trainer.parallel.publish()
+        return step(**options)
+
+    run.trainer.step = spoilt  # type: ignore[method-assign]
+
+
+def rank_1_sleeps(run: loop.Run) -> None:
+    """Rank 1 needs longer for its own work, in reading data."""
+    read = run.trainer._micro_batches
+
+    def slow() -> Any:
+        time.sleep(0.15 if on_rank(run, 1) else 0.0)
+        return read()
+
+    run.trainer._micro_batches = slow  # type: ignore[method-assign]
+
+
+def keep_states(run: loop.Run) -> None:
+    """Note in the journal's lines whether each step changed this rank's masters."""
+    step = run.trainer.step
+
+    def watched(**options: Any) -> Any:
+        before = [shard.master.clone() for shard in run.trainer.parallel.shards]
+        verdict = step(**options)
+        after = [shard.master for shard in run.trainer.parallel.shards]
+        moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        run.journal.say(f"moved {run.trainer.steps_done}: {moved}")
+        return verdict
+
+    run.trainer.step = watched  # type: ignore[method-assign]
+
+
+def skip_and_watch(run: loop.Run) -> None:
+    nan_gradient_in_step_2(run)
+    keep_states(run)
+
+
+def stop_in_step_4(run: loop.Run) -> None:
+    """Rank 1 alone is asked to stop, while the others train on."""
+    step = run.trainer.step
+
+    def asked(**options: Any) -> Any:
+        if run.trainer.steps_done == 3 and on_rank(run, run.mesh.world_size - 1):
+            options["stop"] = True
+        return step(**options)
+
+    run.trainer.step = asked  # type: ignore[method-assign]
+
+
+def disk_fills_and_empties(run: loop.Run) -> None:
+    """Something else fills the disk before step 3, gives it back before step 5, and fills it again before step 7."""
+    step = run.trainer.step
+    ballast = run.journal.directory.path / "ballast"
+
+    def disturbed(**options: Any) -> Any:
+        if run.trainer.steps_done in (2, 6) and on_rank(run, 0):
+            run.checkpointer.wait()
+            fill(ballast)
+        if run.trainer.steps_done == 4 and on_rank(run, 0):
+            run.checkpointer.wait()
+            ballast.unlink()
+        return step(**options)
+
+    run.trainer.step = disturbed  # type: ignore[method-assign]
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more fits."""
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+
+
+def planned_validation(run: loop.Run) -> None:
+    """The validation loss goes down and up again."""
+    losses = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}
+    run.trainer.validate = lambda: Validation(losses[run.trainer.steps_done])  # type: ignore[method-assign]
+
+
+def first_gradients(text: str) -> list[torch.Tensor]:
+    """The gradients of the first step on this rank, as the optimizer gets them."""
+    wanted = load_recipe_text(text, "recipe", trust=True)
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    from meshwright.data import prepare
+
+    data = prepare(wanted.data, wanted.run.seed)
+    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    gradients: list[torch.Tensor] = []
+    finish = trainer.parallel.finish
+
+    def keep() -> None:
+        finish()
+        gradients.extend(shard.gradient.clone() for shard in trainer.parallel.shards)
+
+    trainer.parallel.finish = keep  # type: ignore[method-assign]
+    trainer.step()
+    return gradients
+
+
+def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
+    """Where documents begin in the rows of the first steps: as a prediction asks, and of each micro-batch."""
+    wanted = load_recipe_text(text, "recipe", trust=True)
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    from meshwright.data import prepare
+
+    data = prepare(wanted.data, wanted.run.seed)
+    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    told, found = trainer.documents_of(steps), []
+    for trainer.steps_done in range(steps):
+        for tokens, _, documents in trainer._micro_batches():
+            starts_BS = torch.zeros_like(tokens) if documents.starts_BS is None else documents.starts_BS
+            found += [tuple(row.unique().tolist()) for row in starts_BS]
+    mesh.close()
+    return told, tuple(found)
+
+
+def train_and_show(text: str) -> list[Piece]:
+    """Train on this rank: all masters that it holds."""
+    wanted = load_recipe_text(text, "recipe", trust=True)
+    torch.set_num_threads(1)
+    journal.device_peak_flops = lambda mesh, precision: 1e9
+    mesh = Mesh.create(wanted.parsed_layout, "cpu")
+    directory = RunDirectory(wanted.run_directory)
+    directory.create()
+    run = loop.Run(wanted, mesh, directory, show_progress=False)
+    run.run()
+    mesh.close()
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.parallel.master_pieces(owned=False)]
+
+
+def trackers_hang_after_step_3(run: loop.Run) -> None:
+    """No tracker is told anything after step 3, as if the process were killed before that."""
+    begin = run.journal.begin
+
+    def begun(*where: Any) -> None:
+        begin(*where)
+        if run.journal.tracking is not None:
+            line = run.journal.tracking.line
+            run.journal.tracking.line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
+
+    run.journal.begin = begun  # type: ignore[method-assign]
+
+
+def count_calls_when_a_profile_ends(run: loop.Run) -> None:
+    """Note how many calls are under way when torch's profiler stops; of these, each would spoil the memory."""
+    before = run.profile.before_step
+
+    def before_step(trainer: Trainer) -> bool:
+        watched = before(trainer)
+        if run.profile._taking is not None:
+            operators = run.profile._taking.operators
+            stop = type(operators).stop
+
+            def stopped() -> None:
+                run.journal.say(f"under way at its end: {len(calls_under_way)}")
+                stop(operators)
+
+            operators.stop = stopped
+        return watched
+
+    run.profile.before_step = before_step  # type: ignore[method-assign]
+
+
+def many_more_tokens_in_a_step(run: loop.Run) -> None:
+    """As if the step had a million times as many tokens, of which these are a sample: each counts so much less."""
+    passes = run.trainer.passes
+    train = passes.train
+    passes.train = lambda batches, targets: train(batches, 2**20 * targets)  # type: ignore[method-assign]
+
+
+def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
+    """One gradient of rank 1 alone overflows in step 3. Each rank notes what it makes of every step."""
+    keep_states(run)
+    step = run.trainer.step
+
+    def spoil(parallel: DataParallel, number: int) -> None:
+        if number == 3 and on_rank(run, 1):
+            parallel.shards[0].gradient[1] = torch.inf
+
+    def watched(**options: Any) -> Any:
+        verdict = step(**options)
+        sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
+        run.journal.say(f"scale {run.trainer.loss_scale.value:g}")
+        run.journal.say(f"masters {sums}")
+        return verdict
+
+    _at_finish(run, spoil)
+    run.trainer.step = watched  # type: ignore[method-assign]

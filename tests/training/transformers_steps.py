@@ -1,0 +1,266 @@
+"""Training steps by `transformers`, autograd and `torch.optim`: an independent reference for `Trainer.step`.
+
+Of Meshwright it takes the samples of a step (data/) and the names of tensors on disk; the mathematics is not ours.
+Documents go through the model one by one: positions and masks of packed rows are right by construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from meshwright.comm.mesh import Mesh
+from meshwright.data import TokenBatch, prepare
+from meshwright.layout import Layout
+from meshwright.parallel.pieces import Piece
+from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.training import loop
+from meshwright.training.trainer import Dtypes, Trainer
+from tests.model.transformers_names import row_in_transformers
+from tests.training.training_cases import Values
+
+STEPS = 3
+"""Steps that are compared, of the five that the learning-rate schedule is made for."""
+STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
+"""Our name of each kind of optimizer state, and torch's."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 24, "intermediate_size": 38, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TRAIN: dict[str, Any] = {
+    "steps": 5, "batch": 4, "learning_rate": 0.02, "warmup": 1, "weight_decay": 0.3, "epsilon": 1e-5, "clip": 0.25,
+    "minimum_learning_rate": 0.2, "router_bias_rate": 0.01,
+}  # fmt: skip
+SGD = {"optimizer": "sgd", "momentum": 0.8, "learning_rate": 0.3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and how it is trained. settings: of its config.json; train: changes of `TRAIN`; data: changes of
+    [data]; layout: on one device."""
+
+    settings: Mapping[str, Any]
+    train: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "mb2"
+
+
+@dataclass
+class Steps:
+    """What `STEPS` training steps came to: loss and gradient norm before clipping of each; the master weights before
+    them, and after them with the optimizer's state, by (kind, row), flat in engine orientation."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    before: Values = field(default_factory=dict)
+    after: Values = field(default_factory=dict)
+
+
+def write_data(place: Path) -> None:
+    """Documents of very different lengths (in bytes, which are tokens), and instructions with their responses."""
+    draw = random.Random(0)
+    letters = "abcdefgh ijklmnop\n"
+    lengths = [1900, 33, 210, 2, 640, 90, 310, 5, 170, 400]
+    documents = ["".join(draw.choices(letters, k=length)) for length in lengths]
+    (place / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    records = [
+        {
+            "instruction": "".join(draw.choices(letters, k=20 + 13 * number)),
+            "output": "".join(draw.choices(letters, k=k)),
+        }
+        for number, k in enumerate((1, 150, 40, 12, 90, 3, 220, 60, 33, 7, 25, 110))
+    ]
+    (place / "instructions.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def recipe(place: Path, model: Path, case: Case) -> Recipe:
+    """Trains the weights of directory `model` on what `write_data` left in `place`."""
+    data = {"source": "documents.jsonl", "sequence": 300, "tokenizer": "bytes", "validation_fraction": 0.0, **case.data}
+    data |= {"source": str(place / data["source"]), "cache": str(place / "cache"), "clean": {"maximum_repetition": 1.0}}
+    return Recipe.from_tables(
+        {
+            "layout": "dp1",
+            "run": {"directory": str(place / "run"), "seed": 3, "device": "cpu"},
+            "model": {"from": str(model), "load_weights": True},
+            "data": data,
+            "train": {**TRAIN, **case.train},
+        }
+    )
+
+
+class TransformersModel:
+    """A random float64 model that `transformers` makes of a `config.json` as Meshwright writes it.
+
+    wide: the context in which `transformers` computes in float64 throughout (the fixture `wide`).
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], place: Path, wide: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        import transformers
+
+        self.wide, self.directory = wide, place
+        self.ours = ModelConfig.from_huggingface(dict(settings))
+        place.mkdir(parents=True)
+        (place / "config.json").write_text(json.dumps(self.ours.to_huggingface()))
+        config = transformers.AutoConfig.from_pretrained(place)
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(1)
+        with wide():
+            self.model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            ).double()
+        self.model.eval()
+        with torch.no_grad():  # far from zeros and ones, and from where layers are linear
+            for name, values in self.tensors().items():
+                noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+                values.add_(noise, alpha=0.12 if values.dim() > 1 and "embed" not in name else 0.3)
+        self.model.save_pretrained(place)
+        assert ModelConfig.from_path(place) == self.ours
+        self.table = parameter_table(self.ours)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, and the biases that balance experts, which are buffers there."""
+        biases = {name: values for name, values in self.model.named_buffers() if name.endswith("correction_bias")}
+        return {**dict(self.model.named_parameters()), **biases}
+
+    def rows(self, tensors: Mapping[str, torch.Tensor], kind: str) -> Values:
+        """Tensors under the names of `transformers` as rows of the parameter table."""
+        found = {}
+        for row in self.table.rows:
+            if kind == "master" or not row.balances:
+                values = row_in_transformers(tensors, row.name)
+                found[kind, row.name] = (values.T if row.transposed else values).detach().reshape(-1).clone()
+        return found
+
+    def loss(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The summed token loss of a batch; what is added to it to balance experts; how many tokens chose each expert,
+        by router [E].
+
+        The auxiliary loss is that of `transformers` for one layer and one sequence, its mean over layers, each sequence
+        weighted by its targets.
+        """
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        config = self.ours
+        total = auxiliary = torch.zeros((), dtype=torch.float64)
+        routers = {name: module for name, module in self.model.named_modules() if name.endswith(".mlp.gate")}
+        assert len(routers) == config.expert_layers if config.experts else not routers
+        routed: dict[torch.nn.Module, list[Any]] = {}
+        hooks = [
+            router.register_forward_hook(lambda router, _, outputs: routed.setdefault(router, []).append(outputs))
+            for router in routers.values()
+        ]
+        loads = {name: torch.zeros(config.experts, dtype=torch.int64) for name in routers}
+        for tokens_S, targets_S, ids_S in zip(batch.tokens, batch.targets, batch.document_ids, strict=True):
+            routed.clear()
+            with self.wide():
+                for start, stop in spans(ids_S):
+                    logits_SV = self.model(torch.from_numpy(tokens_S[None, start:stop]), use_cache=False).logits[0]
+                    targets = torch.from_numpy(targets_S[start:stop])
+                    total = total + F.cross_entropy(logits_SV, targets, ignore_index=-100, reduction="sum")
+                for name, router in routers.items():
+                    logits_SE, _, chosen_SK = (torch.cat(parts) for parts in zip(*routed[router], strict=True))
+                    loads[name] += torch.bincount(chosen_SK.flatten(), minlength=config.experts)
+                    balance = load_balancing_loss_func((logits_SE,), config.experts, config.experts_per_token)
+                    weight = config.router_loss / len(routers) * int((targets_S != -100).sum())
+                    auxiliary = auxiliary + weight * balance
+        for hook in hooks:
+            hook.remove()
+        return total, auxiliary, loads
+
+    def train(self, recipe: Recipe) -> Steps:
+        """`STEPS` steps of a recipe, the whole batch on one device."""
+        train, found = recipe.train, Steps()
+        data = prepare(recipe.data, recipe.run.seed)
+        split, order = data.split("train"), data.order()
+        found.before = self.rows(self.tensors(), "master")
+        parameters = dict(self.model.named_parameters())
+        groups = [
+            {"params": [each for each in parameters.values() if each.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [each for each in parameters.values() if each.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer: torch.optim.Optimizer
+        if train.optimizer == "adamw":
+            betas = (train.betas[0], train.betas[1])
+            optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon)
+        else:
+            optimizer = torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum)
+        rates = learning_rates(optimizer, train)
+        biases = dict(self.model.named_buffers())
+        for step in range(STEPS):
+            batch = split.batch(order.sample(np.arange(step * train.batch, (step + 1) * train.batch)))
+            targets = int((batch.targets != -100).sum())
+            optimizer.zero_grad()
+            loss, auxiliary, loads = self.loss(batch)
+            ((loss + auxiliary) / targets).backward()  # type: ignore[no-untyped-call]
+            found.losses.append(float(loss.detach()) / targets)
+            found.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), train.clip or math.inf)))
+            optimizer.step()
+            rates.step()
+            for router, load_E in loads.items():
+                bias_E = biases.get(f"{router}.e_score_correction_bias")
+                if bias_E is not None:
+                    bias_E -= train.router_bias_rate * (load_E - load_E.double().mean()).sign()
+        found.after = self.rows(self.tensors(), "master")
+        for kind, theirs in STATE_KINDS.items():
+            state = {name: optimizer.state[values].get(theirs) for name, values in parameters.items()}
+            if None not in state.values():
+                found.after |= self.rows(state, kind)
+        return found
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, train: TrainRecipe) -> SequentialLR:
+    """The documented schedule by torch's own schedulers: up in a line, then down in half a cosine wave."""
+    rise = LinearLR(optimizer, 1 / (train.warmup + 1), total_iters=train.warmup)
+    lowest = train.learning_rate * train.minimum_learning_rate
+    fall = CosineAnnealingLR(optimizer, train.steps - 1 - train.warmup, lowest)
+    return SequentialLR(optimizer, [rise, fall], [train.warmup])
+
+
+def spans(ids_S: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First and last + 1 place of each document of a row."""
+    changes = (1 + np.flatnonzero(ids_S[1:] != ids_S[:-1])).tolist()
+    return itertools.pairwise([0, *changes, len(ids_S)])
+
+
+def train_on_rank(text: str, layout: str) -> dict[str, Any]:
+    """The same steps by `Trainer.step` on this rank of a layout, in float64: losses, norms, and the master weights and
+    optimizer state that it owns, before and after."""
+    torch.set_num_threads(1)
+    wanted = load_recipe_text(text, "recipe")
+    data = prepare(wanted.data, wanted.run.seed)
+    config = loop.model_config(wanted, data)
+    with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
+        trainer = Trainer(
+            wanted, mesh.layout, config, data, mesh, initialise=False, dtypes=Dtypes(torch.float64, torch.float64)
+        )
+        trainer.load_weights(Path(str(wanted.model.from_path)))
+        before = owned(trainer)
+        verdicts = [trainer.step() for _ in range(STEPS)]
+        return {
+            "losses": [verdict.loss for verdict in verdicts],
+            "norms": [verdict.gradient_norm for verdict in verdicts],
+            "before": before,
+            "state": owned(trainer),
+        }
+
+
+def owned(trainer: Trainer) -> list[Piece]:
+    """Copies of what a rank would write to a checkpoint."""
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.pieces(owned=True)]

@@ -1,0 +1,28 @@
+"""Ranks that are well make the same calls in every group, whatever the layout: nobody would be blamed."""
+
+from __future__ import annotations
+
+from meshwright.layout import Layout
+from meshwright.recipe import CollectivesRecipe
+from meshwright.verification.run import _Bench, _default_models
+
+LAYOUTS = (
+    "dp2 zero3 tp2",
+    "cp4",
+    "cp2:ulysses tp2",
+    "pp4:zb-v mb4",
+    "dp2 pp2:dualpipe mb4",
+    "dp4 zero2 hs2",
+    "dp2 tp2 ep4",
+)
+
+
+def test_ranks_that_are_well_agree_about_every_call_of_every_layout(first_case_alone: None):
+    with _Bench("float32", lambda line: None, CollectivesRecipe(), None) as bench:
+        for text in LAYOUTS:
+            layout = Layout.parse(text)
+            name, config = _default_models(layout, mixture=False)[0]
+            bench.verify(layout, name, config)
+            snapshot = bench.ranks(layout.world_size).calls()
+            assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
+            assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"

@@ -1,0 +1,88 @@
+"""Mixtures of experts give one device's answer on every layout, what balances them included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.spec.presets import preset
+from meshwright.spec.refuse import refuse
+from meshwright.verification import verify
+from meshwright.verification.problem import scaled_down
+
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
+MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
+
+
+SOME = [
+    ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"), ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
+    ("dots-llm1", "dp2 zero1 mb4"), ("qwen2-moe-tiny", "tp4 ac:selective"),
+    ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"), ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
+    ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
+    ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"), ("dots-llm1", "dp3 ep3"),
+]  # fmt: skip
+MORE = [
+    ("mixtral-8x7b-v0.1", "dp1 mb4"), ("qwen2-moe-tiny", "dp2 mb2"), ("qwen3-30b-a3b", "dp3 zero1"),
+    ("dots-llm1", "dp4 zero3 mb2 ac:full"), ("mixtral-8x7b-v0.1", "tp2"), ("dots-llm1", "dp2 tp2 zero1"),
+    ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
+)
+def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
+    document = verify(layout, model=name)
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-12
+
+
+@pytest.mark.exhaustive
+def test_every_fault_of_a_mixture_is_noticed():
+    document = verify("dp2 zero2", model="dots-llm1", mutate=True)
+    assert document["passed"], document["mutations"]["missed"]
+    assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
+
+
+@pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
+    if kinds == "fewer":
+        request.getfixturevalue("fewer_kinds")
+    document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
+    mutations = document["mutations"]
+    assert document["passed"], mutations["missed"]
+    assert mutations["planted"] == mutations["caught"] + mutations["neutral"]
+    sites = {fault["fault"].split(" (")[0] for fault in mutations["faults"]}
+    assert {"experts.counts", "experts.dispatch", "experts.combine", "experts.dispatch.backward"} <= sites
+    for fault in mutations["faults"]:
+        if fault["fault"].startswith("experts.counts"):
+            assert "numbers of tokens that are not those of this call" in fault["said"], fault
+
+
+@pytest.mark.exhaustive
+def test_every_fault_of_experts_split_both_ways_is_noticed():
+    document = verify("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
+    assert document["passed"], document["mutations"]["missed"]
+
+
+def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
+    for name in MODELS:
+        small = scaled_down(preset(name), tp=2, ep=4, etp=2)
+        assert (small.experts, small.expert_intermediate) == (8, 38 if small.family == "mixtral" else 12)
+        refuse(Layout.parse("dp4 tp2 ep4:etp2"), small, 4, planning=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_small_mixture_keeps_what_the_large_one_has(name: str):
+    config = preset(name)
+    small = scaled_down(config)
+    assert (small.experts, small.experts_per_token) == (5, min(3, config.experts_per_token))
+    assert (small.shared_intermediate > 0, small.router_loss > 0, bool(small.dense_layers)) == (
+        config.shared_intermediate > 0, config.router_loss > 0, bool(config.dense_layers),
+    )  # fmt: skip
+    same = ("family", "router", "router_bias", "normalise_choice", "routed_scale", "shared_gate")
+    assert [getattr(small, name) for name in same] == [getattr(config, name) for name in same]
+    assert dataclasses.replace(small) == small

@@ -1,0 +1,107 @@
+"""Layouts that train on pairs of responses compute what one device computes; spoilt ones are noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.comm.faults import KINDS, Fault
+from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.model.preference import Preference
+from meshwright.recipe import load_recipe
+from meshwright.spec.presets import preset
+from meshwright.verification import verify
+from meshwright.verification.compare import compare
+from meshwright.verification.problem import Problem, scaled_down, sequence_of
+from meshwright.verification.ranks import run_rank
+from meshwright.verification.reference import Reference
+from tests.batches import make_batch
+
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
+PAIRS = ("data.records=preference", "train.preference_beta=0.5")
+
+
+def verified(recipe: Path, layout: str, *overrides: str, **options: Any) -> dict[str, Any]:
+    return verify(load_recipe(recipe, [f"layout={layout}", *PAIRS, *overrides]), **options)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("dp2 zero1 mb2", "dp2 zero2", "dp2 zero3 mb2", "tp2", "tp2:nosp ac:full", "cp2", "cp2:ulysses", "pp2 mb4"),
+        *("pp2:zb-h1 mb4", "dp2 zero3 pp2:zb-v mb4", "tp2 cp2 mb2", "cp2 pp2 mb2 ac:selective"),
+    ],
+)
+def test_a_layout_computes_what_one_device_computes(tiny_recipe: Path, layout: str):
+    document = verified(tiny_recipe, layout)
+    assert document["passed"] and document["worst"]["relative_error"] < 1e-12 and document["loss_error"] < 1e-12
+
+
+def test_other_losses_and_experts_too(tiny_recipe: Path):
+    assert verified(tiny_recipe, "cp2 mb2", "train.objective=ipo")["passed"]
+    assert verified(tiny_recipe, "dp2", "train.preference_smoothing=0.2")["passed"]
+    wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
+    for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # a loss that balances experts, a bias that does
+        assert verify(wanted, model=model)["passed"], model
+
+
+def spoilt(layout: str, fault: Fault) -> str | None:
+    """What is noticed of it."""
+    parsed = Layout.parse(layout)
+    config = scaled_down(preset("llama-3-8b"), layers=3)
+    problem = Problem(config, 8, sequence=sequence_of(parsed), preference=Preference("dpo", 0.5))
+    with LocalRanks(parsed.world_size) as ranks:
+        results = [result for (result,) in ranks.run(run_rank, problem, layout, None, [fault])]
+    assert any(result.struck for result in results), fault
+    return compare(Reference(problem), results, parsed).failure
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "wrong group"])
+def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
+    assert spoilt("cp2", Fault("loss.responses", "all_reduce", kind)) is not None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("dp2 zero2 mb2", marks=pytest.mark.slow),
+        pytest.param("tp2", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, layout: str, fewer_local_faults: None):
+    document = verified(tiny_recipe, layout, mutate=True)
+    assert document["passed"] and document["mutations"]["missed"] == []
+    sites = {fault["fault"].split(" (")[0] for fault in document["mutations"]["faults"]}
+    assert {"data.targets", "step.verdict"} - ({"data.targets"} if layout == "tp2" else set()) <= sites
+    assert ("loss.responses" in sites) == ("cp2" in layout)
+
+
+def test_batches_have_rows_with_no_pair_with_one_and_with_two():
+    problem = Problem(scaled_down(preset("llama-3-8b")), batch=8, preference=Preference())
+    for step in range(2):
+        batch = make_batch(problem, step)
+        assert batch.reference is not None and batch.reference.shape == (8, 4)
+        counts = (batch.document_ids.max(axis=1) + 1) // 2
+        assert set(counts.tolist()) == {0, 1, 2}
+        for ids, targets, tokens, pairs in zip(batch.document_ids, batch.targets, batch.tokens, counts, strict=True):
+            assert (np.diff(ids) >= 0).all() and (np.diff(ids) <= 1).all()
+            assert (targets[ids >= 2 * pairs] == -100).all()
+            for number in range(2 * pairs):  # a response in every document, of tokens that stand in it
+                here = np.flatnonzero(ids == number)
+                told = here[targets[here] != -100]
+                assert len(told) and told[-1] < here[-1] and (targets[told] == tokens[told + 1]).all()
+
+
+def test_the_command_verifies_what_the_recipe_trains(tiny_recipe: Path, command_line: Any, fewer_kinds: None):
+    text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
+    tiny_recipe.write_text(text)
+    outcome = command_line("verify", tiny_recipe, "--mutate", "--json")
+    document = json.loads(outcome.output)
+    assert outcome.code == 0 and document["passed"]
+    assert "loss.responses (all_reduce): skip" in {fault["fault"] for fault in document["mutations"]["faults"]}

@@ -1,0 +1,232 @@
+"""Verification drives the trainer's own step: on one rank, in this process, what is right passes and each fault planted
+in local code is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint import Checkpointer
+from meshwright.data.order import SampleOrder
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.model import experts, layers
+from meshwright.model.tiled_attention import TILE_QUERIES
+from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
+from meshwright.training import optimizer, trainer
+from meshwright.verification.cases import Case, CaseBuilder, another_layout
+from meshwright.verification.compare import TOLERANCES, Comparison, compare
+from meshwright.verification.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
+from meshwright.verification.problem import Problem
+from meshwright.verification.ranks import RankResult, StepRange, run_rank
+from meshwright.verification.reference import Reference, learning_rate, shuffled
+from meshwright.verification.samples import make_sequences
+from tests.verification.local_fault_names import NEEDS_RANKS
+
+LAYOUT = Layout.parse("dp1 mb2")
+
+
+def maker(model: str = "llama-3-8b", layout: Layout = LAYOUT, **changes: Any) -> CaseBuilder:
+    config: ModelConfig = dataclasses.replace(preset(model), **changes)
+    return CaseBuilder(layout, config)
+
+
+@cache
+def reference(problem: Problem) -> Reference:
+    return Reference(problem)
+
+
+def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> tuple[RankResult, Comparison]:
+    (result,) = run_rank(problem, str(LAYOUT), None, [fault], str(directory))
+    return result, compare(reference(problem), [result], LAYOUT)
+
+
+PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "long sequences": maker().long()}
+
+
+# --- what is right passes
+
+
+CASES = [each.name for each in maker().thorough() if each.resume_layout is None]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "loss chunks" else []) for name in CASES],
+)
+def test_the_trainer_does_what_one_device_does(case: str, tmp_path: Path):
+    (problem,) = (each.problem for each in maker().thorough() if each.name == case)
+    _, found = run(problem, tmp_path)
+    assert found.passed, found.failure
+    assert found.worst_error < TOLERANCES[problem.dtype]
+    assert found.worst_error > 1e-17, "something was compared"
+
+
+def test_the_case_of_float32_passes(tmp_path: Path):
+    """SGD in the place of AdamW, and no loss scale to change."""
+    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").updates(layers=2)
+    assert problem.training.optimizer == "sgd" and problem.training.loss_scale_every == 0
+    assert run(problem, tmp_path)[1].failure is None
+
+
+def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
+    problem, other = maker().updates(), another_layout(LAYOUT)
+    assert other != LAYOUT and problem.resumed_at == (2, 3)
+    for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
+        (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
+        found = compare(reference(problem), [result], layout)
+        assert found.passed and sorted(result.steps) == list(range(span.first, span.stop or 4)), found.failure
+
+
+# --- what a resume restores
+
+
+@pytest.mark.parametrize("key", ["skipped_in_a_row", "threads", "data_sha256"])
+def test_a_resume_compares_every_key_of_the_state(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The state of the trainer that goes on is that of the one that saved, whatever a key says."""
+    problem, right, calls = PROBLEMS["updates"], trainer.Trainer.state, iter(range(100))
+    monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), key: f"not the same {next(calls)}"})
+    (result,) = run_rank(problem, str(LAYOUT), None, [None], str(tmp_path))
+    assert [text.partition(" is ")[0] for text in result.not_restored] == [key, key]
+    result.counters = {steps: reference(problem).counters(steps) for steps in result.counters}
+    assert str(compare(reference(problem), [result], LAYOUT).failure).startswith(f"{key} is not the same")
+
+
+def test_counters_that_a_checkpoint_holds_wrongly_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A value that is saved wrongly is restored as it was saved: the reference knows what it must be."""
+    right = trainer.Trainer.state
+    monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), "skipped_in_a_row": 0})
+    result, found = run(PROBLEMS["updates"], tmp_path)
+    assert result.not_restored == [] and found.failure == "skipped_in_a_row is 0 after 2 steps, not 1"
+
+
+def test_checkpoints_are_taken_where_each_counter_is_not_zero():
+    right, problem = reference(PROBLEMS["updates"]), PROBLEMS["updates"]
+    saved = [right.counters(steps) for steps in problem.resumed_at]
+    assert any(each["skipped_in_a_row"] for each in saved) and any(each["loss_scale"]["finite_steps"] for each in saved)
+    assert right.counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
+
+
+def test_a_checkpoint_that_cannot_be_saved_or_is_gone_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Checkpointer, "failed", lambda self: "no space left on device")
+    line = f"verify cannot save its checkpoint in {tmp_path}: no space left on device"
+    with pytest.raises(UserError, match=re.escape(line)):
+        run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(Checkpointer, "save", lambda *arguments, **options: None)
+    with pytest.raises(UserError, match="verify cannot load its checkpoint: there is none in"):
+        run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path / "other"))
+
+
+# --- what is planted is found
+
+
+@pytest.mark.parametrize("name", LOCAL_FAULTS)
+def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
+    result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
+    assert (result.struck == 0) == (name in NEEDS_RANKS)
+    assert found.passed == (name in NEEDS_RANKS), found.failure
+
+
+def test_an_object_is_met_again_only_if_it_is_the_same_one():
+    """Each object is freed before the next is made, whose id would be the same."""
+    strikes = FaultCounter()
+    assert not any(strikes.again([]) for _ in range(50))
+    kept: list[int] = []
+    assert not strikes.again(kept) and strikes.again(kept)
+
+
+def mutant(owner: Any, name: str, wrong: Any) -> Any:
+    return pytest.param(owner, name, wrong, id=f"{getattr(owner, '__name__', owner)}.{name}")
+
+
+def _detached_choice(self: experts.Router, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights_TK, chosen_TK = RIGHT_CHOICE(self, scores_TE)
+    return weights_TK.detach(), chosen_TK
+
+
+def _detached_norm(self: layers.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+    return x * scale.detach() * self.weight
+
+
+RIGHT_CHOICE = experts.Router.choose
+RIGHT_SGD = optimizer.sgd
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        mutant(experts.Router, "choose", _detached_choice),
+        mutant(layers.RMSNorm, "forward", _detached_norm),
+        mutant(trainer.Trainer, "_take_back", lambda self: self.optimizer.restore_step_count(9)),
+        mutant(optimizer, "sgd", lambda *tensors, **options: RIGHT_SGD(*tensors, **options | {"weight_decay": 0.0})),
+    ],
+)
+def test_mathematics_that_no_layout_changes_is_proved_too(
+    owner: Any, name: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The reference shares no module with the engine: a gradient that is cut off is cut off in the engine alone."""
+    mixture = maker("mixtral-8x7b-v0.1")
+    problem = mixture.long() if owner is optimizer else mixture.updates(layers=2)
+    assert run(problem, tmp_path / "right")[1].passed
+    monkeypatch.setattr(owner, name, wrong)
+    assert not run(problem, tmp_path / "wrong")[1].passed
+
+
+# --- the problems are as hard as they claim
+
+
+def test_clipping_is_active_in_one_case_and_not_in_the_other():
+    updates, long = reference(maker().updates()), reference(PROBLEMS["long sequences"])
+    assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
+    assert all(0 < norm < long.problem.training.clip for norm in long.norms)
+
+
+def test_a_step_crosses_the_end_of_an_epoch_and_the_loss_scale_changes():
+    problem = maker().updates()
+    assert 2 * problem.batch < problem.train_sequences < 3 * problem.batch
+    assert len(set(reference(problem).scales)) > 1 and len(set(reference(problem).losses)) == problem.steps
+
+
+@pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
+def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layout: str):
+    problem = maker(layout=Layout.parse(layout)).long()
+    parsed = Layout.parse(layout)
+    piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
+    assert piece > TILE_QUERIES
+    numbers = [shuffled(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    batch = make_sequences(problem, numbers)
+    counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
+    documents = [int(ids.max()) + 1 for ids in counted]
+    assert 1 in documents and max(documents) > 10
+
+
+def test_the_loss_of_the_large_vocabulary_takes_several_chunks():
+    for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
+        problem = maker(layout=layout).loss_chunks()
+        tokens = problem.sequence // layout.cp
+        assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
+
+
+def test_the_references_order_and_learning_rates_are_the_documented_ones():
+    order = SampleOrder(11, 19)
+    assert order.sample(range(60)).tolist() == [shuffled(number, 19, 11) for number in range(60)]
+    for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
+        training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
+        recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).recipe(LAYOUT)
+        for step in range(7):
+            assert learning_rate(step, 7, training) == pytest.approx(trainer.learning_rate(step, recipe.train))
+
+
+def test_every_case_has_a_name_of_its_own():
+    cases: list[Case] = maker().thorough()
+    assert len({case.name for case in cases}) == len(cases) == 7
