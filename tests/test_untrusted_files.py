@@ -117,29 +117,55 @@ def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[
 DIRECT_READS = {
     "untrusted": "is the bounded reader",
     **dict.fromkeys(
-        ("data.chat_template", "model.presets", "plan.devices", "plan.rates", "train.launch_script"),
+        ("data.records.chat_template", "spec.presets", "planner.devices", "planner.rates", "launcher.launch_script"),
         "files of the package",
     ),
     **dict.fromkeys(
-        ("comm.rank_report", "plan.machine_profile", "probe.matmul", "probe.rank", "threads", "train.hosts",
-         "train.memory", "train.started_rank", "train.profile"),
+        (
+            "flight_recorder.rank_report",
+            "planner.machine_profile",
+            "probe.matmul",
+            "probe.rank",
+            "threads",
+            "launcher.hosts",
+            "monitoring.memory",
+            "launcher.started_rank",
+            "monitoring.profile",
+        ),
         "/proc, /sys and caches and traces of its own",
     ),
     **dict.fromkeys(
-        ("train.checkpoint.checkpointer", "train.checkpoint.meeting"),
+        ("checkpoint.checkpointer", "checkpoint.meeting"),
         "files that this run or this machine wrote",
     ),
     **dict.fromkeys(
-        ("data.template_process", "data.template_rendering", "train.device", "train.launcher", "train.module.run",
-         "train.probe_ranks", "train.rank_threads", "train.worker"),
+        (
+            "data.records.template_process",
+            "data.records.template_rendering",
+            "launcher.device",
+            "launcher.launcher",
+            "training.module.run",
+            "probe.ranks",
+            "launcher.rank_threads",
+            "launcher.rank_process",
+        ),
         "JSON between its own processes",
     ),
     **dict.fromkeys(
-        ("data.decontamination", "data.endpoint", "data.exchanges", "data.reading", "data.record_files",
-         "data.segments", "data.special_tokens", "data.tokenizer", "data.tokenizer_kinds"),
+        (
+            "data.cleaning.decontamination",
+            "synthesis.endpoint",
+            "data.records.exchanges",
+            "data.sources.reading",
+            "data.records.record_files",
+            "data.cleaning.segments",
+            "data.tokenizers.special_tokens",
+            "data.tokenizers.tokenizer",
+            "data.tokenizers.kinds",
+        ),
         "documents and records, whose size has its own limits and whose RecursionError is caught; tokenizers' text",
     ),
-}  # fmt: skip
+}
 
 
 def direct_reads(source: str) -> list[int]:
