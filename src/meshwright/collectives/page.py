@@ -86,7 +86,7 @@ def _bytes_axis(sizes: list[float]) -> Axis:
 
 def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
     """List which algorithm is best where, with the sizes at which that changes."""
-    ends = [*((one.size, one.before, show_bytes(one.size)) for one in crossovers)]
+    ends = [(float(one.size), one.before, show_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
     return [

@@ -37,7 +37,7 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone:
     if spans:
         shortest = min(span.end - span.start for span in spans)
         label = max(text_width(span.label, 10.5) for span in spans)
-        needed = round((timeline.end or 1.0) / shortest * (label + 3))
+        needed = round((timeline.end or 1.0) / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     chart.begin(total - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
