@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.monitoring.report import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart, write_report
+from meshwright.monitoring.report import write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -140,7 +140,7 @@ def test_what_people_wrote_is_escaped(tmp_path):
     parsed = Strict(text.removeprefix("<!doctype html>"))
     assert "<script" not in text
     assert parsed.text["pre"].count(bad) == 2 and parsed.text["b"] == bad and parsed.text["td"].count(bad) == 1
-    assert parsed.text["title"] == "a<b>&c" and parsed.text["h1"] == "Run a<b>&c"
+    assert parsed.text["title"].startswith("a<b>&c") and parsed.text["h1"] == "Run a<b>&c"
 
 
 @pytest.mark.parametrize(
@@ -175,45 +175,15 @@ def polylines(svg: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-def test_a_chart_holds_its_points_where_they_belong():
-    points = [(10.0, 4.0), (20.0, 1.0), (40.0, 2.0)]
-    svg = line_chart([("a", "#000", points), ("b", "#111", [(30.0, 3.0)])], "nats")
-    first, second = polylines(svg)
-    assert [x for x, _ in first] == pytest.approx(
-        [LEFT + part * (WIDTH - LEFT - RIGHT) for part in (0, 1 / 3, 1)], abs=0.1
-    )
-    margin = 0.04 * 3  # above and below
-
-    def height(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - (1 - margin)) / (3 + 2 * margin) * (HEIGHT - BOTTOM - TOP)
-
-    assert [y for _, y in first] == pytest.approx([height(4), height(1), height(2)], abs=0.1)
-    assert second == [
-        (pytest.approx(LEFT + 2 / 3 * (WIDTH - LEFT - RIGHT), abs=0.1), pytest.approx(height(3), abs=0.1))
-    ]
-    assert min(y for _, y in first) >= TOP and max(y for _, y in first) <= HEIGHT - BOTTOM
-
-
-def test_the_axis_has_round_numbers_at_their_heights():
-    svg = line_chart([("a", "#000", [(0.0, 0.0), (100.0, 10.0)])], "unit", from_zero=True)
-    texts = list(ElementTree.fromstring(svg).iter("text"))
-    heights = {text.text: float(text.get("y")) - 4 for text in texts if text.get("x") == str(LEFT - 8)}
-    across = {text.text: float(text.get("x")) for text in texts if text.get("text-anchor") == "middle"}
-    assert set(heights) == {"0", "5", "10"} and {"0", "20", "100"} <= set(across)
-    (((left, low), (right, high)),) = polylines(svg)
-    assert (heights["0"], heights["10"]) == (pytest.approx(low, abs=0.1), pytest.approx(high, abs=0.1))
-    assert (across["0"], across["100"]) == (pytest.approx(left, abs=0.1), pytest.approx(right, abs=0.1))
-
-
 def test_a_long_run_keeps_its_shape_in_a_page_of_bounded_size(tmp_path):
     lines = [step(n, 2.0 + math.sin(n / 5000) + (8.0 if n == 31_234 else 0.0)) for n in range(1, 60_001)]
     directory = run_directory(tmp_path / "run", lines)
     text = page(directory)
     assert len(text) < 400_000
     training = polylines(re.findall(r"<svg.*?</svg>", text, re.S)[0])[0]
-    assert training[0][0] == LEFT and training[-1][0] == WIDTH - RIGHT
+    left, right = training[0][0], training[-1][0]
     spike = min(training, key=lambda point: point[1])
-    assert spike[0] == pytest.approx(LEFT + 31_234 / 60_000 * (WIDTH - LEFT - RIGHT), abs=1.0)  # it is still there
+    assert spike[0] == pytest.approx(left + 31_234 / 60_000 * (right - left), abs=1.0)  # it is still there
 
 
 def test_a_directory_without_a_run_is_told_so(tmp_path):

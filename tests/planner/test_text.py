@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from meshwright.cli.main import meshwright
 from meshwright.planner.estimate import evaluate
 from meshwright.planner.explain import busiest, explain
-from meshwright.planner.pictures import Axis
 from meshwright.planner.text import Unit, around, explain_text, wrapped
 
 REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")
@@ -82,14 +81,3 @@ def test_a_time_has_its_bounds_beside_it():
     one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
     time = one.time
     assert around(one.problem, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(1.59, 8.65), (150, 326), (30e6, 12e9), (0.007, 0.0071), (5, 800), (0.1, 9e6)]
-)
-def test_an_axis_has_some_round_numbers_within_it(low: float, high: float):
-    axis = Axis.over([low, high], 100, 900)
-    ticks = list(axis.ticks())
-    assert 2 <= len(ticks) <= 14 and ticks == sorted(ticks)
-    assert all(axis.low <= tick <= axis.high for tick in ticks)
-    assert axis.at(axis.low) == 100 and axis.at(axis.high) == pytest.approx(900) and 100 < axis.at(low) < axis.at(high)

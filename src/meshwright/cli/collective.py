@@ -122,7 +122,7 @@ def command(
         document = report.document()
         parts = [report.summary()]
         if text:
-            from meshwright.program.buffers import draw_buffers_text
+            from meshwright.draw.buffers_text import draw_buffers_text
 
             document["drawing"] = draw_buffers_text(report.checked)
             parts.append(document["drawing"])

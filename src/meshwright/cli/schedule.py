@@ -119,13 +119,13 @@ def command(
         if svg or html or trace or text:
             timeline = report.timeline()
         if svg:
-            from meshwright.program.gantt import draw_svg
+            from meshwright.draw.gantt import draw_svg
 
             write_file(svg, draw_svg(timeline))
         if html:
-            from meshwright.program.gantt import draw_html
+            from meshwright.draw.gantt import draw_page
 
-            write_file(html, draw_html(timeline, report.table(), "; ".join(report.summary().splitlines()[1:])))
+            write_file(html, draw_page(timeline, report.table(), "; ".join(report.summary().splitlines()[1:])))
         if trace:
             from meshwright.program.trace import trace_events
 
@@ -134,7 +134,7 @@ def command(
         if program_file and program_text and not printed:
             write_file(program_file, program_text)
         if text:
-            from meshwright.program.gantt_text import draw_text
+            from meshwright.draw.gantt_text import draw_text
 
             width = shutil.get_terminal_size((120, 24)).columns
             document["drawing"] = draw_text(timeline, width)

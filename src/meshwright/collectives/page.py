@@ -1,27 +1,25 @@
-"""The page of `meshwright collective --html`: figures, time over size for all algorithms, buffers round by round."""
+"""The picture and the page of `meshwright collective`: figures, time over size for all algorithms, buffers by round."""
 
 from __future__ import annotations
 
 import math
-from html import escape
 
-from meshwright.collectives.crossover import LARGEST, SMALLEST, Curves, draw_crossovers
-from meshwright.collectives.quantities import show_seconds
+from meshwright.collectives.crossover import LARGEST, SMALLEST, Crossover, Curves
+from meshwright.collectives.quantities import show_bytes, show_seconds
 from meshwright.collectives.report import Report, crossover_line
+from meshwright.draw.axis import Axis
+from meshwright.draw.buffers import draw_buffers
+from meshwright.draw.line_chart import Band, Mark, Plot, Series
+from meshwright.draw.markup import Markup, element
+from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
-from meshwright.program.buffers import draw_buffers_html
 
 _FEW_RANKS = 16  # up to which every algorithm is followed to the end, however slow
-_STYLE = """
-.figures { border-collapse: collapse; margin: 12px 0 } .figures td, .figures th { padding: 2px 18px 2px 0;
-  text-align: left } .figures td.number { text-align: right; font-variant-numeric: tabular-nums }
-.figures th { color: var(--dim); font-weight: 500 } h2.part { font-size: 18px; margin: 26px 0 6px }
-.wide { overflow-x: auto; margin: 18px 0 }
-"""
+_COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink", "grey", "silver")
 
 
 def draw_picture(report: Report) -> str:
-    """Time over size for every algorithm of the operation on the report's network, as an SVG of its own."""
+    """Return time over size for every algorithm of the operation on the report's network, as an SVG of its own."""
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
     asked = report.total_bytes
@@ -32,42 +30,101 @@ def draw_picture(report: Report) -> str:
     return draw_crossovers(curves, curves.crossovers(), asked or None, named)
 
 
+def draw_crossovers(
+    curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
+) -> str:
+    """Return time over size, both logarithmic, as one SVG: the algorithms that are best somewhere in colour, the others
+    thin, the lower bound dashed, each named where it ends; below, which is best where.
+
+    asked: a size to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its
+    curve stands out if there is one (a program from a file has none).
+    """
+    names = [curves.best(0), *(crossover.after for crossover in crossovers)]
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
+    wanted = named[0] if named else ""
+    rest = [name for name in curves.seconds if name not in colours and name != wanted]
+    series = [Series(name, _points(curves, name), "dim", "thin") for name in rest]
+    if wanted in curves.seconds and wanted not in colours:
+        series.append(Series(wanted, _points(curves, wanted), "ink", "named"))
+    series += [Series(name, _points(curves, name), colour, "thick") for name, colour in colours.items()]
+    series.append(Series("lower bound", [*zip(curves.sizes, curves.bound, strict=True)], "ink", "dashed"))
+    values = [value for one in series for _, value in one.points if value > 0] + ([named[1]] if asked and named else [])
+    network = curves.chooser.network
+    plot = Plot(_bytes_axis(curves.sizes), _seconds_axis([value for value in values if value > 0]), 810, 476, top=46)
+    title = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
+    plot.picture.text(plot.left, 20, title, class_="title")
+    plot.picture.text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
+    for one in series:
+        plot.draw_line(one)
+    plot.draw_names(series)
+    plot.draw_bands("best", _bands(curves, crossovers, colours))
+    if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
+        takes = f": {named[0]} takes {show_seconds(named[1])}" if named and named[1] > 0 else ""
+        plot.draw_mark(Mark(asked, show_bytes(asked) + takes, named[1] if named and takes else None))
+    return plot.picture.svg(1000, 560, title, alone=True)
+
+
+def _points(curves: Curves, name: str) -> list[tuple[float, float]]:
+    """List (bytes, seconds) as far as the algorithm was followed."""
+    pairs = zip(curves.sizes, curves.seconds[name], strict=True)
+    return [pair for pair in pairs if math.isfinite(pair[1])]
+
+
+def _seconds_axis(values: list[float]) -> Axis:
+    low, high = min(values, default=1.0) * 0.83, max(values, default=1.0) * 1.2
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    ticks = [(10.0**power, show_seconds(10.0**power * (1 + 1e-12))) for power in powers]
+    return Axis(low, high, ticks, logarithmic=True)
+
+
+def _bytes_axis(sizes: list[float]) -> Axis:
+    first, last = math.log2(sizes[0]), math.log2(sizes[-1])
+    step = 2 if last - first <= 24 else 4
+    powers = range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step)
+    return Axis(sizes[0], sizes[-1], [(2.0**power, show_bytes(2.0**power)) for power in powers], logarithmic=True)
+
+
+def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
+    """List which algorithm is best where, with the sizes at which that changes."""
+    ends = [(float(one.size), one.before, show_bytes(one.size)) for one in crossovers]
+    ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
+    starts = [curves.sizes[0], *(one.size for one in crossovers)]
+    return [
+        Band(end, name, f"{name} from {show_bytes(start)} to {show_bytes(end)}", colours[name], until)
+        for start, (end, name, until) in zip(starts, ends, strict=True)
+    ]
+
+
 def draw_page(report: Report, picture: str) -> str:
-    """A page that needs nothing but itself. The buffers are left out, and that is said, where they are too large."""
+    """Return the page. The buffers are left out, and that is said, where they are too large."""
+    program = report.checked.program
     try:
-        drawing = draw_buffers_html(report.checked)
-        style, body = _between(drawing, "<style>", "</style>"), _between(drawing, "<body>", "</body>")
-        buffers = f'<h2 class="part">Round by round</h2>\n{body.replace("<h1>", "<h2>").replace("</h1>", "</h2>")}'
+        subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"
+        buffers = [element("h2", "Round by round: ", subject), draw_buffers(report.checked)]
     except UserError as error:
-        style, buffers = "", f"<p>The buffers are not drawn: {escape(str(error))}</p>"
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in report.rows())
-    parts = [f"<h1>{escape(report.title())}</h1>", f'<table class="figures">{rows}</table>']
+        buffers = [paragraph(f"The buffers are not drawn: {error}")]
+    choice = []
     if report.choice is not None:
-        parts.append(f'<h2 class="part">The choice</h2>\n<p>{escape(report.choice.reason)}.</p>')
-        parts.append(_ranking(report))
-    if report.crossovers is not None:
-        parts.append(f"<p>C{escape(crossover_line(report.crossovers)[1:])}.</p>")
-    parts += [f'<h2 class="part">Time over size</h2>\n<div class="wide">{picture}</div>', buffers]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark">\n<title>{escape(report.title())}</title>\n<style>{style}{_STYLE}</style></head>\n'
-        f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
+        choice = [element("h2", "The choice"), paragraph(report.choice.reason, "."), _ranking(report)]
+    return page(
+        report.title(),
+        element("h1", report.title()),
+        table((), report.rows()),
+        choice,
+        None if report.crossovers is None else paragraph("C", crossover_line(report.crossovers)[1:], "."),
+        element("h2", "Time over size"),
+        element("div", Markup(picture), class_="wide"),
+        buffers,
     )
 
 
-def _ranking(report: Report) -> str:
+def _ranking(report: Report) -> Markup:
     assert report.choice is not None
-    head = "".join(f"<th>{word}</th>" for word in ("algorithm", "settings", "simulated", "closed form"))
-    rows = []
-    for one in report.choice.ranking:
-        form = "–" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds)
-        rows.append(
-            f"<tr><td>{escape(one.algorithm)}</td><td>{escape(one.settings.describe())}</td>"
-            f'<td class="number">{show_seconds(one.seconds)}</td><td class="number">{form}</td></tr>'
+    rows = [
+        (
+            one.algorithm, one.settings.describe(), show_seconds(one.seconds),
+            "–" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds),
         )
-    return f'<table class="figures"><tr>{head}</tr>\n{"".join(rows)}</table>'
-
-
-def _between(text: str, start: str, end: str) -> str:
-    return text.partition(start)[2].partition(end)[0]
+        for one in report.choice.ranking
+    ]  # fmt: skip
+    return table(("algorithm", "settings", "simulated", "closed form"), rows)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.draw.axis import linear_axis
+from meshwright.draw.line_chart import Series, draw_lines
+from meshwright.draw.markup import Content, Markup, element
+from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
-
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 280, 64, 40, 16, 16
-BUCKETS = 720  # of a curve with more than twice as many points: one for each column of the chart
-
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:800px;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
-table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums}
-pre{background:#f5f6f8;padding:.8rem;overflow-x:auto;border-radius:4px;font-size:13px}
-svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:#57606a}
-.muted{color:#57606a}
-"""
 
 
 def write_report(
@@ -50,14 +39,14 @@ def write_report(
         check_evaluation(evaluation)
     if sample is not None:
         check_sample(sample)
-    page = run_directory / "report.html"
+    path = run_directory / "report.html"
     name = run_directory.resolve().name
     try:
         text = _page(name, lines, result, recipe, evaluation, sample)
-        page.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a character
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{page} cannot be written: {(error.strerror or str(error)).lower()}") from None
-    return page
+        raise UserError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+    return path
 
 
 def _page(
@@ -72,34 +61,27 @@ def _page(
     validation = [(line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
     work = _work(lines)
     rate = [(line["step"], line[f"{work}_per_second"]) for line in lines]
-    parts = [
-        f"<h1>Run {html.escape(name)}</h1>",
+    losses = [Series("training", training, "pale"), Series("training, smoothed", _smooth(training), "blue", dots=True)]
+    if validation:
+        losses.append(Series("validation", validation, "orange", dots=True))
+    parts: list[Content] = [
+        element("h1", f"Run {name}"),
         _summary(lines, result),
-        "<h2>Loss</h2>",
-        line_chart(
-            [("training", "#9ec5f4", training), ("training, smoothed", "#0b63ce", _smooth(training))]
-            + ([("validation", "#d1570a", validation)] if validation else []),
-            "nats per token" if work == "tokens" else "loss",
-        ),
-        "<h2>Throughput</h2>",
-        line_chart([(f"{work} per second", "#2f855a", rate)], f"{work} per second", from_zero=True),
+        element("h2", "Loss"),
+        step_chart(losses, "nats per token" if work == "tokens" else "loss"),
+        element("h2", "Throughput"),
+        step_chart([Series(f"{work} per second", rate, "green", dots=True)], f"{work} per second", from_zero=True),
     ]
     if rows := _compared_rows(result):
-        parts += ["<h2>Predicted and measured</h2>", _comparison(rows)]
+        parts += [element("h2", "Predicted and measured"), table(("", "predicted", "measured"), rows)]
     if evaluation:
-        parts += ["<h2>Held-out files</h2>", _table(_evaluation_rows(evaluation))]
+        parts += [element("h2", "Held-out files"), table((), _evaluation_rows(evaluation))]
     if sample:
-        parts += [
-            "<h2>Sample</h2>",
-            f"<pre><b>{html.escape(sample['prompt'])}</b>{html.escape(sample['text'])}</pre>",
-        ]
+        text = element("pre", element("b", sample["prompt"]), sample["text"])
+        parts += [element("h2", "Sample"), text]
     if recipe:
-        parts += ["<h2>Recipe</h2>", f"<pre>{html.escape(recipe)}</pre>"]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>{"".join(parts)}'
-        "</body></html>\n"
-    )
+        parts += [element("h2", "Recipe"), element("pre", recipe)]
+    return page(name, *parts, narrow=True)
 
 
 def _work(lines: list[dict[str, Any]]) -> str:
@@ -107,7 +89,7 @@ def _work(lines: list[dict[str, Any]]) -> str:
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
 
-def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
+def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
     work = _work(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
@@ -131,7 +113,7 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
         rows.append(("FLOP convention", result["flops_convention"]))
     if result.get("skipped_steps"):
         rows.append(("skipped steps", str(result["skipped_steps"])))
-    return _table(rows)
+    return table((), rows)
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -175,14 +157,6 @@ def _size(size: int | None) -> str:
     return "" if size is None else f"{size:,} B"
 
 
-def _comparison(rows: Sequence[tuple[str, str, str]]) -> str:
-    cells = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(before)}</td><td>{html.escape(after)}</td></tr>"
-        for name, before, after in rows
-    )
-    return f"<table><tr><th></th><th>predicted</th><th>measured</th></tr>{cells}</table>"
-
-
 def _share_of_peak(result: dict[str, Any]) -> str:
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
 
@@ -200,11 +174,6 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-    return f"<table>{cells}</table>"
-
-
 def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
@@ -218,67 +187,15 @@ def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tupl
     return smoothed
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most twice `BUCKETS` points that look the same: the lowest and the highest of every bucket, both ends."""
-    if len(points) <= 2 * BUCKETS:
-        return points
-    kept = {0, len(points) - 1}
-    for bucket in range(BUCKETS - 1):
-        places = range(len(points) * bucket // (BUCKETS - 1), len(points) * (bucket + 1) // (BUCKETS - 1))
-        kept |= {choose(places, key=lambda index: points[index][1]) for choose in (min, max)}
-    return [points[index] for index in sorted(kept)]
-
-
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) covering [low, high]."""
-    span = max(high - low, 1e-9)
-    raw = span / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def line_chart(series: list[tuple[str, str, list[tuple[float, float]]]], unit: str, *, from_zero: bool = False) -> str:
-    """An SVG line chart; `series` is (name, colour, points), x is the step."""
-    series = [(name, colour, _thinned(some)) for name, colour, some in series if some]
-    points = [point for _, _, some in series for point in some]
+def step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False) -> Markup:
+    """Return a line chart over the steps. unit: of the values; from_zero: the axis of values begins at 0."""
+    points = [point for one in series for point in one.points]
     if not points:
-        return "<p>No finite values.</p>"
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = (0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points)
-    margin = 0.04 * (y_high - y_low or max(1.0, abs(y_high)))
-    y_low, y_high = (y_low if from_zero else y_low - margin), y_high + margin
-    x_high = x_high if x_high > x_low else x_low + 1
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        return across, HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - BOTTOM - TOP)
-
-    drawn = []
-    for tick in _ticks(y_low, y_high):
-        _, y = place(x_low, tick)
-        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e7eb"/>')
-        drawn.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
-    for tick in _ticks(x_low, x_high, 8):
-        x, _ = place(tick, y_low)
-        drawn.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:,.6g}</text>')
-    for _, colour, some in series:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in some))
-        marker = (
-            "".join(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
-                for x, y in (place(*point) for point in some)
-            )
-            if len(some) <= 40
-            else ""
-        )
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>{marker}')
-    legend, at = [], LEFT
-    for name, colour, _ in series:
-        legend.append(f'<rect x="{at}" y="{HEIGHT - 12}" width="12" height="4" fill="{colour}"/>')
-        legend.append(f'<text x="{at + 18}" y="{HEIGHT - 6}">{html.escape(name)}</text>')
-        at += 40 + 7 * len(name)
-    title = f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">step; {html.escape(unit)}</text>'
-    label = html.escape(unit)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn + legend)}{title}</svg>'
+        return paragraph("No finite values.")
+    steps, values = ([point[at] for point in points] for at in (0, 1))
+    low = 0.0 if from_zero else min(values)
+    across = linear_axis(min(steps), max(steps), most=8)
+    return draw_lines(
+        across, linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
+        [one for one in series if one.points],
+    )  # fmt: skip

@@ -1,17 +1,19 @@
-"""The page of a plan: the best layouts, memory against time, time by part, the memory bill of each stage, the pipeline.
-One file, nothing to download, readable by day and by night."""
+"""The page of a plan: best layouts, memory against time, time by part, the memory bill of each stage, the pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
+from meshwright.draw import page as draw
+from meshwright.draw.gantt import draw_overview, draw_svg
+from meshwright.draw.markup import Content, Markup, element
+from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.memory import RankMemory, by_layers, memory_of, unlike_ranks
 from meshwright.planner.nearest import Nearest
-from meshwright.planner.pictures import STYLE, cloud, memory_bars, time_bar
+from meshwright.planner.pictures import cloud, memory_bars, time_bar
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.search import Found
 from meshwright.planner.space import Problem
@@ -26,17 +28,10 @@ from meshwright.planner.text import (
     there,
     undecided_text,
 )
-from meshwright.program.gantt import PAGE_STYLE, draw_overview, draw_svg
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import pipeline_timeline
 from meshwright.spec.refuse import refuse
 
-PAGE = """
-h2 { font-size: 17px; margin: 28px 0 6px } .muted { color: #666 } td.words, th.words { text-align: left }
-th, td.name { white-space: nowrap } td { vertical-align: top } td.words { min-width: 6em }
-svg { max-width: 100%; height: auto } .wide svg { max-width: none }
-@media (prefers-color-scheme: dark) { .muted { color: #9aa3ad } }
-"""
 MOST_RANKS = 64
 """Ranks of a pipeline whose memory is drawn: of more, those that differ."""
 MOST_STEPS = 1500
@@ -49,31 +44,26 @@ def page(
 ) -> str:
     """The whole page. least: where nothing fits."""
     name, _, rest = headline(problem, model).partition(": ")
-    parts = [f"<h1>{escape(name)}</h1>", f'<p class="muted">{escape(rest)}</p>']
+    parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
     if found is not None:
         parts += _search(found, least)
     for one in [*best, *([least.least] if least else [])][:1]:
         parts += _layout(one)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>plan of {escape(model)}</title>'
-        f'<meta name="color-scheme" content="light dark"><style>{PAGE_STYLE}{STYLE}{PAGE}</style></head><body>\n'
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
+    return draw.page(f"plan of {model}", *parts)
 
 
-def _search(found: Found, least: Nearest | None) -> Iterator[str]:
+def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
     if found.best:
-        yield f"<h2>The best of {found.searched:,} layouts</h2>"
+        yield element("h2", f"The best of {found.searched:,} layouts")
         yield _best(found)
     else:
-        yield f"<h2>None of {found.searched:,} layouts fits</h2>"
+        yield element("h2", f"None of {found.searched:,} layouts fits")
         if least is not None:
-            yield f"<p>The one that needs the least memory follows. {escape(nearest_line(least))}</p>"
+            yield paragraph(f"The one that needs the least memory follows. {nearest_line(least)}")
     if found.undecided:
-        yield f"<p>{undecided_text(found)}</p>"
+        yield paragraph(undecided_text(found))
     if found.advice and found.best:
-        yield "<h2>Faster, but too large</h2>"
+        yield element("h2", "Faster, but too large")
         larger = [
             (
                 str(one.layout), around(found.problem, one.seconds), Unit.of(one.bytes).say(one.bytes),
@@ -82,12 +72,12 @@ def _search(found: Found, least: Nearest | None) -> Iterator[str]:
             )
             for one in found.advice
         ]  # fmt: skip
-        yield _table(("layout", "a step", "memory", "would fit with"), larger)
-    yield "<h2>Memory against time</h2>"
+        yield table(("layout", "a step", "memory", "would fit with"), larger)
+    yield element("h2", "Memory against time")
     yield cloud(found, found.best or ([least.least] if least else []))
 
 
-def _best(found: Found) -> str:
+def _best(found: Found) -> Markup:
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
     rows = [
@@ -97,39 +87,39 @@ def _best(found: Found) -> str:
         )
         for one, why in zip(found.best, found.reasons, strict=True)
     ]  # fmt: skip
-    return _table((*head, "compared with the first"), rows)
+    return table((*head, "compared with the first"), rows)
 
 
-def _layout(one: Estimate) -> Iterator[str]:
+def _layout(one: Estimate) -> Iterator[Markup]:
     time, problem, room = one.time, one.problem, one.problem.cluster.device.memory_bytes
-    yield f"<h2>{escape(str(one.layout))}</h2>"
-    yield (
-        f"<p>{time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
-        f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {one.mfu:.1%}</p>"
+    yield element("h2", str(one.layout))
+    yield paragraph(
+        f"{time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {one.mfu:.1%}"
     )
     for line in one.warnings:
-        yield f"<p>warning: {escape(line)}</p>"
-    yield "<h2>Time by part</h2>"
+        yield paragraph(f"warning: {line}")
+    yield element("h2", "Time by part")
     yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
-    yield "<h2>Memory of each stage</h2>"
+    yield element("h2", "Memory of each stage")
     places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else unlike_ranks(problem, one.layout)
     ranks = [memory_of(problem, one.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
     )
     if one.layout.pp > len(ranks):
-        yield (
-            '<p class="muted">Of ranks of pp with the same layers the first and the last are shown: '
-            "the others are between them.</p>"
+        yield paragraph(
+            "Of ranks of pp with the same layers the first and the last are shown: the others are between them.",
+            muted=True,
         )
     yield _categories(ranks)
     if one.layout.pp > 1:
-        yield "<h2>The pipeline</h2>"
+        yield element("h2", "The pipeline")
         yield from _pipeline(one)
     yield from _bill(one.memory)
 
 
-def _categories(ranks: Sequence[RankMemory]) -> str:
+def _categories(ranks: Sequence[RankMemory]) -> Markup:
     """The figures of the bars; of many ranks those of the fullest and the emptiest."""
     shown = list(ranks)
     if len(shown) > 8:
@@ -144,15 +134,15 @@ def _categories(ranks: Sequence[RankMemory]) -> str:
         )
         for rank in shown
     ]  # fmt: skip
-    return _table((f"{unit.name} of rank", *named, "together", "fullest at"), rows)
+    return table((f"{unit.name} of rank", *named, "together", "fullest at"), rows)
 
 
 def _device(rank: RankMemory) -> int:
     return rank.device_bytes
 
 
-def _bill(memory: RankMemory) -> Iterator[str]:
-    yield f"<h2>What fills rank {memory.pp_rank} of pp at {escape(memory.moment)}</h2>"
+def _bill(memory: RankMemory) -> Iterator[Markup]:
+    yield element("h2", f"What fills rank {memory.pp_rank} of pp at {memory.moment}")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = by_layers(memory.items)
     rows = [
@@ -165,10 +155,10 @@ def _bill(memory: RankMemory) -> Iterator[str]:
     ]  # fmt: skip
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
     rows.append((f"{len(items) - len(rows)} smaller ones", "", "", "", unit.number(rest), "", ""))
-    yield _table(("tensor", "category", "shape", "type", unit.name, "stage", "there"), rows)
+    yield table(("tensor", "category", "shape", "type", unit.name, "stage", "there"), rows)
 
 
-def _pipeline(one: Estimate) -> Iterator[str]:
+def _pipeline(one: Estimate) -> Iterator[Markup]:
     problem, layout = one.problem, one.layout
     short = _shortened(one)
     program, durations = durations_of(
@@ -184,11 +174,11 @@ def _pipeline(one: Estimate) -> Iterator[str]:
     )
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = pipeline_timeline(program, simulate_pipeline(program, durations))
-    yield f'<p class="muted">Seconds from the first forward on{many}.</p>'
+    yield paragraph(f"Seconds from the first forward on{many}.", muted=True)
     yield draw_overview(timeline)
     if len(timeline.spans) <= MOST_STEPS:
-        drawn = draw_svg(timeline, title=False)
-        yield f'<details><summary>Step by step</summary><div class="wide">{drawn}</div></details>'
+        drawn = element("div", draw_svg(timeline, alone=False), class_="wide")
+        yield element("details", element("summary", "Step by step"), drawn)
 
 
 def _shortened(one: Estimate) -> Layout:
@@ -206,18 +196,3 @@ def _shortened(one: Estimate) -> Layout:
             break
         return short
     return layout.with_(micro_batches=min(layout.micro_batches, 2 * layout.pp))  # what every schedule takes
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    words = [any(c.isalpha() for row in rows for c in row[at]) for at in range(len(head))]
-    kinds = [' class="words"' if word else "" for word in words]
-    kinds[0] = ' class="words name"'
-    body = ""
-    for row in rows:
-        cells = (f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-        body += f"<tr>{''.join(cells)}</tr>\n"
-    return (
-        '<div class="wide"><table><tr>'
-        + "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(head, kinds, strict=True))
-        + f"</tr>\n{body}</table></div>"
-    )

@@ -1,23 +1,19 @@
-"""Teaching drawings of collective programs as textbooks print them: a0 -> a0+b0 -> a0+b0+c0 ... (the text; the page is
-drawn by `buffers_html`)."""
+"""The buffers of all ranks round by round as text, as textbooks print them: a0 -> a0+b0 -> a0+b0+c0 ..."""
 
 from __future__ import annotations
 
 import textwrap
 
 from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, frames, legend, slot_title
-from meshwright.program.buffers_html import draw_buffers_html
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import CollectiveProgram
-
-__all__ = ["draw_buffers_html", "draw_buffers_text"]
 
 _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """One table a round: a line a rank, a column a slot, brackets around what the round wrote, and above it who sent
-    what to whom. last_rounds: draw only so many rounds from the end. Raises `UserError` if it is too large to draw."""
+    """Return one table a round: a line a rank, a column a slot, brackets around what the round wrote, and above it who
+    sent what to whom. last_rounds: draw only so many rounds from the end. Raises `UserError` if it is too large."""
     program, drawn = checked.program, frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {legend(program)}"]
     if last_rounds is not None and last_rounds < checked.rounds:

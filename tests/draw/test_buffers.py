@@ -9,9 +9,10 @@ from itertools import pairwise
 
 import pytest
 
+from meshwright.draw.buffers import draw_buffers
+from meshwright.draw.buffers_text import draw_buffers_text
 from meshwright.errors import UserError
 from meshwright.program.buffer_frames import Frame, frames, label
-from meshwright.program.buffers import draw_buffers_html, draw_buffers_text
 from meshwright.program.check_collective import check_collective
 from meshwright.program.collective import Steps
 from tests.program.example_collectives import all_to_one_and_back, programs, ring, star_barrier
@@ -143,9 +144,9 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_stands_alone_and_shows_every_cell() -> None:
+def test_the_pictures_stand_alone_and_show_every_cell() -> None:
     program = dataclasses.replace(ring(5), algorithm="<ring> & more")
-    page = draw_buffers_html(check_collective(program))
+    page = draw_buffers(check_collective(program))
     tags = Tags()
     tags.feed(page)
     assert tags.open == [] and tags.elsewhere == []
@@ -157,7 +158,6 @@ def test_the_page_stands_alone_and_shows_every_cell() -> None:
     assert {"parts-c", "parts-bc", "parts-abcde"} <= set(there)
     assert page.count('class="whole') + page.count('class="part') == 9 * 25
     assert page.count('class="head"') == 8 * 5
-    assert "prefers-color-scheme: dark" in page
     assert page.count(">Σ4</text>") == sum(
         row.count("Σ4") for f in frames(check_collective(program)) for row in shown(f)
     )
@@ -165,13 +165,13 @@ def test_the_page_stands_alone_and_shows_every_cell() -> None:
 
 @pytest.mark.parametrize(("ranks", "message"), [(17, "17 ranks, and a picture has room for 16"), (40, "40 ranks")])
 def test_too_large_a_program_is_not_drawn_but_named(ranks: int, message: str) -> None:
-    for draw in (draw_buffers_text, draw_buffers_html):
+    for draw in (draw_buffers_text, draw_buffers):
         with pytest.raises(UserError, match=message):
             draw(check_collective(ring(ranks)))
 
 
-def test_programs_of_every_operation_can_be_drawn_as_a_page() -> None:
+def test_programs_of_every_operation_can_be_drawn() -> None:
     for program in {program.operation: program for program in programs()}.values():
         tags = Tags()
-        tags.feed(draw_buffers_html(check_collective(program)))
+        tags.feed(draw_buffers(check_collective(program)))
         assert tags.open == []

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from meshwright.draw.gantt import COLOURS, draw_overview, draw_page, draw_svg
+from meshwright.draw.gantt_text import draw_text
+from meshwright.draw.text_width import text_width
 from meshwright.program.collective import Builder as CollectiveBuilder
-from meshwright.program.gantt import COLOURS, draw_html, draw_svg
-from meshwright.program.gantt_text import draw_text
 from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
 from meshwright.program.timeline import Span, Timeline, collective_timeline, pipeline_timeline
 from meshwright.program.trace import trace_events
@@ -127,7 +128,7 @@ def test_the_strip_below_a_row_is_as_high_as_what_is_held_and_steps_when_that_ch
 @pytest.mark.parametrize("end", [0.013, 1.0, 7.0, 96.5, 12_345.0])
 def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
     picture = ET.fromstring(draw_svg(Timeline("axis", ("rank 0",), [Span(0, 0.0, end, "forward", "F0", "F0")])))
-    ticks = [t for t in picture.iter(f"{SVG}text") if t.get("text-anchor") == "middle" and t.get("class") == "muted"]
+    ticks = [t for t in picture.iter(f"{SVG}text") if "tick" in t.get("class", "")]
     times, places = (
         [float(value or 0) for value in values] for values in ([t.text for t in ticks], [t.get("x") for t in ticks])
     )
@@ -139,10 +140,31 @@ def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
 
 
 def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
-    page = draw_html(timeline, table=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
+    page = draw_page(timeline, rows=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
     assert not re.search(r"(src|href)=|@import|url\(", page)
     assert "&lt;1&gt;" in page and "a &amp; b" in page
     assert page.count(timeline.title) == 3  # head, heading, the picture's label
+
+
+def test_an_overview_shows_every_step_within_its_width(timeline: Timeline):
+    picture = ET.fromstring(draw_overview(timeline, width=600))
+    paths = "".join(path.get("d", "") for path in picture.iter("path"))
+    boxes = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", paths)
+    assert len(boxes) == len(timeline.spans)
+    assert max(float(x) + float(width) for x, width in boxes) <= float(picture.get("width", 0))
+
+
+def test_notes_beside_the_rows_are_not_cut_off(timeline: Timeline):
+    picture = ET.fromstring(draw_svg(timeline))
+    for note in (text for text in picture.iter(f"{SVG}text") if (text.text or "").startswith("idle")):
+        assert float(note.get("x", 0)) + text_width(note.text or "") <= float(picture.get("width", 0))
+
+
+def test_a_name_from_a_file_cannot_spoil_the_picture():
+    span = Span(0, 0.0, 1.0, "forward", "F0", '</title><script>"x"')
+    svg = draw_svg(Timeline("<b>\x00\x1b[2J", ("rank 0",), [span]))
+    picture = ET.fromstring(svg)
+    assert "<script" not in svg and picture.get("aria-label") == "<b>\u2400\u241b[2J"
 
 
 def test_text_has_a_line_a_rank_with_steps_at_their_times(timeline: Timeline):

@@ -1,0 +1,76 @@
+"""Bar charts: bars of parts, and groups of bars side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.draw.axis import Axis, linear_axis
+from meshwright.draw.line_chart import Plot
+from meshwright.draw.markup import Markup
+from meshwright.draw.picture import Picture, paint
+from meshwright.draw.text_width import text_width
+
+WIDTH = 900
+FAR = 8
+"""A limit more than so many times the longest bar is written, not drawn."""
+
+
+def draw_stacked_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    show: Callable[[float], str],
+    label: str,
+    limit: tuple[float, str] | None = None,
+) -> Markup:
+    """Return a horizontal bar for each of `rows` (name, size of each part), its total (as `show` writes it) beside it.
+
+    colours: of the parts, names of the style sheet. limit: a size to compare with, and its words: a line across.
+    """
+    picture = Picture()
+    totals = [sum(parts.values()) for _, parts in rows]
+    largest = max(totals)
+    most = max(largest, limit[0]) if limit and limit[0] <= FAR * largest else largest
+    left = 4 + max(text_width(name) for name, _ in rows) + 8 * any(name for name, _ in rows)
+    scale = (WIDTH - left - 14 - max(text_width(show(total)) for total in totals)) / most
+    pitch = 30 if len(rows) <= 16 else 20 if len(rows) <= 40 else 12
+    height = len(rows) * pitch + (26 if limit else 0)
+    line = left + limit[0] * scale if limit else -1.0
+    for number, ((name, parts), total) in enumerate(zip(rows, totals, strict=True)):
+        x, y = left, number * pitch + 4
+        for part, size in parts.items():
+            if size > 0:
+                width, title = size * scale, f"{part}: {show(size)}"
+                style, thickness = f"fill:{paint(colours[part])}", pitch - min(9, pitch // 4)
+                picture.add("rect", title=title, x=x, y=y, width=max(width, 0.5), height=thickness, style=style)
+                x += width
+        if number % -(-14 // pitch) == 0:
+            picture.text(4, round(y + pitch / 2 + 1), name)
+            # Beside the line, not across it.
+            crossed = x - 6 < line < x + 12 + text_width(show(total))
+            picture.text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
+    if limit and most >= limit[0]:
+        picture.line((line, 0), (line, height - 20), "limit")
+        at = min(line, WIDTH - text_width(limit[1]) / 2)
+        picture.text(at, height - 6, limit[1], "middle")
+    elif limit:
+        share = largest / limit[0]
+        picture.text(left, height - 6, f"of {limit[1]}, {f'{share:.0%}' if share >= 0.005 else '<1%'}", class_="dim")
+    return picture.svg(WIDTH, height, label)
+
+
+def draw_grouped_bars(
+    names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
+) -> Markup:
+    """Return bars side by side at each of `names`; groups: name, colour and a value for each of `names`."""
+    highest = max((value for _, _, values in groups for value in values), default=0) or 1
+    ticks = [(place + 0.5, name) for place, name in enumerate(names)]
+    plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=height - 46)
+    share = 0.84 / len(groups)
+    for number, (group, colour, values) in enumerate(groups):
+        for place, value in enumerate(values):
+            x, y = plot.x(place + 0.08 + share * number), plot.y(value)
+            plot.picture.add(
+                "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
+                height=plot.bottom - y, style=f"fill:{paint(colour)}",
+            )  # fmt: skip
+    return plot.picture.svg(760, height, title)

@@ -1,0 +1,197 @@
+"""The buffers of all ranks round by round: a picture a round, ranks side by side, arrows for what moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.draw.markup import Markup, element, join
+from meshwright.draw.page import paragraph
+from meshwright.draw.picture import Picture
+from meshwright.draw.text_width import text_width
+from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, frames, legend, reduces, slot_title
+from meshwright.program.check_collective import CheckedCollective
+from meshwright.program.collective import CollectiveProgram
+
+_CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, between ranks, between lanes, ...
+
+
+def draw_buffers(checked: CheckedCollective) -> Markup:
+    """Return the pictures with their legend, as a part of a page. Raises `UserError` where the program is too large."""
+    program, drawn = checked.program, frames(checked)
+    longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
+    cell_width = max(64, round(longest) + 20)
+    pictures = [_FramePicture(program, frame, cell_width) for frame in drawn]
+    width = max(picture.width for picture in pictures)
+    held = {cell.origins for frame in drawn for cells in frame.cells for cell in cells if cell.label}
+    size = f"max-width:{round(width * 1.25)}px;--least:{round(width * 0.75)}px"
+    sections = [
+        element("section", element("h3", frame.title.capitalize()), picture.draw(width), style=size)
+        for frame, picture in zip(drawn, pictures, strict=True)
+    ]
+    columns = f"repeat(auto-fill,minmax(min(100%,{round(width * 0.9)}px),1fr))"
+    stripes = [_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
+    parts = (
+        paragraph(_cost(checked), muted=True),
+        paragraph(legend(program), muted=True),
+        element("p", join(_keys(program), " "), class_="muted cells"),
+        element("div", join(sections, "\n"), class_="frames", style=f"grid-template-columns:{columns}"),
+        element("svg", element("defs", join(stripes, "\n")), class_="stripes"),
+    )
+    return join(parts, "\n")
+
+
+def _cost(checked: CheckedCollective) -> str:
+    """`6 rounds; every rank sends 1.5 times the vector.`"""
+    sent = checked.bytes_sent(1.0)
+    least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
+    rounds = f"{checked.rounds} round{'s' * (checked.rounds != 1)}"
+    if checked.program.operation == "barrier":
+        return f"{rounds} of signals."
+    who = f"every rank sends {least}" if least == most else f"ranks send {least} to {most}"
+    return f"{rounds}; {who} times the vector."
+
+
+def _keys(program: CollectiveProgram) -> list[Markup]:
+    """Return what colours, frames, stripes and arrows mean."""
+    keys = [
+        ("background:hsl(var(--part) / .35)", "a chunk"),
+        ("background:hsl(var(--whole) / .42)", "as the operation promises"),
+        ("border:2px solid var(--ink)", "new in this round"),
+    ]
+    if reduces(program):
+        keys[0] = ("background:linear-gradient(90deg,hsl(var(--part) / .12),hsl(var(--part) / .6))",
+                   "more parts, stronger colour")  # fmt: skip
+    spans = [element("span", element("i", style=style), words) for style, words in keys]
+    more = ("stripes: whose parts are in it", "arrows: in the sender's colour")
+    return [*spans, *(element("span", words) for words in more)]
+
+
+def _stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
+    """Return a stripe a rank whose parts a cell holds, drawn once for all cells that hold the same."""
+    bit = (width - 12) / ranks
+    stripes = (
+        element(
+            "rect", class_="bit" if rank in origins else "off", style=f"--hue:{_hue(rank, ranks)}",
+            x=6 + rank * bit + 0.5, y=_CELL - 6, width=bit - 1, height=3,
+        )
+        for rank in range(ranks)
+    )  # fmt: skip
+    return element("g", stripes, id=_name(origins))
+
+
+def _name(origins: tuple[int, ...]) -> str:
+    """`parts-abd`, of ranks 0, 1 and 3."""
+    return "parts-" + "".join(LETTERS[rank] for rank in origins)
+
+
+def _hue(rank: int, ranks: int) -> int:
+    """Return the hue of a rank: those of neighbours lie far apart on the wheel."""
+    step = 7 if ranks > 10 else 3
+    return (20 + 360 * (rank * step % ranks if ranks % step else rank) // ranks) % 360
+
+
+@dataclass
+class _FramePicture:
+    """One frame. Arrows between neighbours go straight; others take a lane above the row of the slot they leave."""
+
+    program: CollectiveProgram
+    frame: Frame
+    cell_width: int
+
+    def __post_init__(self) -> None:
+        self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
+        titles = [slot_title(self.program, slot) for slot in range(self.slots)]
+        self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
+        self.width = self.left + self.ranks * self.cell_width + (self.ranks - 1) * _GAP + _GAP // 2
+        self.lane: dict[int, int] = {}  # of each long arrow
+        taken: dict[int, list[list[tuple[int, int]]]] = {}  # by row, lanes of spans of ranks
+        for i, arrow in enumerate(self.frame.arrows):
+            if abs(arrow.source - arrow.target) > 1:
+                span = (min(arrow.source, arrow.target), max(arrow.source, arrow.target))
+                lanes = taken.setdefault(arrow.slot, [])
+                fits = (k for k, lane in enumerate(lanes) if all(b <= span[0] or span[1] <= a for a, b in lane))
+                self.lane[i] = next(fits, len(lanes))
+                if self.lane[i] == len(lanes):
+                    lanes.append([])
+                lanes[self.lane[i]].append(span)
+        self.top, y = [], _HEAD
+        for slot in range(self.slots):
+            y += _ROW + _LANE * len(taken.get(slot, ()))
+            self.top.append(y)
+            y += _CELL
+        self.height = y + 6
+
+    def draw(self, width: int) -> Markup:
+        """Return the picture, `width` pixels wide."""
+        picture = Picture()
+        for slot, top in enumerate(self.top):
+            picture.text(self.left - 8, top + _CELL / 2 + 4, slot_title(self.program, slot), class_="side")
+        for rank, cells in enumerate(self.frame.cells):
+            words = f"rank {rank} · {LETTERS[rank]}"
+            picture.text(self._x(rank) + self.cell_width / 2, 16, words, class_="rank")
+            for slot, cell in enumerate(cells):
+                self._draw_cell(picture, rank, slot, cell)
+        for number, arrow in enumerate(self.frame.arrows):
+            self._draw_arrow(picture, number, arrow)
+        title = f"{self.program.operation} {self.program.algorithm}, {self.frame.title}"
+        return picture.svg(width, self.height, title)
+
+    def _x(self, rank: int) -> int:
+        """Return the left edge of a rank's cells."""
+        return self.left + rank * (self.cell_width + _GAP)
+
+    def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
+        x, y, width = self._x(rank), self.top[slot], self.cell_width
+        share = len(cell.origins) / self.ranks if reduces(self.program) else 0.5
+        kind = "none" if not cell.label else "whole" if cell.whole else "part"
+        picture.add(
+            "rect", class_=kind + " fresh" * cell.fresh, style=f"--full:{0.08 + 0.5 * share:.2f}", x=x, y=y,
+            width=width, height=_CELL, rx=4,
+        )  # fmt: skip
+        picture.text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
+        if cell.label and self.ranks > 1:
+            picture.add("use", href=f"#{_name(cell.origins)}", x=x, y=y)
+
+    def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
+        right = arrow.target >= arrow.source
+        side = 1 if right else -1
+        within = arrow.source == arrow.target
+        x1 = self._x(arrow.source) + (self.cell_width if right else 0) + 2 * side
+        x2 = self._x(arrow.target) + (self.cell_width if within or not right else 0) - 2 * side * (-1 if within else 1)
+        y1, y2 = (self._middle(slot, arrow.count) - 3 * side * (not within) for slot in (arrow.slot, arrow.into))
+        tip = x2 + 7 if within else x2 - 7 * side  # where the line ends and the head begins
+        if within:
+            line = f"M{x1} {y1} C{x1 + 24} {y1} {x1 + 24} {y2} {tip} {y2}"
+        elif number in self.lane:
+            lane = self.top[arrow.slot] - 5 - _LANE * self.lane[number]
+            out, into = x1 + side * (8 + 3 * (self.lane[number] % 4)), tip - side * (6 + 3 * (self.lane[number] % 4))
+            line = _bent([(x1, y1), (out, y1), (out, lane), (into, lane), (into, y2), (tip, y2)])
+        else:
+            line = f"M{x1} {y1} C{x1 + 18 * side} {y1} {tip - 18 * side} {y2} {tip} {y2}"
+        brackets = ""
+        if arrow.count > 1:
+            for x, slot in ((x1, arrow.slot), (x2, arrow.into)):
+                brackets += f"M{x} {self.top[slot] + 2} V{self.top[slot + arrow.count - 1] + _CELL - 2} "
+        kind = "signal" if arrow.count == 0 else "many" if arrow.count > 1 else "one"
+        hue = f"--hue:{_hue(arrow.source, self.ranks)}"
+        picture.add("path", class_=kind, style=hue, d=brackets + line)
+        picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
+
+    def _middle(self, slot: int, count: int) -> float:
+        return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
+
+
+def _bent(points: list[tuple[float, float]]) -> str:
+    """Return a path along horizontal and vertical lines with round corners."""
+    text = f"M{points[0][0]} {points[0][1]}"
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
+        before = min(5.0, (abs(x1 - x0) + abs(y1 - y0)) / 2)
+        after = min(5.0, (abs(x2 - x1) + abs(y2 - y1)) / 2)
+        a = (x1 - before * _sign(x1 - x0), y1 - before * _sign(y1 - y0))
+        b = (x1 + after * _sign(x2 - x1), y1 + after * _sign(y2 - y1))
+        text += f" L{a[0]:g} {a[1]:g} Q{x1:g} {y1:g} {b[0]:g} {b[1]:g}"
+    return text + f" L{points[-1][0]:g} {points[-1][1]:g}"
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)

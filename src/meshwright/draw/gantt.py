@@ -1,0 +1,180 @@
+"""Gantt charts of programs: a row a track, time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.draw.axis import linear_axis
+from meshwright.draw.markup import Markup, element, number
+from meshwright.draw.page import page, paragraph, table
+from meshwright.draw.picture import Picture
+from meshwright.draw.text_width import text_width
+from meshwright.program.timeline import Span, Timeline
+
+# Kind of a step: its colour as hue, saturation, lightness; that of the second replica. Told apart by hue and by label.
+COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "forward": ((214, 60, 46), (265, 42, 52)),
+    "backward": ((24, 74, 46), (350, 50, 50)),
+    "input gradient": ((24, 74, 46), (350, 50, 50)),
+    "weight gradient": ((150, 45, 36), (180, 50, 33)),
+    "all-to-all": ((215, 12, 52), (215, 12, 52)),
+    "update": ((0, 0, 35), (0, 0, 35)),
+    "send": ((214, 60, 46), (214, 60, 46)),
+    "reduce": ((24, 74, 46), (24, 74, 46)),
+}
+ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows its level
+
+
+def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True) -> Markup:
+    """Return the chart as SVG; hovering over a step names it.
+
+    width: in pixels; long programs are drawn as wide as legible labels need, up to eight times that.
+    arrows: draw the transfers too. alone: as a file of its own, with the title above the chart.
+    """
+    spans = [span for span in timeline.spans if span.end > span.start]
+    notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
+    chart = _Chart(timeline, spans, width - notes, ROW + GAP + (STRIP if timeline.levels else 0))
+    if spans:
+        shortest = min(span.end - span.start for span in spans)
+        label = max(text_width(span.label, 10.5) for span in spans)
+        needed = round((timeline.end or 1.0) / shortest * (label + 1))
+        chart.plot = min(max(chart.plot, needed), 8 * width)
+    total = round(chart.left + chart.plot + notes + MARGIN)
+    chart.begin(total - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
+    if alone:
+        chart.picture.text(MARGIN, 20, timeline.title, class_="title")
+    for track, name in enumerate(timeline.tracks):
+        chart.draw_row(track, name, ROW)
+        if timeline.notes:
+            x = chart.left + chart.plot + 10
+            chart.picture.text(x, chart.y(track) + 17, timeline.notes[track], class_="dim")
+    for span in spans:
+        chart.draw_step(span)
+    chart.draw_levels()
+    if arrows:
+        for arrow in timeline.arrows:
+            source, target = (chart.y(track) + ROW // 2 for track in (arrow.source, arrow.target))
+            chart.picture.line((chart.x(arrow.start), source), (chart.x(arrow.end), target), "arrow", arrow.name)
+    return chart.picture.svg(total, chart.draw_axis(), timeline.title, alone=alone)
+
+
+def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
+    """Return the whole of a long program as SVG `width` pixels wide, its rows as low as `height` asks for, without
+    labels. Steps of a colour are one path, so that a hundred thousand of them can be shown."""
+    spans = [span for span in timeline.spans if span.end > span.start]
+    pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
+    row = pitch - (GAP if pitch > 12 else 1)
+    chart = _Chart(timeline, spans, width, pitch)
+    chart.begin(width - MARGIN, 19)
+    named = -(-14 // pitch)  # so many rows to a name
+    for track, name in enumerate(timeline.tracks):
+        chart.draw_row(track, name if track % named == 0 else "", row)
+    paths: dict[str, list[str]] = {}
+    for span in spans:
+        fraction = row / span.lanes
+        above = number(chart.y(span.track) + span.lane * fraction, 1)
+        wide = number(max((span.end - span.start) * chart.scale - 0.3, 0.3), 1)
+        path = f"M{number(chart.x(span.start), 1)} {above}h{wide}v{number(fraction, 1)}h-{wide}z"
+        paths.setdefault(_colour(span)[0], []).append(path)
+    for fill, steps in paths.items():
+        chart.picture.add("path", style=f"fill:{fill}", d="".join(steps))
+    return chart.picture.svg(width, chart.draw_axis(), timeline.title)
+
+
+def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
+    """Return a page: the chart, one line of summary, a table whose first row is its head."""
+    return page(
+        timeline.title,
+        element("h1", timeline.title),
+        paragraph(summary),
+        element("div", draw_svg(timeline, width=1160, arrows=arrows, alone=False), class_="wide"),
+        table(rows[0], rows[1:]) if rows else None,
+    )
+
+
+def _colour(span: Span) -> tuple[str, bool]:
+    """Return the fill of a step, and True if its label must be dark."""
+    hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
+    lightness = round(lightness + 24 * span.shade)
+    return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
+
+
+class _Chart:
+    """A chart being drawn. left, plot: where time begins, and how wide all of it is; pitch: from row to row."""
+
+    def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
+        self.timeline, self.spans, self.pitch = timeline, spans, pitch
+        self.picture = Picture()
+        self.left = round(MARGIN + 10 + max(map(text_width, timeline.tracks), default=0.0))
+        self.plot = width - self.left - MARGIN
+        self.end = timeline.end or 1.0
+
+    def begin(self, right: float, baseline: int, level_name: str = "") -> None:
+        """Draw the legend from `baseline` on; the rows begin below it."""
+        self.scale = self.plot / self.end
+        self.top = self.picture.legend(self._legend(level_name), self.left, right, baseline) + 11
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+    def y(self, track: int) -> float:
+        return self.top + track * self.pitch
+
+    def _legend(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
+        """List a swatch for each kind of step in the chart, and one for the strips that show the level."""
+        seen: dict[tuple[str, float, bool], Span] = {}
+        for span in self.spans:
+            seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
+        entries = []
+        for kind, shade, mirrored in sorted(seen, key=lambda key: (key[2], [*COLOURS].index(key[0]), key[1])):
+            words = kind + (", second replica" if mirrored else "")
+            chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
+            if len(chunks) > 1:
+                words += f", chunk {chunks.index(shade) + 1}"
+            entries.append((words, {"style": f"fill:{_colour(seen[kind, shade, mirrored])[0]}"}))
+        return entries + [(level_name, {"class_": "level"})] * bool(level_name)
+
+    def draw_row(self, track: int, name: str, height: int) -> None:
+        """Draw the ground of a track, and its name."""
+        if name:
+            self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
+        self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
+
+    def draw_step(self, span: Span) -> None:
+        """Draw a step, with its label where it fits."""
+        height = ROW / span.lanes
+        x, width = self.x(span.start), (span.end - span.start) * self.scale
+        y = self.y(span.track) + span.lane * height
+        fill, dark = _colour(span)
+        self.picture.add(
+            "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
+            height=height, rx=2, style=f"fill:{fill}",
+        )  # fmt: skip
+        if width >= text_width(span.label, 10.5) and height >= 10:
+            place = x + width / 2, y + height / 2 + 3.8
+            self.picture.text(*place, span.label, "middle", class_="on dark" if dark else "on")
+
+    def draw_levels(self) -> None:
+        """Draw a strip below each row: the level over time, as high as the strip where it is the highest of all."""
+        levels = self.timeline.levels
+        highest = max((value for points in levels.values() for _, value in points), default=0.0)
+        for track, points in levels.items() if highest else ():
+            base = self.y(track) + ROW + STRIP
+            path, before = [(float(self.left), base)], 0.0
+            for time, value in [*points, (self.timeline.end, 0.0)]:
+                path += [(self.x(time), base - held / highest * STRIP) for held in (before, value)]
+                before = value
+            most = max((value for _, value in points), default=0.0)
+            self.picture.add(
+                "polygon", class_="level", points=" ".join(f"{number(x, 1)},{number(y, 1)}" for x, y in path),
+                title=f"{self.timeline.level_name} of {self.timeline.tracks[track]}: at most {most:g}",
+            )  # fmt: skip
+
+    def draw_axis(self) -> float:
+        """Draw time below the rows, and return the height of the picture."""
+        y = self.y(len(self.timeline.tracks))
+        self.picture.line((self.left, y), (self.x(self.end), y), "line")
+        for tick, _ in linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
+            self.picture.line((self.x(tick), y), (self.x(tick), y + 4), "line")
+            self.picture.text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
+        return y + 34

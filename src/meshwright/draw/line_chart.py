@@ -1,0 +1,182 @@
+"""Line charts: series over two axes, named in a legend or where they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.draw.axis import Axis
+from meshwright.draw.markup import Markup, number
+from meshwright.draw.picture import Picture, paint
+from meshwright.draw.text_width import text_width
+
+MOST_MARKED = 40
+"""Points of a series that are drawn as dots as well."""
+BUCKETS = 720
+"""Columns of a chart: of a series with more than twice as many points, the extremes of each are drawn."""
+LINE = 15  # pixels from label to label
+STRIP = 20
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points (x, y) joined by a line. kind: of the style sheet (thin, thick, named, dashed); dots: mark the points."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    kind: str = ""
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at `x`, with words; at `y` a dot on it."""
+
+    x: float
+    words: str
+    y: float | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """A stretch of the x axis that belongs to `name`; `until`: the label of its end, where it is not the axis's."""
+
+    end: float
+    name: str
+    title: str
+    colour: str
+    until: str = ""
+
+
+@dataclass
+class Plot:
+    """A picture with two axes: `left` to `right` and `top` to `bottom` in pixels."""
+
+    x_axis: Axis
+    y_axis: Axis
+    right: float
+    bottom: float
+    top: float = 14.0
+    left: float = 0.0  # 0: as wide as the labels of the y axis need
+
+    def __post_init__(self) -> None:
+        self.picture = Picture()
+        self.left = self.left or 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
+        for value, label in self.y_axis.ticks:
+            self.picture.line((self.left, self.y(value)), (self.right, self.y(value)), "grid")
+            self.picture.text(self.left - 8, self.y(value) + 4, label, "end", class_="dim")
+        free = -math.inf
+        for value, label in self.x_axis.ticks:
+            at, half = self.x(value), text_width(label) / 2
+            if at - half < free:
+                continue
+            if self.x_axis.logarithmic:
+                self.picture.line((at, self.top), (at, self.bottom), "grid")
+            place = min(at, self.right + 14 - half)  # not beyond the picture
+            self.picture.text(place, self.bottom + 17, label, "middle", class_="dim")
+            free = at + half + 6
+        if self.x_axis.title:
+            middle = (self.left + self.right) / 2
+            self.picture.text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
+
+    def x(self, value: float) -> float:
+        """Return the pixel of a value of the x axis."""
+        return self.left + self.x_axis.share(value) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        """Return the pixel of a value of the y axis."""
+        return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
+
+    def draw_line(self, series: Series) -> None:
+        """Draw the finite points of a series, joined, in as few as a chart can show."""
+        places = [
+            (self.x(x), self.y(y)) for x, y in thin_out([point for point in series.points if math.isfinite(point[1])])
+        ]
+        points = " ".join(f"{number(x, 1)},{number(y, 1)}" for x, y in places)
+        kind = series.kind or None
+        self.picture.add(
+            "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{paint(series.colour)}"
+        )
+        for x, y in places if series.dots and len(places) <= MOST_MARKED else ():
+            self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
+
+    def draw_mark(self, mark: Mark) -> None:
+        """Draw a mark; its words stand on the side of the line with more room."""
+        x = self.x(mark.x)
+        self.picture.line((x, self.top), (x, self.bottom), "mark")
+        if mark.y is not None:
+            self.picture.add(
+                "circle", title=mark.words, cx=round(x, 1), cy=round(self.y(mark.y), 1), r=4.5, class_="point"
+            )
+        offset, anchor = (6, None) if x <= (self.left + self.right) / 2 else (-6, "end")
+        self.picture.text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
+
+    def draw_names(self, series: Sequence[Series]) -> None:
+        """Write names at the right end, moved apart where lines end together, with a lead to the line's end. A line
+        that does not reach the right end has its name while the mouse is over it."""
+        ends = sorted(
+            (self.y(one.points[-1][1]), index)
+            for index, one in enumerate(series)
+            if math.isfinite(one.points[-1][1]) and one.points[-1][0] >= self.x_axis.high * (1 - 1e-9)
+        )
+        for (at, index), place in zip(ends, spread_apart([at for at, _ in ends], self.bottom), strict=True):
+            one = series[index]
+            self.picture.line((self.right + 1, at), (self.right + 16, place), "lead")
+            strong = one.kind in ("thick", "named")
+            style = f"fill:{paint(one.colour)}" if strong else None
+            self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
+
+    def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
+        """Draw a strip below the x axis's labels: a band a stretch, its name where it fits."""
+        top, start, last = self.bottom + 32, self.left, -math.inf
+        self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
+        for band in bands:
+            end = self.x(band.end)
+            style = f"fill:{paint(band.colour)}"
+            self.picture.add("rect", title=band.title, x=start, y=top, width=end - start, height=STRIP, style=style)
+            if end - start > text_width(band.name, 10.5) + 4:
+                self.picture.text((start + end) / 2, top + 14, band.name, "middle", class_="on")
+            if band.until and end - last > text_width(band.until) + 10:
+                last = end
+                self.picture.line((end, top + STRIP), (end, top + STRIP + 5), "lead")
+                self.picture.text(end, top + STRIP + 16, band.until, "middle")
+            start = end
+
+
+def draw_lines(
+    x_axis: Axis, y_axis: Axis, series: Sequence[Series], marks: Sequence[Mark] = (), *, height: int = 280
+) -> Markup:
+    """Return a line chart 760 pixels wide with a legend, if there are several series, and the y axis's title below."""
+    plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
+    for one in series:
+        plot.draw_line(one)
+    for mark in marks:
+        plot.draw_mark(mark)
+    entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1]
+    plot.picture.legend(entries, plot.left, plot.right, height - 5)
+    plot.picture.text(plot.right, height - 5, y_axis.title, "end", class_="dim")
+    return plot.picture.svg(760, height, y_axis.title or x_axis.title)
+
+
+def spread_apart(places: Sequence[float], limit: float) -> list[float]:
+    """Return rising heights of labels at least a line apart, as near to `places` as can be, none below `limit`."""
+    apart: list[float] = []
+    for place in places:
+        apart.append(max(place, apart[-1] + LINE) if apart else place)
+    for index in reversed(range(len(apart))):
+        apart[index] = min(apart[index], limit)
+        limit = apart[index] - LINE
+    return apart
+
+
+def thin_out(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return at most twice `BUCKETS` points that look the same: the extremes of every bucket, and both ends."""
+    if len(points) <= 2 * BUCKETS:
+        return points
+    kept = {0, len(points) - 1}
+    for bucket in range(BUCKETS - 1):
+        places = range(len(points) * bucket // (BUCKETS - 1), len(points) * (bucket + 1) // (BUCKETS - 1))
+        kept |= {choose(places, key=lambda index: points[index][1]) for choose in (min, max)}
+    return [points[index] for index in sorted(kept)]

@@ -1,0 +1,70 @@
+"""The writer of HTML and SVG elements; the one place where text is escaped."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from html import escape
+from typing import TypeAlias
+
+# Elements that are closed at once where they hold nothing.
+EMPTY = frozenset(("meta", "br", "rect", "line", "circle", "path", "polyline", "polygon", "use"))
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+class Markup(str):
+    """Text that is markup already: `element` inserts it as it is and escapes every other string."""
+
+    __slots__ = ()
+
+
+Content: TypeAlias = "str | Iterable[Content] | None"
+"""A text, markup, nothing, or several of these one after another."""
+
+
+def escape_text(text: str) -> Markup:
+    """Return `text` as content of an element or a quoted attribute.
+
+    Control characters, which XML forbids, become their pictures (U+2400 on); halves of surrogate pairs, noncharacters
+    and overrides of the writing direction become U+FFFD.
+    """
+    return Markup(escape(_INVISIBLE.sub(_visible, text)))
+
+
+def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
+    """Return one element. Strings among `children` are escaped, `Markup` is not.
+
+    attributes: `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01, None is left out.
+    """
+    head = name + "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape_text(value if isinstance(value, str) else number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inside = join(children)
+    return Markup(f"<{head}/>" if name in EMPTY and not inside else f"<{head}>{inside}</{name}>")
+
+
+def join(content: Content, between: str = "") -> Markup:
+    """Return content as one piece of markup."""
+    if content is None:
+        return Markup()
+    if isinstance(content, Markup):
+        return content
+    if isinstance(content, str):
+        return escape_text(content)
+    return Markup(between.join(map(join, content)))
+
+
+def number(value: float, digits: int = 2) -> str:
+    """Return a number with at most so many digits after the point."""
+    text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
+    return text.rstrip("0").rstrip(".") if digits else text
+
+
+def _visible(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if unicodedata.category(found[0]) == "Cc" and code < 0x80:
+        return chr(0x2421 if code == 0x7F else 0x2400 + code)
+    return "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,22 @@
+"""Widths of texts, estimated without a font: so that labels neither overlap nor are cut off."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Widths in units of the font size, of DejaVu Sans, one of the widest that browsers choose for sans-serif.
+_NARROW = dict.fromkeys("ijlI.,:;'|![]()t f/\\\" -", 0.36)
+_WIDE = dict.fromkeys("mMwW@%—→", 0.9)
+
+
+def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
+    """Return about how many pixels `text` takes at a font size of `size` pixels."""
+    return size * sum(0.61 if monospace and ord(one) < 128 else _character_width(one) for one in text)
+
+
+def _character_width(one: str) -> float:
+    if unicodedata.east_asian_width(one) in ("W", "F"):
+        return 1.0
+    if unicodedata.combining(one):
+        return 0.0
+    return _NARROW.get(one) or _WIDE.get(one) or (0.7 if one.isupper() else 0.63)

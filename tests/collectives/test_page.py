@@ -1,0 +1,57 @@
+"""The picture of time over size: every curve named, what was asked for marked, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from meshwright.collectives.choose import Chooser
+from meshwright.collectives.crossover import Curves
+from meshwright.collectives.page import draw_crossovers
+from meshwright.collectives.topologies import topology
+
+
+@functools.cache
+def curves_of_it() -> Curves:
+    return Curves.over(Chooser("all-reduce", topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
+def test_the_picture_marks_what_was_asked_for(algorithm: str):
+    curves = curves_of_it()
+    found = curves.crossovers()
+    seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
+    root = ElementTree.fromstring(draw_crossovers(curves, found, curves.sizes[2], (algorithm, seconds)))
+    best = {curves.best(0), *(crossover.after for crossover in found)}
+    assert "ring" not in best and "all-pairs" in best
+    drawn = {element[0].text: element for element in root.iter() if element.tag.endswith("polyline")}
+    named = [name for name, line in drawn.items() if "named" in line.get("class", "")]
+    assert named == (["ring"] if algorithm == "ring" else [])  # what is best somewhere has its colour
+    [dot] = [element for element in root.iter() if element.tag.endswith("circle")]
+    if algorithm in drawn:
+        points = (drawn[algorithm].get("points") or "").split()
+        assert f"{dot.get('cx')},{dot.get('cy')}" == points[2]
+
+
+def test_the_picture_stands_alone_and_names_every_algorithm_and_the_bound():
+    curves = curves_of_it()
+    found = curves.crossovers()
+    svg = draw_crossovers(curves, found, asked=2**20)
+    root = ElementTree.fromstring(svg)
+    words = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert set(curves.seconds) <= set(words) and "lower bound" in words and "1 MiB" in words
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|nan|inf\b", svg)
+    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == len(curves.seconds) + 1
+    labels = [
+        float(element.get("y", ""))
+        for element in root.iter()
+        if element.tag.endswith("text")
+        and (element.text in curves.seconds or element.text == "lower bound")
+        and element.get("text-anchor") is None
+    ]
+    gaps = [b - a for a, b in zip(sorted(labels), sorted(labels)[1:], strict=False)]
+    assert len(labels) == len(lines) and min(gaps) > 12

@@ -1,0 +1,50 @@
+"""The page shell: one document for light and dark that loads nothing; tables, keys and bars."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from meshwright.draw.markup import element
+from meshwright.draw.page import bar, key, page, paragraph, table
+
+
+def test_a_page_is_one_document_that_loads_nothing():
+    text = page("a title", element("h1", "a title"), None, [paragraph("one"), paragraph("two", muted=True)])
+    assert text.startswith('<!doctype html><html lang="en">') and text.endswith("</html>\n")
+    assert "prefers-color-scheme: dark" in text and text.count("<style>") == text.count("<h1>") == 1
+    assert not re.search(r"http|url\(|@import|<script|<link|src=", text)
+    assert '<p>one</p><p class="muted">two</p>' in text
+    assert 'class="narrow"' in page("", narrow=True) and 'class="narrow"' not in text
+
+
+def test_style_sheets_hold_only_colours_of_their_own():
+    text = page("")
+    used, declared = (set(re.findall(pattern, text)) for pattern in (r"var\((--[a-z]+)\)", r"(--[a-z]+):"))
+    assert used - declared <= {"--hue", "--full", "--least"}  # set on elements
+
+
+@pytest.mark.parametrize(
+    ("cells", "right"),
+    [
+        (["42 µs", "1.5 ms"], True), (["75.65", "-"], True), (["40.5%", "<1%"], True), (["1,234", ""], True),
+        (["105 / 0.30", "9 / 1.00"], True), (["0.5 (0.4 to 0.7)", "0.6"], False), (["forward 25%", "1"], False),
+        (["", ""], False), (["1 x 8,192", "2"], False), ([element("b", "1"), "2"], False), (["dp8", "tp8"], False),
+    ],
+)  # fmt: skip
+def test_columns_of_quantities_are_aligned_to_the_right(cells: list[str], right: bool):
+    drawn = table(("name", "value"), [("1", cell) for cell in cells])
+    assert drawn.count('class="n"') == (1 + len(cells)) * right
+
+
+def test_the_first_cell_of_a_row_names_it():
+    assert table((), [("a", "b < c")]) == '<div class="wide"><table><tr><th>a</th><td>b &lt; c</td></tr></table></div>'
+    assert table(("head", ""), []).count("<th>") == 2
+    assert "<thead>" in table(("head",), []) and table((), []) == '<div class="wide"><table></table></div>'
+
+
+def test_keys_and_bars_show_colours_of_the_style_sheet():
+    assert key([("a & b", "blue")]).count("background:var(--blue)") == 1 and "a &amp; b" in key([("a & b", "blue")])
+    assert 'style="width:50.0%;background:var(--blue)"' in bar(0.5) and "<b" not in bar(0.5)
+    assert 'style="left:33.3%"' in bar(0.5, mark=1 / 3) and bar(0.1, 0.2, colours=("pale", "blue")).count("<i") == 2
