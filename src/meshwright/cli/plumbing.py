@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from typing import IO, Any, Protocol
 
 import click
 
+from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
 
@@ -227,17 +227,4 @@ def write_file(path: Path, text: str) -> None:
 
 def json_document(document: Mapping[str, Any]) -> str:
     """`document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
-    return json.dumps({"schema": 1, **_plain(document)}, allow_nan=False, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    """The value in JSON's own types: arrays and scalars of numpy and torch become lists and numbers, paths text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return json.dumps(to_json_dict(document), allow_nan=False, ensure_ascii=False)
