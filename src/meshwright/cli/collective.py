@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +109,14 @@ def command(
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with answering(as_json) as answer:
-        from meshwright.collectives.report import collective
+        from meshwright.comm.api import collective
 
         report = collective(
-            operation, algorithm, ranks, total_bytes, topology,
+            operation, algorithm, ranks, total_bytes, topology=topology, run=run,
             root=root, segments=segments, groups=groups, dims=dims, reduction=reduction,
             latency=latency, bandwidth=bandwidth, reduce_bytes_per_second=reduce_rate or float("inf"),
         )  # fmt: skip
-        if run:
-            report = replace(report, measured=_measured(report))
-        document = report.document()
+        document = report.to_json_dict()
         parts = [report.summary()]
         if text:
             from meshwright.program.buffers import draw_buffers_text
@@ -158,10 +155,3 @@ def _trace(report: Report) -> dict[str, Any]:
     checked, timing = report.checked, report.timing
     program = checked.program
     return trace_events(collective_timeline(program, checked.sends, checked.receives, timing.start, timing.end))
-
-
-def _measured(report: Report) -> dict[str, Any]:
-    """What a run gives, under the report's names."""
-    from meshwright.comm.measure_program import measure
-
-    return measure(report.checked, report.total_bytes)
