@@ -9,8 +9,8 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
-from meshwright.verification.run import run_verification
 from meshwright.verification.problem import scaled_down
+from meshwright.verification.run import run_verification
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
 

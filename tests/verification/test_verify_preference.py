@@ -15,11 +15,11 @@ from meshwright.layout import Layout
 from meshwright.model.preference import Preference
 from meshwright.recipe import load_recipe
 from meshwright.spec.presets import preset
-from meshwright.verification.run import run_verification
 from meshwright.verification.compare import compare
 from meshwright.verification.problem import Problem, scaled_down, sequence_of
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
+from meshwright.verification.run import run_verification
 from tests.batches import make_batch
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")

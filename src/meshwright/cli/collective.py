@@ -14,7 +14,7 @@ from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
-    from meshwright.collectives.report import Report
+    from meshwright.collectives.report import CollectiveReport
 
 
 def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -147,7 +147,7 @@ def command(
         answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)
 
 
-def _trace(report: Report) -> dict[str, Any]:
+def _trace(report: CollectiveReport) -> dict[str, Any]:
     """The simulated transfers, as ui.perfetto.dev opens them."""
     from meshwright.program.timeline import collective_timeline
     from meshwright.program.trace import trace_events

@@ -143,12 +143,6 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
-def device_or_layout(device: str, layout: str | None) -> None:
-    """Refuse a device that ranks of a layout do not compute on."""
-    if layout is not None and device == "cuda":
-        raise UserError("--layout with --device cuda: the ranks of a layout compute on the CPU; leave one of them out")
-
-
 class Answer(Protocol):
     """Prints the JSON document or the text, whichever was asked for. alone: what has standard output to itself in
     place of the text, which then goes to standard error."""

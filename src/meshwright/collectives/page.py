@@ -7,7 +7,7 @@ from html import escape
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Curves, draw_crossovers
 from meshwright.collectives.quantities import show_seconds
-from meshwright.collectives.report import Report, crossover_line
+from meshwright.collectives.report import CollectiveReport, crossover_line
 from meshwright.errors import UserError
 from meshwright.program.buffers import draw_buffers_html
 
@@ -20,7 +20,7 @@ _STYLE = """
 """
 
 
-def draw_picture(report: Report) -> str:
+def draw_picture(report: CollectiveReport) -> str:
     """Time over size for every algorithm of the operation on the report's network, as an SVG of its own."""
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
@@ -32,7 +32,7 @@ def draw_picture(report: Report) -> str:
     return draw_crossovers(curves, curves.crossovers(), asked or None, named)
 
 
-def draw_page(report: Report, picture: str) -> str:
+def draw_page(report: CollectiveReport, picture: str) -> str:
     """A page that needs nothing but itself. The buffers are left out, and that is said, where they are too large."""
     try:
         drawing = draw_buffers_html(report.checked)
@@ -56,7 +56,7 @@ def draw_page(report: Report, picture: str) -> str:
     )
 
 
-def _ranking(report: Report) -> str:
+def _ranking(report: CollectiveReport) -> str:
     assert report.choice is not None
     head = "".join(f"<th>{word}</th>" for word in ("algorithm", "settings", "simulated", "closed form"))
     rows = []

@@ -29,7 +29,7 @@ _FEW_RANKS = 32  # up to which crossovers are looked for without being asked
 
 
 @dataclass(frozen=True)
-class Report:
+class CollectiveReport:
     """A checked program with its times. measured: what a run of it gave, if there was one."""
 
     checked: CheckedCollective
@@ -177,7 +177,7 @@ def collective(
     bandwidth: float | None = None,
     reduce_bytes_per_second: float = np.inf,
     crossovers: bool = True,
-) -> Report:
+) -> CollectiveReport:
     """Check and time one operation. algorithm: a name, `auto`, or `@FILE`. total_bytes: the full vector.
 
     latency (seconds), bandwidth (bytes a second): of links of which the topology says nothing. crossovers: with `auto`
@@ -228,7 +228,7 @@ def collective(
     found = None
     if crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
         found = Curves.quick(chooser).crossovers()
-    return Report(checked, settings, total_bytes, timing, form, chooser, choice, found)
+    return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 
 
 def _from_file(

@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 
 from meshwright.collectives import report
 from meshwright.collectives.quantities import parse_bytes
-from meshwright.collectives.report import Report
+from meshwright.collectives.report import CollectiveReport
 from meshwright.names import check_options
 
 
@@ -47,7 +47,7 @@ def collective(
     topology: str = "switch",
     run: bool = False,
     **options: Unpack[CollectiveOptions],
-) -> Report:
+) -> CollectiveReport:
     """Generate, choose or read a program for a collective operation, check it, and simulate it on a network.
 
     Args:

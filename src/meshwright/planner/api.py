@@ -27,7 +27,10 @@ from meshwright.spec.config import ModelConfig
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
-_EXAMPLES = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
+_EXAMPLES = {
+    "sequence": "tokens in a sequence, such as 4096",
+    "batch": "sequences a step over all devices, such as 512",
+}
 
 
 class PlanOptions(TypedDict, total=False):
@@ -69,7 +72,7 @@ class Plan:
 
     @property
     def layouts(self) -> list[dict[str, Any]]:
-        """Records of `meshwright plan --json`, one for each estimate: layout, fits, memory_gib, step_seconds, mfu ..."""
+        """Records of `meshwright plan --json`, one per estimate: layout, fits, memory_gib, step_seconds, mfu ..."""
         records: list[dict[str, Any]] = document(self.problem, self.estimates, self.search)["layouts"]
         return records
 
@@ -164,11 +167,12 @@ def plan(
     top = options.get("top", 5)
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST_TOP:
         raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")
+    precision = (parsed.precision if parsed else None) or options.get("precision")
     problem = problem_of(
         model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],
         engine=options.get("engine", "meshwright"), compile=bool(given["compile"]),
         optimizer=given["optimizer"] or "adamw",
-        precision=(parsed.precision if parsed else None) or options.get("precision") or (own.precision if own else None),
+        precision=precision or (own.precision if own else None),
         documents=options.get("documents", 1.0),
     )  # fmt: skip
     if parsed is not None:

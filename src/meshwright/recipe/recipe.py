@@ -163,7 +163,7 @@ def resolve_recipe(
     overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
     line. trust: code that a file or tables name may run; a `Recipe` keeps its own. `UserError` as `load_recipe`.
     """
-    texts = _override_texts(overrides)
+    texts = override_texts(overrides)
     if isinstance(recipe, Recipe):
         where = recipe._source_path
         return _override(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
@@ -193,8 +193,11 @@ def _override(
     return recipe
 
 
-def _override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Write overrides as on the command line; strings without quotes where they read back as the same value."""
+def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Return overrides as texts such as `train.steps=100`, as the command line takes them.
+
+    overrides: values by dotted key, or such texts. A string has no quotes where it reads back as the same value.
+    """
     if isinstance(overrides, str):
         raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
     if not isinstance(overrides, Mapping):

@@ -1,4 +1,4 @@
-"""`meshwright.schedule`: a pipeline schedule, checked and simulated, as the command `meshwright schedule` reports it."""
+"""`meshwright.schedule`: a pipeline schedule, checked and simulated, as `meshwright schedule` reports it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def verify(
     start_server()  # loads torch while this process does
     from meshwright.verification import run
 
-    document = run.verify(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)
+    document = run.run_verification(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)
     names = ("passed", "dtype", "tolerance", "worst", "loss_error", "gradient_norm_error", "layouts", "mutations")
     figures = {name: document[name] for name in names}
     return Verification(**figures, failure=_failure(document), seconds=document["seconds"], document=document)
