@@ -147,10 +147,10 @@ def plan(
 
     Example:
         >>> import meshwright as mw
-        >>> plan = mw.plan("llama-3-8b", "8xh100-sxm", "zero1 tp8 mb64", sequence=8192, batch=64)
+        >>> plan = mw.plan("llama-3-8b", "8xh100-sxm", "dp8 zero3 ac:full", sequence=8192, batch=64)
         >>> plan.best.fits, plan.layouts[0]["layout"]
-        (True, 'zero1 tp8 mb64 bf16')
-        >>> 0.3 < plan.best.mfu < 0.6
+        (True, 'dp8 zero3 ac:full bf16')
+        >>> 0.2 < plan.best.mfu < 0.6
         True
     """
     check_options("plan", options, PlanOptions.__annotations__)

@@ -66,7 +66,7 @@ def schedule(
         >>> float(report.timing.makespan)
         33.0
         >>> report.steps()[3][:4]
-        ['3F0', '3I0', '3W0', '3F1']
+        ['3F0', '3B0', '3F1', '3B1']
     """
     check_options("schedule", durations, StepDurations.__annotations__)
     if not isinstance(name, str):
