@@ -31,7 +31,8 @@ format: $(VENV)/.ready-lint  ## Format the code and mend what can be mended on i
 	$(BIN)/ruff format --quiet
 
 docs: $(VENV)/.ready-docs  ## Build the documentation as a site: build/docs/index.html
-	$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/docs/index.html
 
 bench: $(VENV)/.ready-bench  ## Run every benchmark against its peers (an hour); results in bench/results
 	@for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script || exit 1; done

@@ -67,7 +67,7 @@ def collective(
         ProgramError: The program of a file is wrong: rank, step and reason.
         CheckFailed: The results of a run differ from those of torch.distributed.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> report = mw.collective("all-reduce", "ring", ranks=8, bytes="64MiB")
         >>> report.checked.rounds, int(report.timing.bytes_sent[0]) == 2 * 7 * 64 * 2**20 // 8

@@ -92,7 +92,7 @@ def evaluate(
     Raises:
         UserError: No model, tokenizer or text is there, or the layout does not fit the model.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> found = mw.evaluate("runs/tiny", "text.txt", device="cpu", with_xz=False)
         >>> found.tokens == found.bytes + 1, 7.0 < found.bits_per_byte < 9.0

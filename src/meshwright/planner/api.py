@@ -145,7 +145,7 @@ def plan(
         UserError: A name is unknown, a number is out of range, or the layout cannot run. A search in which no layout
             fits returns a plan without estimates.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> plan = mw.plan("llama-3-8b", "8xh100-sxm", "dp8 zero3 ac:full", sequence=8192, batch=64)
         >>> plan.best.fits, plan.layouts[0]["layout"]

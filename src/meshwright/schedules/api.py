@@ -60,7 +60,7 @@ def schedule(
         UserError: A name is unknown, or a number is out of range.
         ProgramError: The program of a file is wrong: rank, step and reason.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> report = mw.schedule("1f1b", stages=4, micro_batches=8)
         >>> float(report.timing.makespan)

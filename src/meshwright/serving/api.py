@@ -87,7 +87,7 @@ class Model:
         Raises:
             UserError: A number is out of range, or the prompt leaves no position for a new token.
 
-        Example:
+        Examples:
             >>> import meshwright as mw
             >>> model = mw.load("runs/tiny", device="cpu")
             >>> answer = model.generate("import ", max_tokens=4)
@@ -112,7 +112,7 @@ class Model:
     ) -> TextStream:  # fmt: skip
         """Continue a prompt and yield the text as it is generated; arguments and errors as in `generate`.
 
-        Example:
+        Examples:
             >>> import meshwright as mw
             >>> pieces = mw.load("runs/tiny", device="cpu").stream("import ", max_tokens=4)
             >>> "".join(pieces) == pieces.generation.text
@@ -166,7 +166,7 @@ def load(
     Raises:
         UserError: No model or tokenizer is there, a checkpoint is damaged, or the layout does not fit the model.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> mw.load("runs/tiny", dtype="bfloat16", device="cpu").directory.name
         'step-000002'

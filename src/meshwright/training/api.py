@@ -98,7 +98,7 @@ def train(
         RankLost: A rank died or stopped answering, more often than `restarts`.
         Terminated: SIGTERM arrived; the state has been saved.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> result = mw.train("tiny.toml", {"train.steps": 2, "run.directory": "runs/tiny"}, layout="dp1 mb2")
         >>> result.step, result.checkpoint.name

@@ -77,7 +77,7 @@ def verify(
     Raises:
         UserError: A name is unknown, or the layout cannot run.
 
-    Example:
+    Examples:
         >>> import meshwright as mw
         >>> proof = mw.verify("dp2", model="llama-tiny")
         >>> proof.passed, proof.worst["relative_error"] < 1e-10

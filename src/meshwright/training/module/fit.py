@@ -78,7 +78,7 @@ def fit(
         RankLost: A rank died or stopped answering.
         Terminated: SIGTERM arrived; the state has been saved.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import meshwright as mw
         >>> samples = [(torch.rand(4), torch.tensor([number % 2.0])) for number in range(32)]
