@@ -47,8 +47,10 @@ def command(
     """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
     directory. The text is written as it comes."""
     from meshwright.serving.api import load
+    from meshwright.serving.sampling import Sampling
 
     with answering(as_json) as answer:
+        Sampling(temperature, top_k, top_p, seed)  # a wrong number is refused before a model is loaded
         if prompt == "-":
             prompt = _standard_input()
         model = load(checkpoint, layout, device=device, log=print_message)
