@@ -8,7 +8,7 @@ BENCHMARKS := $(filter-out $(addprefix bench/,common.py contenders.py layouts_pa
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types format bench clean distclean
+.PHONY: help demo test lint types format docs bench clean distclean
 
 help:  ## What there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -29,6 +29,10 @@ types: $(VENV)/.ready-lint  ## Check types: strictly in the torch-free packages
 format: $(VENV)/.ready-lint  ## Format the code and mend what can be mended on its own
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format --quiet
+
+docs: $(VENV)/.ready-docs  ## Build the documentation as a site: build/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/docs/index.html
 
 bench: $(VENV)/.ready-bench  ## Run every benchmark against its peers (an hour); results in bench/results
 	@for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script || exit 1; done

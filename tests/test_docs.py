@@ -31,7 +31,7 @@ from meshwright.tables import is_table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES += sorted((REPOSITORY / "docs").rglob("*.md"))
 QUICKSTART = REPOSITORY / "recipes" / "quickstart.toml"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -15,8 +15,19 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # A package, or a module of the top level, imports from those before it.
 PACKAGES = [
-    *("errors", "terminal", "limits", "names", "untrusted", "toml", "threads", "layout", "tables", "recipe"),
-    *("program", "draw", "collectives", "schedules", "spec", "planner", "data", "synthesis", "flight_recorder"),
+    *("errors", "documents", "terminal", "limits", "names", "untrusted", "toml", "threads", "layout", "tables"),
+    *(
+        "recipe",
+        "program",
+        "draw",
+        "collectives",
+        "schedules",
+        "spec",
+        "planner",
+        "data",
+        "synthesis",
+        "flight_recorder",
+    ),
     *("comm", "model", "parallel", "checkpoint", "monitoring", "launcher", "probe", "training", "verification"),
     *("serving", "evaluation", "inspection", "cli"),
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from meshwright.errors import UserError
+
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 ZERO_LEVELS = (0, 1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
@@ -116,3 +118,11 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> str:
     close = nearest(word, known)
     suggestion = f'; did you mean "{close}"?' if close else ""
     return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
+
+
+def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `UserError` for the first keyword that a public function does not take."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UserError(f"{function}: {unknown('option', name, known)}")

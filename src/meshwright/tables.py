@@ -116,10 +116,11 @@ class Schema(Generic[Root]):
             tables = tables.setdefault(name, {})
             if not isinstance(tables, dict):
                 raise UserError(f'override "{text}": {".".join(path[: depth + 1])} is a value, not a table')
-        tables[last] = self._override_value(key, value)
+        tables[last] = self.read_override_value(key, value)
         return key
 
-    def _override_value(self, key: str, text: str) -> Any:
+    def read_override_value(self, key: str, text: str) -> Any:
+        """Return the value that the text of an override gives `key`: TOML, or a bare word."""
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:

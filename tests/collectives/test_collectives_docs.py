@@ -112,8 +112,8 @@ def test_every_key_is_documented(command_line):
     answer = json.loads(command_line("collective", *words.split()).output)
     documented = names([row[0] for row in table("key")])
     assert set(answer) - {"schema"} <= documented
-    settings = collective("broadcast", "ring", 4, 64, segments=2).document()
-    grid = collective("all-reduce", "2d-torus", 4, 64, dims=(2, 2)).document()
+    settings = collective("broadcast", "ring", 4, 64, segments=2).to_json_dict()
+    grid = collective("all-reduce", "2d-torus", 4, 64, dims=(2, 2)).to_json_dict()
     everything: dict[str, Any] = {**answer, **settings, **grid}
     assert set(everything) - {"schema"} == documented
 

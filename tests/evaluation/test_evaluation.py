@@ -16,7 +16,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.cli.main import meshwright
 from meshwright.data import prepare
 from meshwright.errors import UserError
-from meshwright.evaluation.evaluation import evaluate, held_out
+from meshwright.evaluation.evaluation import held_out, run_evaluation
 from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
@@ -93,7 +93,7 @@ def by_hand(checkpoint: Path, documents: list[str], sequence: int) -> tuple[floa
 
 @pytest.mark.parametrize("sequence", [7, SEQUENCE, 40])
 def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint, sequence):
-    result = evaluate(checkpoint, str(place / "texts.jsonl"), sequence=sequence)
+    result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=sequence)
     nats, count = by_hand(checkpoint, TEXTS, sequence)
     size = sum(len(text.encode()) for text in TEXTS)
     assert result["tokens"] == count == size + 5  # every byte, and every end
@@ -107,14 +107,14 @@ def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
     """Rows as long as the documents' framing allows: nothing is cut, so the targets are all bytes and all ends."""
     path = place / "one.txt"
     path.write_text("Twelve bytes")
-    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    result = run_evaluation(checkpoint, str(path), sequence=40, with_xz=False)
     assert (result["tokens"], result["bytes"]) == (13, 12) and "xz_bits_per_byte" not in result
 
 
 def test_a_text_that_spells_the_end_of_texts_pays_for_its_letters(place, checkpoint):
     path = place / "spelled.txt"
     path.write_text("a<|endoftext|>b")
-    result = evaluate(checkpoint, str(path), sequence=40, with_xz=False)
+    result = run_evaluation(checkpoint, str(path), sequence=40, with_xz=False)
     assert (result["tokens"], result["bytes"]) == (16, 15)
 
 
@@ -135,14 +135,14 @@ def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_th
 def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
     import lzma
 
-    result = evaluate(checkpoint, str(place / "texts.jsonl"))
+    result = run_evaluation(checkpoint, str(place / "texts.jsonl"))
     packed = lzma.compress("".join(TEXTS).encode(), preset=9)
     size = sum(len(text.encode()) for text in TEXTS)
     assert result["xz_bits_per_byte"] == pytest.approx(8 * len(packed) / size)
 
 
 def test_documents_that_a_tokenizer_loses_something_of_are_counted_and_the_command_warns(place, checkpoint, tmp_path):
-    assert evaluate(checkpoint, str(place / "texts.jsonl"), with_xz=False)["lossy_documents"] == 0
+    assert run_evaluation(checkpoint, str(place / "texts.jsonl"), with_xz=False)["lossy_documents"] == 0
     lossy = tmp_path / "lossy"
     shutil.copytree(checkpoint, lossy)
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Line": 2}, "<unk>"))
@@ -151,19 +151,19 @@ def test_documents_that_a_tokenizer_loses_something_of_are_counted_and_the_comma
     tokenizer.save(str(lossy / "tokenizer.json"))
     (lossy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
-    assert evaluate(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
+    assert run_evaluation(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
     said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
     assert "warning        2 of these documents are not what their tokens decode to" in said
 
 
 def test_a_row_is_no_longer_than_the_model(place, checkpoint):
-    assert evaluate(checkpoint, str(place / "texts.jsonl"))["sequence"] == 40
-    assert evaluate(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
+    assert run_evaluation(checkpoint, str(place / "texts.jsonl"))["sequence"] == 40
+    assert run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
 
 
 def test_progress_is_told_to_the_end(place, checkpoint):
     told: list[tuple[int, int]] = []
-    evaluate(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: told.append(one))
+    run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: told.append(one))
     assert told[-1][0] == told[-1][1] and told == sorted(told)
 
 
@@ -178,7 +178,7 @@ def recipe(place, tiny_recipe) -> Path:
 
 
 def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
-    result = evaluate(checkpoint, str(recipe))
+    result = run_evaluation(checkpoint, str(recipe))
     held_out = list(prepare(load_recipe(recipe).data).documents("validation"))
     assert 0 < len(held_out) < 5 and set(held_out) < set(TEXTS)
     nats, count = by_hand(checkpoint, held_out, SEQUENCE)
@@ -188,9 +188,9 @@ def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
 
 
 def test_a_recipe_with_another_tokenizer_is_read_with_the_checkpoints_own(checkpoint, recipe):
-    expected = evaluate(checkpoint, str(recipe))
+    expected = run_evaluation(checkpoint, str(recipe))
     recipe.write_text(recipe.read_text().replace('"bytes"', '"bpe"\nvocabulary = 300'))
-    assert {k: v for k, v in evaluate(checkpoint, str(recipe)).items() if k != "data"} == {
+    assert {k: v for k, v in run_evaluation(checkpoint, str(recipe)).items() if k != "data"} == {
         k: v for k, v in expected.items() if k != "data"
     }
 
@@ -198,7 +198,7 @@ def test_a_recipe_with_another_tokenizer_is_read_with_the_checkpoints_own(checkp
 def test_a_recipe_that_holds_nothing_out_is_refused(checkpoint, recipe):
     recipe.write_text(recipe.read_text().replace("validation_fraction = 0.4", "validation_fraction = 0.0"))
     with pytest.raises(UserError, match="data.validation_fraction is 0: there is nothing held out to evaluate on"):
-        evaluate(checkpoint, str(recipe))
+        run_evaluation(checkpoint, str(recipe))
 
 
 # --- checkpoints that do not fit
@@ -215,7 +215,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_pat
     )  # fmt: skip
     shutil.copyfile(bpe.tokenizer_directory / "tokenizer.json", other / "tokenizer.json")
     with pytest.raises(UserError, match=rf"its tokenizer has {bpe.vocabulary} tokens, its model only 257"):
-        evaluate(other, str(place / "texts.jsonl"))
+        run_evaluation(other, str(place / "texts.jsonl"))
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path):
@@ -223,7 +223,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path
     shutil.copytree(checkpoint, other)
     (other / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer.json"):
-        evaluate(other, str(place / "texts.jsonl"))
+        run_evaluation(other, str(place / "texts.jsonl"))
 
 
 def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
@@ -232,8 +232,8 @@ def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
     story = (model / "greedy_200_tokens.txt").read_text()
     (tmp_path / "story.txt").write_text(story)
     (tmp_path / "code.txt").write_text(Path(__file__).read_text()[:400])
-    own = evaluate(model, str(tmp_path / "story.txt"), with_xz=False)
-    other = evaluate(model, str(tmp_path / "code.txt"), with_xz=False)
+    own = run_evaluation(model, str(tmp_path / "story.txt"), with_xz=False)
+    other = run_evaluation(model, str(tmp_path / "code.txt"), with_xz=False)
     assert own["loss"] < 1.0 and own["bits_per_byte"] < 1.0 < 3.0 < other["bits_per_byte"]
 
 
@@ -249,13 +249,13 @@ def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, che
     records = {path.name: hash_file(path) for path in step.iterdir()}
     (step / MANIFEST).write_bytes(Manifest(1, None, records).to_json())
     text = str(place / "texts.jsonl")
-    expected = evaluate(checkpoint, text, with_xz=False)
-    assert evaluate(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
+    expected = run_evaluation(checkpoint, text, with_xz=False)
+    assert run_evaluation(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
     assert Generator.from_directory(str(run)).directory == step
 
     cases.flip_bit(step / "model.safetensors")
     for call in (
-        lambda **how: evaluate(step, text, with_xz=False, **how),
+        lambda **how: run_evaluation(step, text, with_xz=False, **how),
         lambda **how: Generator.from_directory(step, **how),
     ):
         with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):

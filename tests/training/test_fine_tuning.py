@@ -13,7 +13,7 @@ import torch
 
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
 from meshwright.errors import UserError
-from meshwright.evaluation.evaluation import evaluate
+from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface, save_huggingface
@@ -198,7 +198,7 @@ def test_a_fine_tuned_model_answers_what_its_base_cannot(shared_data: Path, tmp_
     tables = cases.recipe(tmp_path, "dp1", **recipe).to_tables()
     tables["data"] |= {"source": str(tmp_path / "held_out.jsonl"), "validation_fraction": 0.99}
     held_out.write_text(Recipe.from_tables(tables).to_toml())
-    base_loss, loss = (evaluate(directory, str(held_out))["loss"] for directory in (stories, tuned))
+    base_loss, loss = (run_evaluation(directory, str(held_out))["loss"] for directory in (stories, tuned))
     assert base_loss > 1.5 and loss < 0.2 * base_loss
 
     generator = Generator.from_directory(tuned, device="cpu")

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.data import prepare
-from meshwright.evaluation.evaluation import evaluate
+from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.parallel.data import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.serving.generate import Generator
@@ -62,7 +62,7 @@ def test_a_mixture_learns_and_transformers_finds_the_same_loss(family: str, home
     assert config_from_path(directory).family == family
     text = place / "text.txt"
     text.write_text("def expert(token):\n    return token\n")
-    assert evaluate(directory, str(text), with_xz=False)["loss"] < losses(place)[0]
+    assert run_evaluation(directory, str(text), with_xz=False)["loss"] < losses(place)[0]
     generator, greedy = Generator.from_directory(directory), Sampling(temperature=0.0)
     cached, whole = (generator.generate("def ", 12, greedy, cached=cached).tokens for cached in (True, False))
     assert cached == whole

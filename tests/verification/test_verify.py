@@ -25,7 +25,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
-from meshwright.verification import mutations, verify
+from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare, relative_errors
 from meshwright.verification.grid import MIXTURES, grid
@@ -35,7 +35,7 @@ from meshwright.verification.patterns import backward_order
 from meshwright.verification.problem import Problem, scaled_down, scaled_layout, sequence_of
 from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
-from meshwright.verification.run import _default_models
+from meshwright.verification.run import _default_models, run_verification
 from tests.batches import make_batch, share_of
 from tests.model.transformers_names import row_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
@@ -138,9 +138,9 @@ def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callab
     ],
 )
 def test_a_right_layout_passes_in_float64_and_float32(layout):
-    document = verify(layout, model="qwen3-0.6b")
+    document = run_verification(layout, model="qwen3-0.6b")
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
-    assert verify(layout, model="gpt2", dtype="float32")["passed"]
+    assert run_verification(layout, model="gpt2", dtype="float32")["passed"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_right_layout_passes_in_float64_and_float32(layout):
 )
 def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, request):
     request.getfixturevalue("fewer_kinds" if kinds == "fewer" else "fewer_local_faults")
-    document = verify(layout, model="llama-3-8b", mutate=True)
+    document = run_verification(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
     assert document["passed"] and mutations["missed"] == []
     assert mutations["planted"] == mutations["caught"] + mutations["neutral"] >= 16
@@ -201,7 +201,7 @@ def test_every_local_fault_that_needs_ranks_is_planted_and_caught(
     layout: str, monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None
 ):
     monkeypatch.setattr(mutations, "KINDS", ())
-    found = verify(layout, model="llama-3-8b", mutate=True)["mutations"]
+    found = run_verification(layout, model="llama-3-8b", mutate=True)["mutations"]
     assert {fault["fault"] for fault in found["faults"] if fault["outcome"] == "caught"} == BY_LAYOUT[layout]
     assert found["missed"] == []
 
@@ -214,7 +214,7 @@ def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest
     """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
     monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
     monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
-    document = verify("dp2 tp2", model="llama-3-8b", mutate=True)
+    document = run_verification("dp2 tp2", model="llama-3-8b", mutate=True)
     assert document["mutations"]["missed"] == []
     assert "tensor.gradients (all_reduce): wrong group" in {each["fault"] for each in document["mutations"]["faults"]}
 
@@ -295,12 +295,12 @@ def test_one_layout_is_verified_with_one_model_and_thoroughly_with_three(monkeyp
     monkeypatch.setattr(CaseBuilder, "default", lambda maker: right(maker)[:1])
     monkeypatch.setattr(CaseBuilder, "thorough", lambda maker: one(maker)[:1])
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
-        assert {entry["model"] for entry in verify("dp2", thorough=thorough)["layouts"]} == models
+        assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
 
 
 def test_mixtures_that_nothing_balances_have_stages_too():
     config = dataclasses.replace(preset("mixtral-8x7b-v0.1"), router_loss=0.0)
-    assert verify("pp2 mb2", model=config)["passed"]
+    assert run_verification("pp2 mb2", model=config)["passed"]
 
 
 def test_the_page_lists_every_call_site(repository: Path):
@@ -518,13 +518,13 @@ def test_large_layouts_are_made_small_in_kind():
 
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match='unknown dtype "float46"; did you mean "float64"'):
-        verify("dp2", dtype="float46")
+        run_verification("dp2", dtype="float46")
     with pytest.raises(UserError, match="offload:cpu"):
-        verify("dp2 offload:cpu")
+        run_verification("dp2 offload:cpu")
     with pytest.raises(UserError, match="preset"):
-        verify("dp2", model="lama-3-8b")
+        run_verification("dp2", model="lama-3-8b")
     with pytest.raises(UserError, match="planned but not run"):
-        verify("dp2", model="gemma-2-2b")
+        run_verification("dp2", model="gemma-2-2b")
 
 
 # --- the command
@@ -542,7 +542,7 @@ def test_the_command_answers_with_the_documents_keys(command_line):
 
 def test_a_recipe_gives_its_layout_and_model(tiny_recipe):
     tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
-    document = verify(tiny_recipe)
+    document = run_verification(tiny_recipe)
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
 
 

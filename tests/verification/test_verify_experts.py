@@ -9,8 +9,8 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
-from meshwright.verification import verify
 from meshwright.verification.problem import scaled_down
+from meshwright.verification.run import run_verification
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
 
@@ -35,14 +35,14 @@ MORE = [
     ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
 )
 def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
-    document = verify(layout, model=name)
+    document = run_verification(layout, model=name)
     assert document["passed"], document["failure"]
     assert document["worst"]["relative_error"] < 1e-12
 
 
 @pytest.mark.exhaustive
 def test_every_fault_of_a_mixture_is_noticed():
-    document = verify("dp2 zero2", model="dots-llm1", mutate=True)
+    document = run_verification("dp2 zero2", model="dots-llm1", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
     assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
 
@@ -51,7 +51,7 @@ def test_every_fault_of_a_mixture_is_noticed():
 def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
-    document = verify("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
+    document = run_verification("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
     mutations = document["mutations"]
     assert document["passed"], mutations["missed"]
     assert mutations["planted"] == mutations["caught"] + mutations["neutral"]
@@ -64,7 +64,7 @@ def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
 
 @pytest.mark.exhaustive
 def test_every_fault_of_experts_split_both_ways_is_noticed():
-    document = verify("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
+    document = run_verification("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
 
 

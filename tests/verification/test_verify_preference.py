@@ -15,11 +15,11 @@ from meshwright.layout import Layout
 from meshwright.model.preference import Preference
 from meshwright.recipe import load_recipe
 from meshwright.spec.presets import preset
-from meshwright.verification import verify
 from meshwright.verification.compare import compare
 from meshwright.verification.problem import Problem, scaled_down, sequence_of
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
+from meshwright.verification.run import run_verification
 from tests.batches import make_batch
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
@@ -28,7 +28,7 @@ PAIRS = ("data.records=preference", "train.preference_beta=0.5")
 
 
 def verified(recipe: Path, layout: str, *overrides: str, **options: Any) -> dict[str, Any]:
-    return verify(load_recipe(recipe, [f"layout={layout}", *PAIRS, *overrides]), **options)
+    return run_verification(load_recipe(recipe, [f"layout={layout}", *PAIRS, *overrides]), **options)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_other_losses_and_experts_too(tiny_recipe: Path):
     assert verified(tiny_recipe, "dp2", "train.preference_smoothing=0.2")["passed"]
     wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
     for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # a loss that balances experts, a bias that does
-        assert verify(wanted, model=model)["passed"], model
+        assert run_verification(wanted, model=model)["passed"], model
 
 
 def spoilt(layout: str, fault: Fault) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.recipe import load_recipe
-from meshwright.verification import verify
+from meshwright.verification.run import run_verification
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
 
@@ -28,7 +28,7 @@ OTHERS = (
 def test_a_layout_with_programs_computes_what_one_device_computes(
     tiny_recipe: Path, layout: str, table: tuple[str, ...]
 ):
-    document = verify(load_recipe(tiny_recipe, [f"layout={layout}", *table]))
+    document = run_verification(load_recipe(tiny_recipe, [f"layout={layout}", *table]))
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10
 
 
@@ -36,7 +36,7 @@ def test_a_layout_with_programs_computes_what_one_device_computes(
 def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path, kinds: str, request: pytest.FixtureRequest):
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
-    document = verify(load_recipe(tiny_recipe, ["layout=dp4 zero1 hs2", *OTHERS]), mutate=True)
+    document = run_verification(load_recipe(tiny_recipe, ["layout=dp4 zero1 hs2", *OTHERS]), mutate=True)
     assert document["passed"] and document["mutations"]["missed"] == []
     assert document["mutations"]["caught"] >= 16
 
@@ -44,6 +44,6 @@ def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path, kinds: st
 def test_the_programs_of_a_recipe_are_refused_before_ranks_start(tiny_recipe: Path):
     wanted = load_recipe(tiny_recipe, ["layout=dp4", "collectives.all_reduce=3d-torus"])
     with pytest.raises(UserError, match='override "collectives.all_reduce=3d-torus": collectives.all_reduce: 3d-torus'):
-        verify(wanted)
+        run_verification(wanted)
     with pytest.raises(UserError, match="there is no such file"):
-        verify("dp2", model=load_recipe(tiny_recipe, ["collectives.all_reduce=@nothing.txt"]))
+        run_verification("dp2", model=load_recipe(tiny_recipe, ["collectives.all_reduce=@nothing.txt"]))

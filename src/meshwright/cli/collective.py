@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
-    from meshwright.collectives.report import Report
+    from meshwright.collectives.report import CollectiveReport
 
 
 def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -110,16 +109,14 @@ def command(
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with answering(as_json) as answer:
-        from meshwright.collectives.report import collective
+        from meshwright.comm.api import collective
 
         report = collective(
-            operation, algorithm, ranks, total_bytes, topology,
+            operation, algorithm, ranks, total_bytes, topology=topology, run=run,
             root=root, segments=segments, groups=groups, dims=dims, reduction=reduction,
             latency=latency, bandwidth=bandwidth, reduce_bytes_per_second=reduce_rate or float("inf"),
         )  # fmt: skip
-        if run:
-            report = replace(report, measured=_measured(report))
-        document = report.document()
+        document = report.to_json_dict()
         parts = [report.summary()]
         if text:
             from meshwright.draw.buffers_text import draw_buffers_text
@@ -150,7 +147,7 @@ def command(
         answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)
 
 
-def _trace(report: Report) -> dict[str, Any]:
+def _trace(report: CollectiveReport) -> dict[str, Any]:
     """The simulated transfers, as ui.perfetto.dev opens them."""
     from meshwright.program.timeline import collective_timeline
     from meshwright.program.trace import trace_events
@@ -158,10 +155,3 @@ def _trace(report: Report) -> dict[str, Any]:
     checked, timing = report.checked, report.timing
     program = checked.program
     return trace_events(collective_timeline(program, checked.sends, checked.receives, timing.start, timing.end))
-
-
-def _measured(report: Report) -> dict[str, Any]:
-    """What a run gives, under the report's names."""
-    from meshwright.comm.measure_program import measure
-
-    return measure(report.checked, report.total_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,13 +11,15 @@ from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
     answering,
     device_option,
-    device_or_layout,
     json_option,
     overrides_argument,
     reading_layout_option,
     refuse_overrides,
 )
 from meshwright.terminal import print_message
+
+if TYPE_CHECKING:
+    from meshwright.evaluation.api import Evaluation
 
 
 @plumbing.command(
@@ -49,20 +51,15 @@ def command(
 
     KEY=VALUE overrides one field of the recipe that --data names.
     """
-    from meshwright.evaluation.evaluation import evaluate
+    from meshwright.evaluation.api import evaluate
 
     with answering(as_json) as answer:
-        device_or_layout(device, layout)
         refuse_overrides(overrides, data)
-        options: dict[str, Any] = {
-            "device": device,
-            "layout": layout,
-            "overrides": overrides,
-            "progress": _progress,
-            "log": print_message,
-        }
-        result = evaluate(checkpoint, data, sequence=sequence, with_xz=xz, **options)
-        answer(result, _text(result))
+        result = evaluate(
+            checkpoint, data, overrides, sequence=sequence, layout=layout, device=device, with_xz=xz,
+            progress=_progress, log=print_message,
+        )  # fmt: skip
+        answer(result.to_json_dict(), _text(result))
 
 
 def _progress(done: int, total: int) -> None:
@@ -70,24 +67,23 @@ def _progress(done: int, total: int) -> None:
         print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _text(result: dict[str, Any]) -> str:
+def _text(result: Evaluation) -> str:
     lines = [
-        f"checkpoint     {result['checkpoint']}",
-        f"loss           {result['loss']:.4f} nats per token ({result['tokens']:,} tokens)",
-        f"perplexity     {result['perplexity']:.2f}",
+        f"checkpoint     {result.checkpoint}",
+        f"loss           {result.loss:.4f} nats per token ({result.tokens:,} tokens)",
+        f"perplexity     {result.perplexity:.2f}",
     ]
-    if result["bits_per_byte"] is None:
-        lines.append(f"records        {result['documents']:,}, of which the responses count")
+    if result.bits_per_byte is None:
+        lines.append(f"records        {result.documents:,}, of which the responses count")
     else:
         lines.append(
-            f"bits per byte  {result['bits_per_byte']:.3f} "
-            f"({result['bytes']:,} bytes of {result['documents']:,} documents)"
+            f"bits per byte  {result.bits_per_byte:.3f} ({result.bytes:,} bytes of {result.documents:,} documents)"
         )
-    if result.get("lossy_documents"):
+    if result.lossy_documents:
         lines.append(
-            f"warning        {result['lossy_documents']:,} of these documents are not what their tokens decode to: the "
+            f"warning        {result.lossy_documents:,} of these documents are not what their tokens decode to: the "
             "tokenizer loses some of their text, and bits per byte do not pay for it"
         )
-    if "xz_bits_per_byte" in result:
-        lines.append(f"xz -9          {result['xz_bits_per_byte']:.3f} bits per byte on the same bytes")
+    if result.xz_bits_per_byte is not None:
+        lines.append(f"xz -9          {result.xz_bits_per_byte:.3f} bits per byte on the same bytes")
     return "\n".join(lines)

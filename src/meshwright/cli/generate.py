@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
 
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, device_option, device_or_layout, json_option, reading_layout_option
+from meshwright.cli.plumbing import answering, device_option, json_option, reading_layout_option
 from meshwright.errors import UserError
 from meshwright.terminal import escape_on_terminal, print_message
 
@@ -48,46 +46,29 @@ def command(
 ) -> None:
     """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
     directory. The text is written as it comes."""
-    from meshwright.serving.generate import Generator
+    from meshwright.serving.api import load
     from meshwright.serving.sampling import Sampling
-    from meshwright.serving.split import generate_split
 
     with answering(as_json) as answer:
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        Sampling(temperature, top_k, top_p, seed)  # a wrong number is refused before a model is loaded
         if prompt == "-":
             prompt = _standard_input()
-        directory: Path | None
-        if layout is not None:
-            device_or_layout(device, layout)
-            generation, directory = generate_split(
-                checkpoint, layout, prompt, max_tokens, sampling, chat=chat, echo=not as_json, log=print_message
-            )
-        else:
-            generator = Generator.from_directory(checkpoint, device=device, log=print_message)
-            directory = generator.directory
-            pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
-            for number, (piece, generation) in enumerate(pieces):  # noqa: B007
-                if not as_json:
-                    print(escape_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
+        model = load(checkpoint, layout, device=device, log=print_message)
+        pieces = model.stream(
+            prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, chat=chat
+        )
+        for number, piece in enumerate(pieces):
             if not as_json:
-                print(flush=True)
+                print(escape_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
+        generation = pieces.generation
         if not as_json:
+            print(flush=True)
             rate = f", {generation.tokens_per_second:,.0f} tokens/s" if generation.tokens_per_second else ""
             print(
                 f"{len(generation.tokens)} tokens, the first after {generation.seconds_to_first_token:.3f} s{rate}",
                 file=sys.stderr,
             )
-        document: dict[str, Any] = {
-            "prompt": prompt,
-            "text": generation.text,
-            "tokens": len(generation.tokens),
-            "prompt_tokens": generation.prompt_tokens,
-            "stopped": generation.stopped,
-            "seconds_to_first_token": generation.seconds_to_first_token,
-            "tokens_per_second": generation.tokens_per_second,
-            "checkpoint": directory,
-        }
-        answer(document, "")
+        answer(generation.to_json_dict(), "")
 
 
 def _standard_input() -> str:

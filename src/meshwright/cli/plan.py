@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -22,6 +22,9 @@ from meshwright.cli.plumbing import (
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 from meshwright.limits import limit_of
+
+if TYPE_CHECKING:
+    from meshwright.planner.api import Plan
 
 
 @a_command(
@@ -100,75 +103,62 @@ def command(
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     if cluster is None:
         raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
-    from meshwright.planner.answers import document as document_of
-    from meshwright.planner.answers import ledgers, nothing_fits
-    from meshwright.planner.estimate import problem_of
-    from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
-    from meshwright.planner.text import headline
+    from meshwright.planner.answers import nothing_fits
+    from meshwright.planner.api import plan
+    from meshwright.planner.models import is_recipe, recipe_of
+    from meshwright.planner.text import WIDE
 
-    said: dict[str, Any] = {"sequence": sequence, "batch": batch, "optimizer": optimizer, "compile": compiled or None}
-    own = None
-    if is_recipe(model):
-        own = recipe_of(model, overrides)
-        said = values_from_recipe(own, said)
-    for name in ("sequence", "batch"):
-        if said[name] is None:
+    recipe = recipe_of(model, overrides) if is_recipe(model) else None
+    for name, value in (("sequence", sequence), ("batch", batch)):
+        if value is None and recipe is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
     parsed = _layout(layout)
-    mine = None if own is None or parsed is not None else layout_of_recipe(own)
-    named = (parsed.precision if parsed else None) or precision or (mine.precision if mine else None)
-    problem = problem_of(
-        model if own is None else own, cluster, sequence=said["sequence"], batch=said["batch"], engine=engine,
-        compile=bool(said["compile"]),
-        optimizer=said["optimizer"] or "adamw", precision=named,
-        documents=documents,
-    )  # fmt: skip
     with answering(as_json) as answer:
-        from meshwright.planner.estimate import priced, recipe_layout
-        from meshwright.planner.nearest import nearest
-        from meshwright.planner.search import search
-        from meshwright.planner.text import WIDE, estimate_text, found_text, ledger_text, nearest_text, recipe_text
-
-        if parsed is not None:
-            found, best = None, [priced(problem, parsed)]
-        else:
-            found = search(problem, top)
-            best = list(found.best)
-        document = document_of(problem, best, found)
-        lines, width = [headline(problem, model)], shutil.get_terminal_size((WIDE, 24)).columns
-        least = None
-        if found is not None:
-            lines.append(found_text(found, width))
-            least = None if found.best else nearest(found)
-        if mine is not None:
-            cost = recipe_layout(problem, mine)
-            document["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
-            lines.append(recipe_text(cost, best[0] if best else None))
-        if least is not None:
-            document["nearest"] = least.document()
-            lines.append(nearest_text(least, width))
-        if best:
-            lines.append(estimate_text(best[0], width))
-        if every_tensor and best:
-            document["ledger"] = ledgers(best[0])
-            lines.append(ledger_text(best[0].memory, width))
-        if explained and best:
-            from meshwright.planner.explain import busiest, explain
-            from meshwright.planner.text import explain_text
-
-            rank = busiest(problem, best[0].layout)
-            rows = explain(problem, best[0].layout, rank)
-            document["operations"] = [row.document() for row in rows]
-            lines.append(explain_text(best[0].layout, rank, rows, width))
+        found = plan(
+            model if recipe is None else recipe, cluster, parsed, sequence=sequence, batch=batch, engine=engine,
+            compile=compiled or None, optimizer=optimizer, precision=precision, documents=documents, top=top,
+        )  # fmt: skip
+        document = found.to_json_dict(ledger=every_tensor, operations=explained)
+        lines = _text(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
         if html:
             from meshwright.planner.page import page
 
-            write_file(html, page(problem, model, best, found, least))
+            write_file(html, page(found.problem, model, found.estimates, found.search, found.nearest))
             document["files"] = {"page": str(html)}
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
-    if found is not None and not found.best:
-        raise UserError(nothing_fits(found))
+    if found.search is not None and not found.estimates:
+        raise UserError(nothing_fits(found.search))
+
+
+def _text(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
+    """The plan for people, a text for each part."""
+    from meshwright.planner.text import (
+        estimate_text,
+        explain_text,
+        found_text,
+        headline,
+        ledger_text,
+        nearest_text,
+        recipe_text,
+    )
+
+    best = found.best if found.estimates else None
+    lines = [headline(found.problem, model)]
+    if found.search is not None:
+        lines.append(found_text(found.search, width))
+    if found.recipe_estimate is not None:
+        lines.append(recipe_text(found.recipe_estimate, best))
+    if found.nearest is not None:
+        lines.append(nearest_text(found.nearest, width))
+    if best is None:
+        return lines
+    lines.append(estimate_text(best, width))
+    if every_tensor:
+        lines.append(ledger_text(best.memory, width))
+    if explained:
+        lines.append(explain_text(best.layout, found.busiest_rank, found.operations, width))
+    return lines
 
 
 def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:

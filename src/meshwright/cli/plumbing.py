@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from typing import IO, Any, Protocol
 
 import click
 
+from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
 
@@ -143,12 +143,6 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
-def device_or_layout(device: str, layout: str | None) -> None:
-    """Refuse a device that ranks of a layout do not compute on."""
-    if layout is not None and device == "cuda":
-        raise UserError("--layout with --device cuda: the ranks of a layout compute on the CPU; leave one of them out")
-
-
 class Answer(Protocol):
     """Prints the JSON document or the text, whichever was asked for. alone: what has standard output to itself in
     place of the text, which then goes to standard error."""
@@ -227,17 +221,4 @@ def write_file(path: Path, text: str) -> None:
 
 def json_document(document: Mapping[str, Any]) -> str:
     """`document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
-    return json.dumps({"schema": 1, **_plain(document)}, allow_nan=False, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    """The value in JSON's own types: arrays and scalars of numpy and torch become lists and numbers, paths text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return json.dumps(to_json_dict(document), allow_nan=False, ensure_ascii=False)

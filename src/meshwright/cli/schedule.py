@@ -13,7 +13,7 @@ import click
 from meshwright.cli.plumbing import answering, is_standard_output, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
-from meshwright.names import SCHEDULES, unknown
+from meshwright.names import SCHEDULES
 
 
 def _times(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
@@ -100,18 +100,17 @@ def command(
     if parts is not None:
         _refuse_beside_parts()
         parts = parts if isinstance(parts, list) else [parts]
-    from meshwright.schedules.report import schedule as report_of
+    from meshwright.schedules.api import StepDurations
+    from meshwright.schedules.api import schedule as report_of
 
-    if memory is not None and schedule != "auto":
-        raise UserError(
-            f"--memory {memory:g}: {schedule} takes the memory it takes; only auto looks for a program that fits"
+    durations = StepDurations(transfer=transfer)
+    if parts is None:
+        durations |= StepDurations(
+            forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient, overlapped=overlapped
         )
     with answering(as_json) as answer:
-        report = report_of(
-            schedule, stages, microbatches, chunks,
-            forward, input_gradient, weight_gradient, transfer, overlapped, memory, parts,
-        )  # fmt: skip
-        document, lines = report.document(), [report.summary()]
+        report = report_of(schedule, stages, microbatches, chunks=chunks, memory=memory, parts=parts, **durations)
+        document, lines = report.to_json_dict(), [report.summary()]
         if layers is not None:
             from meshwright.schedules.placement import placement_table
 
@@ -146,11 +145,9 @@ def command(
 
 
 def _require(schedule: str, stages: int | None, micro_batches: int | None) -> None:
-    """A name needs to be known, and told how many ranks and micro-batches there are; a file says so itself."""
-    if schedule.startswith("@"):
-        return
+    """A known name needs to be told how many ranks and micro-batches there are; a file says so itself."""
     if schedule not in SCHEDULES:
-        raise UserError(unknown("schedule", schedule, SCHEDULES) + "; a file is written @FILE")
+        return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]
     if missing:
         raise UserError(f"schedule {schedule}: say how many, as in {' '.join(missing)}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
-from meshwright.errors import Terminated, ignore_model_warnings
-from meshwright.terminal import print_message
+from meshwright.errors import Terminated
 
 
 @plumbing.command(
@@ -36,66 +35,20 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
     Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C end the step under
     way, save and stop, with exit code 143 or 130; the same command then goes on. A second one does not wait for that.
     """
+    from meshwright.training.api import reports_result, train
+
     with answering(as_json) as answer:
-        result = train(recipe, overrides, restarts=restarts, probe=not no_probe, trust=trust)
-        if result is not None:
-            answer(result, _text(result))
-
-
-def train(
-    recipe_path: str | Path, overrides: tuple[str, ...] = (), *, restarts: int = 0, probe: bool = True,
-    trust: bool = False,
-) -> dict[str, Any] | None:  # fmt: skip
-    """What the command does, as one call; probe: as `launch_recipe` has it. None on ranks other than 0 of somebody
-    else's launcher. trust: code that the recipe names may run."""
-    from meshwright.collectives.named import named_programs
-    from meshwright.data import prepare
-    from meshwright.launcher.recipe_checks import check_recipe
-    from meshwright.launcher.rendezvous import join_if_started_by_others, place
-    from meshwright.monitoring.resuming import check_resume
-    from meshwright.monitoring.run_directory import RunDirectory
-    from meshwright.recipe import load_recipe
-    from meshwright.training.start import launch_recipe
-
-    recipe = load_recipe(recipe_path, overrides, trust=trust)
-    started = place(recipe.run.rendezvous) if join_if_started_by_others() else None
-    if started is not None and started.rank > 0:
-        ignore_model_warnings()
-    if recipe.layout == "auto":
-        from meshwright.launcher.rank_threads import share_this_host
-        from meshwright.training.automatic import chosen_layout
-
-        say = print_message if started is None or started.rank == 0 else _say_nothing
-        measure = probe and (started is None or share_this_host(started))
-        layout = chosen_layout(recipe, None if started is None else started.ranks, say, probe=measure)
-        recipe = load_recipe(recipe_path, (*overrides, f"layout={layout}"), trust=trust)
-    if started is not None:
-        from meshwright.training.worker import join
-
-        first = started.rank == 0
         try:
-            result = join(recipe, probe=probe)
+            result = train(recipe, overrides, restarts=restarts, probe=not no_probe, trust=trust)
         except (Terminated, KeyboardInterrupt) as stopped:
-            if first:
+            if reports_result():
                 raise
-            sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 says it for all
-        return result if first else None
-    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-    check_recipe(recipe)
-    named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
-    RunDirectory(recipe.run_directory).create()
-    check_resume(recipe)
-    prepared = prepare(recipe.data, recipe.run.seed, log=print_message)
-    check_resume(recipe, prepared.sha256)
-    check_recipe(recipe, prepared.vocabulary)
-    return launch_recipe(recipe, restarts=restarts, probe=probe)
+            sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 prints it for all
+        if reports_result():
+            answer(result.to_json_dict(), _text(result.document))
 
 
-def _say_nothing(line: str) -> None:
-    """Rank 0 says it."""
-
-
-def _text(result: dict[str, Any]) -> str:
+def _text(result: Mapping[str, Any]) -> str:
     lines = [f"done: step {result['step']}"]
     if result["loss"] is not None:
         lines[0] += f", loss {result['loss']:.4f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,9 @@ from meshwright.cli.plumbing import answering, json_option, refuse_overrides, sp
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import CheckFailed, UserError
 from meshwright.terminal import print_message
+
+if TYPE_CHECKING:
+    from meshwright.verification.api import Verification
 
 
 @a_command(
@@ -68,36 +71,25 @@ def command(
         loaded = load_recipe(str(recipe or model), overrides)
         wanted = loaded if wanted == recipe else wanted
         asked = loaded if asked == (recipe or model) else asked
-    from meshwright.comm.local import start_server
-
-    start_server()  # it loads torch while we do
-    from meshwright.verification import verify
+    from meshwright.verification.api import verify
 
     with answering(as_json) as answer:
-        document = verify(
-            wanted,
-            model=asked,
-            dtype=dtype,
-            mutate=mutate,
-            thorough=thorough,
-            log=print_message,
-        )
-        answer(document, _summary(document))
-    if not document["passed"]:
-        missed = (document["mutations"] or {}).get("missed", [])
-        raise CheckFailed(document["failure"] or f"not noticed: {missed[0]} (and {len(missed) - 1} more)")
+        found = verify(wanted, model=asked, dtype=dtype, mutate=mutate, thorough=thorough, log=print_message)
+        answer(found.to_json_dict(), _summary(found))
+    if not found.passed:
+        raise CheckFailed(str(found.failure))
 
 
-def _summary(document: dict[str, Any]) -> str:
-    worst, layouts = document["worst"], document["layouts"]
+def _summary(found: Verification) -> str:
+    worst, layouts = found.worst, found.layouts
     held = sum(entry["passed"] for entry in layouts)
     lines = [
-        f"{held} of {len(layouts)} runs compute what one device computes ({document['dtype']}, tolerance "
-        f"{document['tolerance']:g}, {document['seconds']:.0f} s)",
+        f"{held} of {len(layouts)} runs compute what one device computes ({found.dtype}, tolerance "
+        f"{found.tolerance:g}, {found.seconds:.0f} s)",
         f"worst relative error {worst['relative_error']:.1e} ({worst['name']}, {worst['layout']}); loss "
-        f"{document['loss_error']:.1e}, gradient norm {document['gradient_norm_error']:.1e}",
+        f"{found.loss_error:.1e}, gradient norm {found.gradient_norm_error:.1e}",
     ]
-    if mutations := document["mutations"]:
+    if mutations := found.mutations:
         lines.append(
             f"{mutations['planted']} faults planted: {mutations['caught']} caught, {mutations['neutral']} neutral, "
             f"{len(mutations['missed'])} missed"

@@ -6,7 +6,7 @@ import math
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Crossover, Curves
 from meshwright.collectives.quantities import show_bytes, show_seconds
-from meshwright.collectives.report import Report, crossover_line
+from meshwright.collectives.report import CollectiveReport, crossover_line
 from meshwright.draw.axis import Axis
 from meshwright.draw.buffers import draw_buffers
 from meshwright.draw.line_chart import Band, Mark, Plot, Series
@@ -18,7 +18,7 @@ _FEW_RANKS = 16  # up to which every algorithm is followed to the end, however s
 _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink", "grey", "silver")
 
 
-def draw_picture(report: Report) -> str:
+def draw_picture(report: CollectiveReport) -> str:
     """Return time over size for every algorithm of the operation on the report's network, as an SVG of its own."""
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
@@ -95,7 +95,7 @@ def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str])
     ]
 
 
-def draw_page(report: Report, picture: str) -> str:
+def draw_page(report: CollectiveReport, picture: str) -> str:
     """Return the page. The buffers are left out, and that is said, where they are too large."""
     program = report.checked.program
     try:
@@ -118,7 +118,7 @@ def draw_page(report: Report, picture: str) -> str:
     )
 
 
-def _ranking(report: Report) -> Markup:
+def _ranking(report: CollectiveReport) -> Markup:
     assert report.choice is not None
     rows = [
         (

@@ -14,6 +14,7 @@ from meshwright.collectives.crossover import Crossover, Curves
 from meshwright.collectives.library import find, generate
 from meshwright.collectives.quantities import show_bytes, show_seconds
 from meshwright.collectives.topologies import topology
+from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import ALGORITHM_ALIASES, OPERATIONS, REDUCTIONS, unknown
 from meshwright.program.check_collective import CheckedCollective, check_collective
@@ -28,7 +29,7 @@ _FEW_RANKS = 32  # up to which crossovers are looked for without being asked
 
 
 @dataclass(frozen=True)
-class Report:
+class CollectiveReport:
     """A checked program with its times. measured: what a run of it gave, if there was one."""
 
     checked: CheckedCollective
@@ -45,8 +46,8 @@ class Report:
     def lower_bound_seconds(self) -> float:
         return self.chooser.lower_bound(self.total_bytes)
 
-    def document(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright collective --json`, without the files that the command wrote."""
         program, timing = self.checked.program, self.timing
         link = timing.busiest_link
         said = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
@@ -89,7 +90,7 @@ class Report:
             document["crossovers"] = [
                 {"bytes": one.size, "before": one.before, "after": one.after} for one in self.crossovers
             ]
-        return document
+        return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
         """The report for people: what, and what it is."""
@@ -176,7 +177,7 @@ def collective(
     bandwidth: float | None = None,
     reduce_bytes_per_second: float = np.inf,
     crossovers: bool = True,
-) -> Report:
+) -> CollectiveReport:
     """Check and time one operation. algorithm: a name, `auto`, or `@FILE`. total_bytes: the full vector.
 
     latency (seconds), bandwidth (bytes a second): of links of which the topology says nothing. crossovers: with `auto`
@@ -227,7 +228,7 @@ def collective(
     found = None
     if crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
         found = Curves.quick(chooser).crossovers()
-    return Report(checked, settings, total_bytes, timing, form, chooser, choice, found)
+    return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 
 
 def _from_file(

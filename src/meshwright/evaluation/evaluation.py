@@ -32,7 +32,7 @@ LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
 TOKENS_AT_ONCE = 4096
 
 
-def evaluate(
+def run_evaluation(
     checkpoint: os.PathLike[str] | str,
     data: str,
     *,
@@ -45,20 +45,12 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate `checkpoint` on `data`.
-
-    checkpoint: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory; of a
-    checkpoint every byte of the model is checked against its hash first, unless check_hashes is false. data: a recipe
-    (its validation split; `overrides` change its fields) or a source as in `data.source` (all of it). sequence: tokens
-    of context, the recipe's or the model's unless given. device: one of `names.DEVICES`. layout: cut the model over
-    local ranks ("tp2 pp2"), which compute on the CPU. `progress(done, total)` hears of rows, if there is one device.
-    The result has
-    `loss` (nats per token), `perplexity`, `bits_per_byte`, `tokens`, `bytes`, `documents`, `lossy_documents`,
-    `sequence`, and, with `with_xz`, `xz_bits_per_byte`. Lossy documents are those that their tokens do not decode to:
-    the bits per byte leave out what the tokenizer lost of them, and are no measure beside those of other models.
+    """Evaluate `checkpoint` on `data`: the document of `meshwright evaluate --json`. Arguments as in
+    `meshwright.evaluate`; overrides as on the command line.
 
     Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
-    the responses are evaluated, and `bits_per_byte` is None.
+    the responses are evaluated, and `bits_per_byte` is None. Lossy documents are those that their tokens do not decode
+    to: the bits per byte leave out what the tokenizer lost of them, and do not compare with those of other models.
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)

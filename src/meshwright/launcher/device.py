@@ -33,6 +33,12 @@ def one_device(wanted: str) -> str:
     return "cpu"
 
 
+def refuse_device_of_layout(device: str, layout: object) -> None:
+    """Raise `UserError` for a device on which the local ranks of a layout do not compute."""
+    if layout is not None and device == "cuda":
+        raise UserError("layout with device cuda: the ranks of a layout compute on the CPU; leave one of them out")
+
+
 def choose_device(wanted: str, local_rank: int) -> str:
     """ "cpu" or "cuda:N" for the recipe's run.device, where this machine's ranks are numbered and share what is there.
     `UserError` when there is no such device."""

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
-from meshwright.layout import Layout
-from meshwright.limits import shorten, shorten_repr
+from meshwright.limits import shorten
 from meshwright.names import unknown
-from meshwright.planner.answers import MOST_TOP, document, nothing_fits
-from meshwright.planner.estimate import priced, problem_of, recipe_layout
-from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
-from meshwright.planner.search import search
+from meshwright.planner.answers import nothing_fits
+from meshwright.planner.api import plan
+from meshwright.planner.models import is_recipe
 from meshwright.untrusted import parse_json
 
 FIELDS = {
@@ -22,9 +20,6 @@ FIELDS = {
     "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
     "documents": (int, float),
 }  # fmt: skip
-_OWN = "the recipe's own layout"
-"""Beside what a request says."""
-
 NEEDED = ("model", "cluster", "sequence", "batch")
 
 
@@ -64,15 +59,8 @@ def _request(line: str) -> Mapping[str, Any]:
             raise UserError(unknown("field", key, FIELDS))
         if not isinstance(value, FIELDS[key]) or (isinstance(value, bool) and bool not in FIELDS[key]):
             raise UserError(f"{key}: takes {_kind(key)}, not {shorten(json.dumps(value))}")
-    if is_recipe(found.get("model")):
-        recipe = recipe_of(found["model"])
-        found |= values_from_recipe(
-            recipe, {key: found.get(key) for key in ("sequence", "batch", "optimizer", "compile")}
-        )
-        own = layout_of_recipe(recipe)
-        if own is not None and "layout" not in found:
-            found = {"precision": own.precision, **found, _OWN: own}
-    for key in NEEDED:
+    needed = NEEDED[:2] if is_recipe(found.get("model")) else NEEDED  # a recipe holds the others
+    for key in needed:
         if key not in found:
             raise UserError(f"{key} is missing; a request has {', '.join(NEEDED)}")
     return found
@@ -84,24 +72,7 @@ def _kind(key: str) -> str:
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    layout = Layout.parse(request["layout"]) if "layout" in request else None
-    problem = problem_of(
-        request["model"], request["cluster"], sequence=request["sequence"], batch=request["batch"],
-        engine=request.get("engine", "meshwright"), compile=request.get("compile", False),
-        optimizer=request.get("optimizer", "adamw"),
-        precision=(layout.precision if layout else None) or request.get("precision"),
-        documents=request.get("documents", 1.0),
-    )  # fmt: skip
-    if layout is not None:
-        return document(problem, [priced(problem, layout)])
-    top = request.get("top", 5)
-    if not 1 <= top <= MOST_TOP:
-        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")
-    found = search(problem, top)
-    if not found.best:
-        raise UserError(nothing_fits(found))
-    found_document = document(problem, found.best, found)
-    if _OWN in request:
-        cost = recipe_layout(problem, request[_OWN])
-        found_document["recipe_layout"] = {"error": cost} if isinstance(cost, str) else cost.document()
-    return found_document
+    found = plan(**request)
+    if found.search is not None and not found.estimates:
+        raise UserError(nothing_fits(found.search))
+    return found.to_json_dict()

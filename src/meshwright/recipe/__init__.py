@@ -1,7 +1,7 @@
 """The recipe: one TOML file that says what to train and on what."""
 
 from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
-from meshwright.recipe.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text
+from meshwright.recipe.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text, override_texts, resolve_recipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
     CollectivesRecipe,
@@ -25,4 +25,6 @@ __all__ = [
     "TrainRecipe",
     "load_recipe",
     "load_recipe_text",
+    "override_texts",
+    "resolve_recipe",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, PrivateAttr, model_validator
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.limits import shorten_repr
 from meshwright.recipe.data import DataRecipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
@@ -21,7 +23,7 @@ from meshwright.recipe.tables import (
     TrainRecipe,
 )
 from meshwright.tables import Schema, Table
-from meshwright.toml import parse_toml, read_toml, write_toml
+from meshwright.toml import parse_toml, read_toml, toml_value, write_toml
 
 
 def _layout(text: str) -> str:
@@ -147,8 +149,36 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool 
     line with the file or the override, the key, and what would be right.
     """
     path = Path(path)
-    tables = read_toml(path, "recipe")
-    said_by: dict[str, str] = {}
+    return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
+
+
+def resolve_recipe(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    trust: bool = False,
+) -> Recipe:
+    """Return the recipe that a caller means: a file, tables, or a `Recipe`, with `overrides`.
+
+    overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
+    line. trust: code that a file or tables name may run; a `Recipe` keeps its own. `UserError` as `load_recipe`.
+    """
+    texts = override_texts(overrides)
+    if isinstance(recipe, Recipe):
+        where = recipe._source_path
+        return _override(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
+    if isinstance(recipe, Mapping):
+        return _override(copy.deepcopy(dict(recipe)), texts, {}, None, trust)
+    if not isinstance(recipe, str | Path):
+        raise UserError(f"recipe: takes a file, tables or a Recipe, not {shorten_repr(recipe)}")
+    return load_recipe(recipe, texts, trust=trust)
+
+
+def _override(
+    tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
+) -> Recipe:
+    """Check `tables` with overrides. said_by: the overrides that are in them already, by key."""
+    said_by = dict(said_by)
     for override in overrides:
         key = SCHEMA.override(tables, override)
         if key in _IN_PLACE_OF:  # what is said last takes the place of what the file says
@@ -156,12 +186,34 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool 
         said_by.pop(key, None)  # the last one counts, and is the last in an error line too
         said_by[key] = override
     run = tables.setdefault("run", {})
-    if isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
+    if path is not None and isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
-
-    recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path)))
+    recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path or "recipe")))
     recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
     return recipe
+
+
+def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Return overrides as texts such as `train.steps=100`, as the command line takes them.
+
+    overrides: values by dotted key, or such texts. A string has no quotes where it reads back as the same value.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
+    if not isinstance(overrides, Mapping):
+        return [str(override) for override in overrides]
+    return [f"{key}={_override_value(str(key), value)}" for key, value in overrides.items()]
+
+
+def _override_value(key: str, value: Any) -> str:
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str) and value == value.strip() and SCHEMA.read_override_value(key, value) == value:
+        return value
+    try:
+        return toml_value(value)
+    except AssertionError:
+        raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 
 
 def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
@@ -30,8 +31,8 @@ class ScheduleReport:
     parts: ComponentTiming | None = None  # where layers were cut into attention, dispatch, MLP and combine
     found: Found | None = None  # what auto tried
 
-    def document(self) -> dict[str, Any]:
-        """The keys of `meshwright schedule --json`."""
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright schedule --json`, without the files that the command wrote."""
         program, timing = self.program, self.timing
         copies = timing.weight_copies
         document: dict[str, Any] = {
@@ -63,7 +64,7 @@ class ScheduleReport:
             ]
         if program.asynchronous:
             document["steady_bubble_fraction"] = timing.steady_bubble_fraction
-        return document
+        return to_json_dict(document)
 
     def steps(self) -> list[list[str]]:
         """What each rank computes, in order, as PyTorch writes it (`2F5`: stage 2, forward of micro-batch 5); steps

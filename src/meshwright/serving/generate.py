@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -15,6 +16,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.tokenizers.special_tokens import named_in, special_tokens, text_encoder
+from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device
 from meshwright.limits import limit_error
@@ -32,8 +34,18 @@ _ROOM = 4096  # new tokens that the cache has room for at first; it grows
 
 @dataclass(slots=True)
 class Generation:
-    """What came of a prompt. `tokens`: the new ones' numbers. `stopped`: "end" (the model ended the text), "length"
-    (max_tokens), or "context" (the model has no more positions)."""
+    """Continuation of a prompt.
+
+    Attributes:
+        prompt: Text that was continued.
+        text: New text, without the prompt.
+        tokens: Ids of the new tokens.
+        stopped: `"end"` (the model ended the text), `"length"` (max_tokens), or `"context"` (no more positions).
+        prompt_tokens: Tokens of the prompt, with the start token.
+        seconds_to_first_token: Time to the first new token.
+        tokens_per_second: Rate after the first token.
+        checkpoint: Directory of the model.
+    """
 
     prompt: str
     text: str = ""
@@ -42,6 +54,22 @@ class Generation:
     prompt_tokens: int = 0
     seconds_to_first_token: float = 0.0
     tokens_per_second: float = 0.0
+    checkpoint: Path | None = None
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright generate --json`, in which tokens are a number."""
+        return to_json_dict(
+            {
+                "prompt": self.prompt,
+                "text": self.text,
+                "tokens": len(self.tokens),
+                "prompt_tokens": self.prompt_tokens,
+                "stopped": self.stopped,
+                "seconds_to_first_token": self.seconds_to_first_token,
+                "tokens_per_second": self.tokens_per_second,
+                "checkpoint": self.checkpoint,
+            }
+        )
 
 
 class Generator:
@@ -159,7 +187,7 @@ class Generator:
                 f"the prompt has {len(tokens)} tokens with its start, and the model {positions} positions: "
                 "none is left for a new token; shorten the prompt"
             )
-        generation = Generation(prompt, prompt_tokens=len(tokens))
+        generation = Generation(prompt, prompt_tokens=len(tokens), checkpoint=self.directory)
         text = TextStream(self.tokenizer, tokens)
         for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
             generation.tokens.append(token)

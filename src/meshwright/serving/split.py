@@ -2,60 +2,107 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import select
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from meshwright.checkpoint import find_checkpoint
+import torch
+
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.parallel.inference import SplitModel, reading_layout
+from meshwright.parallel.inference import SplitModel
 from meshwright.serving.generate import Generation, Generator
 from meshwright.serving.sampling import Sampling
-from meshwright.spec.config_json import config_from_path
-from meshwright.terminal import escape_on_terminal
 from meshwright.threads import choose_threads
 
+_SECONDS = 24 * 3600.0  # that a call may take
+_LOOK_SECONDS = 0.05  # between looks whether ranks that write no text have ended
 
-def generate_split(
-    directory: os.PathLike[str] | str,
-    layout: str,
-    prompt: str,
-    max_tokens: int = 256,
-    sampling: Sampling | None = None,
-    *,
-    chat: bool = False,
-    echo: bool = False,
-    check_hashes: bool = True,
-    log: Callable[[str], None] = lambda line: None,
-) -> tuple[Generation, Path]:
-    """Continue `prompt` with the model in `directory` on local ranks, over gloo: the generation, and where the model
-    lies. Other arguments as in `Generator`. echo: prompt (unless it is a `chat`) and text go to
-    standard output as they come.
 
-    Raises UserError for a layout of more than tp and pp, or one that does not fit the model.
+class SplitGenerator:
+    """The model of a Hugging Face directory on local ranks, over gloo. Each call starts the ranks and loads the model.
+
+    layout: tp and pp alone, as `parallel.inference.reading_layout` returns it.
     """
-    directory = find_checkpoint(directory, log, check_hashes=check_hashes)
-    reading = reading_layout(layout, config_from_path(directory))
-    with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
-        given = str(directory), str(reading), prompt, max_tokens, sampling, chat, echo
-        return ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0], directory
+
+    def __init__(self, directory: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+        self.directory, self.layout, self.dtype = directory, layout, dtype
+
+    def generate(
+        self, prompts: Sequence[str], max_tokens: int = 256, sampling: Sampling | None = None, *, chat: bool = False
+    ) -> list[Generation]:
+        """Continue each prompt; arguments as in `Generator.generate`."""
+        with self._ranks() as ranks:
+            return ranks.run(_on_rank, *self._given(prompts, max_tokens, sampling, chat), None, timeout=_SECONDS)[0]
+
+    def stream(
+        self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, chat: bool = False
+    ) -> Iterator[tuple[str, Generation]]:
+        """Yield each new piece of text with the generation so far, as `Generator.stream` does; the last pair holds the
+        final figures."""
+        so_far = Generation(prompt, checkpoint=self.directory)
+        with tempfile.TemporaryDirectory(prefix="meshwright-text-") as directory, self._ranks() as ranks:
+            pipe = os.path.join(directory, "pieces")
+            os.mkfifo(pipe)
+            descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: it never ends, so none waits
+            given = self._given([prompt], max_tokens, sampling, chat)
+            pool = ThreadPoolExecutor(1)
+            try:
+                answer = pool.submit(ranks.run, _on_rank, *given, pipe, timeout=_SECONDS)
+                for piece in _pieces(descriptor, answer):
+                    so_far.text += piece
+                    yield piece, so_far
+                yield "", answer.result()[0][0]
+            finally:
+                for process in ranks.pids:  # interrupted: `run` in the other thread then ends
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                pool.shutdown()
+                os.close(descriptor)
+
+    def _ranks(self) -> LocalRanks:
+        return LocalRanks(self.layout.world_size, threads=choose_threads(self.layout.world_size))
+
+    def _given(
+        self, prompts: Sequence[str], max_tokens: int, sampling: Sampling | None, chat: bool
+    ) -> tuple[str, str, torch.dtype, list[str], int, Sampling | None, bool]:
+        return str(self.directory), str(self.layout), self.dtype, list(prompts), max_tokens, sampling, chat
+
+
+def _pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator[str]:
+    """The pieces of text that rank 0 writes into a pipe, a JSON string a line, until all ranks have answered."""
+    unread = b""
+    while True:
+        ended = answer.done()  # before the last look: what was written before it is read
+        if select.select([descriptor], [], [], 0.0 if ended else _LOOK_SECONDS)[0]:
+            unread += os.read(descriptor, 65536)
+            *lines, unread = unread.split(b"\n")
+            yield from map(json.loads, lines)
+        elif ended:
+            return
 
 
 def _on_rank(
-    directory: str, layout: str, prompt: str, max_tokens: int, sampling: Sampling | None, chat: bool, echo: bool
-) -> Generation:
+    directory: str, layout: str, dtype: torch.dtype, prompts: list[str], max_tokens: int, sampling: Sampling | None,
+    chat: bool, pipe: str | None,
+) -> list[Generation]:  # fmt: skip
     mesh = Mesh.create(Layout.parse(layout))
-    split = SplitModel(Path(directory), mesh)
+    split = SplitModel(Path(directory), mesh, dtype)
     generator = Generator.of_model(split, split.config, Path(directory))
-    generation = Generation(prompt)
-    echo = echo and mesh.rank == 0
-    pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
-    for number, (piece, generation) in enumerate(pieces):  # noqa: B007
-        if echo:
-            print(escape_on_terminal(piece if number or chat else prompt + piece), end="", flush=True)
-    if echo:
-        print(flush=True)
+    if pipe is None or mesh.rank > 0:
+        generations = [generator.generate(prompt, max_tokens, sampling, chat=chat) for prompt in prompts]
+    else:
+        with open(pipe, "w") as pieces:
+            for piece, generation in generator.stream(prompts[0], max_tokens, sampling, chat=chat):  # noqa: B007
+                pieces.write(json.dumps(piece) + "\n")
+                pieces.flush()
+        generations = [generation]
     mesh.close()
-    return generation
+    return generations

@@ -1,5 +1,1 @@
-"""Layouts against one device: `verify` runs a small model both ways and compares all that training is made of."""
-
-from meshwright.verification.run import verify
-
-__all__ = ["verify"]
+"""Layouts against one device: a small model is trained both ways, and all that training is made of is compared."""

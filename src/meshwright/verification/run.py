@@ -1,4 +1,4 @@
-"""`verify`: train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
+"""Train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.
 """Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
 
 
-def verify(
+def run_verification(
     layout: Recipe | Layout | str | Path | None = None,
     *,
     model: ModelConfig | str | Path | None = None,
@@ -49,17 +49,9 @@ def verify(
     thorough: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Prove that a layout computes what one device computes, on a small model of the same kind.
+    """Compare layouts with one device, on a small model of the same kind: the document of `meshwright verify --json`.
 
-    layout: a layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
-    axis. model: a preset's name, a Hugging Face directory or config.json, a recipe's file or a configuration; made
-    small, kept in kind; without one, one model for one layout, three kinds of models in turn over a grid. dtype:
-    "float64" (errors up to 1e-10 pass) or "float32" (1e-5). mutate: plant faults at every collective call site and in
-    local code, one at a time; each must be found. thorough: run the cases that take longer, too, and, where no model is
-    named, all three kinds.
-
-    Returns the document of `meshwright verify --json`: passed, worst, loss_error, gradient_norm_error, layouts,
-    mutations. Raises UserError for what cannot be run.
+    Arguments and errors as in `meshwright.verify`.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))

@@ -17,6 +17,7 @@ from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_watching
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.parallel.module_table import ChooseUnit
+from meshwright.recipe import override_texts
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
 from meshwright.training.module.data import Collate, Samples
@@ -31,7 +32,7 @@ def fit(
     data: Samples,
     *,
     recipe: Mapping[str, Any] | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Mapping[str, Any] | Sequence[str] = (),
     collate: Collate = default_collate,
     count: Callable[[Any], int | torch.Tensor] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
@@ -43,28 +44,55 @@ def fit(
     trust: bool = False,
     show_progress: bool = True,
 ) -> dict[str, Any] | None:
-    """Train a module, or go on from its newest whole checkpoint. Every rank of the layout calls this.
+    """Train a module of the caller's, or resume it from its newest whole checkpoint. Every rank of the layout calls
+    this, in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
 
-    build: makes the module, the same on every rank; what it draws at random comes from `run.seed`, and all ranks start
-        from rank 0's values. Its trained parameters are those with `requires_grad`.
-    loss: `loss(module, batch)`, a tensor of one number: the mean over the batch's items (`reduction="sum"`: their sum).
-    count: items in a batch, such as labels that are not ignored; its samples unless given. The step's loss is the sum
-        over all items of all ranks, divided by their number, whatever the layout.
-    data, validation: anything with a length and items by number. collate: makes a batch of a list of them.
-    recipe: the tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of them;
-        `overrides` as on the command line. A run's name is the script's unless said.
-    measures: `{"accuracy": f}`: f(module, batch) is a sum over the batch's items; its mean over the validation data
-        goes into metrics.jsonl and the result.
-    units: whether a module, given its name and itself, is what ZeRO-3 gathers together; by sizes and lists unless
-        given. decays: whether weight decay applies to a parameter; to those of two dims and more unless given.
-    workers: processes that read data for each rank. trust: a recipe's file may name code that runs, such as a tracker's
-        class; tables are the script's own.
+    Args:
+        build: Makes the module, the same on every rank; its random draws come from `run.seed`, and all ranks start from
+            rank 0's values. Parameters with `requires_grad` are trained.
+        loss: `loss(module, batch)`, a tensor of one number: the mean over the batch's items.
+        data: Anything with a length and items by number.
+        recipe: The tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of
+            them. A run's name is the script's unless given.
+        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
+        collate: Makes a batch of a list of items.
+        count: Items of a batch, such as labels that are not ignored; its samples unless given. The step's loss is the
+            sum over all items of all ranks, divided by their number, whatever the layout.
+        reduction: `"mean"`, or `"sum"` where the loss is the sum over the batch's items.
+        validation: Validation data, as `data`.
+        measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
+            data goes into metrics.jsonl and the result.
+        units: True for a module, given its name and itself, that ZeRO-3 gathers together; by sizes and lists unless
+            given.
+        decays: True for a parameter to which weight decay applies; those of two dims and more unless given.
+        workers: Processes that read data for each rank.
+        trust: Allow a recipe's file to run code that it names, such as a tracker's class.
+        show_progress: Print a line for each logged step.
 
-    Returns the result document on rank 0, None on others. Raises `UserError` for mistakes, `Terminated` after SIGTERM
-    and a save, `CheckFailed` when too many steps in a row were not finite, `RankLost`.
+    Returns:
+        The result document on rank 0, None on others: step, loss, samples_per_second, predicted, measured, checkpoint.
+
+    Raises:
+        UserError: A key, value or file is wrong, or the layout needs other ranks than there are.
+        CheckFailed: Too many steps in a row had a loss or gradient that was not finite.
+        RankLost: A rank died or stopped answering.
+        Terminated: SIGTERM arrived; the state has been saved.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> samples = [(torch.rand(4), torch.tensor([number % 2.0])) for number in range(32)]
+        >>> def loss(module, batch):
+        ...     inputs, targets = batch
+        ...     return torch.nn.functional.mse_loss(module(inputs), targets)
+        >>> recipe = {"train": {"steps": 3, "batch": 8, "learning_rate": 1e-2}, "run": {"directory": "runs/linear"}}
+        >>> mw.fit(lambda: torch.nn.Linear(4, 1), loss, samples, recipe=recipe)["step"]
+        3
     """
     name = Path(sys.argv[0]).stem or "module"
-    found = module_recipe(recipe, overrides, name=name, directory=str(script.directory() or ""), trust=trust)
+    found = module_recipe(
+        recipe, override_texts(overrides), name=name, directory=str(script.directory() or ""), trust=trust
+    )
     task = Task(build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers)
     check_task(task, found)
     refuse_for_module(found.parsed_layout, found.train.batch)

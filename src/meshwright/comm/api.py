@@ -1,0 +1,85 @@
+"""`meshwright.collective`: a collective operation, checked, timed and run, as `meshwright collective` reports it. Free
+of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict, Unpack
+
+from meshwright.collectives import report
+from meshwright.collectives.quantities import parse_bytes
+from meshwright.collectives.report import CollectiveReport
+from meshwright.names import check_options
+
+
+class CollectiveOptions(TypedDict, total=False):
+    """Options of `collective`.
+
+    Attributes:
+        root: Rank that sends out or collects; 0 unless given.
+        segments: Segments into which a pipelined algorithm cuts the vector.
+        groups: Ranks of one node, for hierarchical algorithms.
+        dims: Sides of the grid, for tori and meshes, such as `(4, 4)`.
+        reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; sum unless given.
+        latency: Seconds of a link of which the topology gives none; 5e-6 unless given.
+        bandwidth: Bytes a second of such a link, in each direction; 25e9 unless given.
+        reduce_bytes_per_second: Speed at which a rank adds; without a cost unless given.
+        crossovers: With `"auto"` on few ranks: find the sizes at which the choice changes; True unless given.
+    """
+
+    root: int | None
+    segments: int | None
+    groups: int | None
+    dims: tuple[int, ...] | None
+    reduction: str | None
+    latency: float | None
+    bandwidth: float | None
+    reduce_bytes_per_second: float
+    crossovers: bool
+
+
+def collective(
+    operation: str,
+    algorithm: str,
+    ranks: int | None = None,
+    bytes: int | str | None = None,
+    *,
+    topology: str = "switch",
+    run: bool = False,
+    **options: Unpack[CollectiveOptions],
+) -> CollectiveReport:
+    """Generate, choose or read a program for a collective operation, check it, and simulate it on a network.
+
+    Args:
+        operation: Operation such as `"all-reduce"` or `"all-gather"`.
+        algorithm: Name of an algorithm, `"auto"` for the fastest, or `"@FILE"`.
+        ranks: Number of ranks; a file has its own.
+        bytes: Size of the full vector, a number or text such as `"64MiB"`.
+        topology: Network, such as `"switch"`, `"torus:4x4"`, `"nodes:2x8,rails"`.
+        run: Run the program on processes of this machine, beside the call of torch.distributed.
+        **options: Fields of `CollectiveOptions`.
+
+    Returns:
+        The checked program and its times in seconds: `report.timing.seconds`, `.lower_bound_seconds`, `.measured`.
+
+    Raises:
+        UserError: A name is unknown, or a number is out of range.
+        ProgramError: The program of a file is wrong: rank, step and reason.
+        CheckFailed: The results of a run differ from those of torch.distributed.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> report = mw.collective("all-reduce", "ring", ranks=8, bytes="64MiB")
+        >>> report.checked.rounds, int(report.timing.bytes_sent[0]) == 2 * 7 * 64 * 2**20 // 8
+        (14, True)
+        >>> mw.collective("all-reduce", "auto", ranks=8, bytes="1KiB").choice.best.algorithm
+        'butterfly'
+    """
+    check_options("collective", options, CollectiveOptions.__annotations__)
+    total_bytes = parse_bytes(bytes, "bytes") if isinstance(bytes, str) else bytes
+    found = report.collective(operation, algorithm, ranks, total_bytes, topology, **options)
+    if not run:
+        return found
+    from meshwright.comm.measure_program import measure
+
+    return replace(found, measured=measure(found.checked, found.total_bytes))

@@ -1,0 +1,114 @@
+"""`meshwright.evaluate`: loss of a checkpoint on held-out text, as `meshwright evaluate` reports it. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from meshwright.documents import to_json_dict
+from meshwright.launcher.device import refuse_device_of_layout
+from meshwright.layout import Layout
+from meshwright.names import check_options
+from meshwright.recipe import override_texts
+from meshwright.threads import prepare_process
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Loss of a checkpoint on held-out text.
+
+    Attributes:
+        loss: Mean loss in nats per token; of records, over the tokens of the responses.
+        perplexity: exp(loss).
+        bits_per_byte: Bits for a byte of text; None for records.
+        tokens: Number of target tokens.
+        bytes: Bytes of the text.
+        documents: Documents, or records.
+        sequence: Tokens of context.
+        lossy_documents: Documents that their tokens do not decode to; None for records.
+        xz_bits_per_byte: The same bytes compressed by `xz -9`; None where that was not asked for.
+        checkpoint: Directory of the model.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int
+    documents: int
+    sequence: int
+    lossy_documents: int | None
+    xz_bits_per_byte: float | None
+    checkpoint: Path
+    document: Mapping[str, Any]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright evaluate --json`."""
+        return to_json_dict(self.document)
+
+
+class EvaluationOptions(TypedDict, total=False):
+    """Options of `evaluate`.
+
+    Attributes:
+        with_xz: Compress the same bytes with `xz -9` for comparison; True unless given.
+        check_hashes: Check every byte of a checkpoint's model against its hash; True unless given.
+        progress: Called with rows done and all rows, on one device.
+        log: Called with a line for each note, such as a damaged checkpoint that is passed over.
+    """
+
+    with_xz: bool
+    check_hashes: bool
+    progress: Callable[[int, int], None]
+    log: Callable[[str], None]
+
+
+def evaluate(
+    checkpoint: str | Path,
+    data: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    sequence: int | None = None,
+    layout: Layout | str | None = None,
+    device: str = "auto",
+    **options: Unpack[EvaluationOptions],
+) -> Evaluation:
+    """Evaluate a checkpoint on held-out text, each token counted once.
+
+    Args:
+        checkpoint: Run directory (its newest whole checkpoint), checkpoint, or Hugging Face directory.
+        data: Recipe (its validation split), or a source as in `data.source` (all of it): a path, a glob, `"stdlib"`.
+        overrides: Values of keys of that recipe by dotted name, `{"data.validation_fraction": 0.1}`.
+        sequence: Tokens of context; the recipe's or the model's unless given.
+        layout: Cut the model over ranks of this machine, which compute on the CPU: tp and pp alone.
+        device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
+        **options: Fields of `EvaluationOptions`.
+
+    Returns:
+        Loss and derived figures, the same as the document of `meshwright evaluate --json`.
+
+    Raises:
+        UserError: No model, tokenizer or text is there, or the layout does not fit the model.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> found = mw.evaluate("runs/tiny", "text.txt", device="cpu", with_xz=False)
+        >>> found.tokens == found.bytes + 1, 7.0 < found.bits_per_byte < 9.0
+        (True, True)
+    """
+    check_options("evaluate", options, EvaluationOptions.__annotations__)
+    prepare_process()  # before torch is loaded
+    refuse_device_of_layout(device, layout)
+    from meshwright.evaluation.evaluation import run_evaluation
+
+    document = run_evaluation(
+        checkpoint, str(data), sequence=sequence, overrides=override_texts(overrides), device=device,
+        layout=None if layout is None else str(layout), **options,
+    )  # fmt: skip
+    names = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents", "sequence")
+    return Evaluation(
+        **{name: document[name] for name in names}, lossy_documents=document.get("lossy_documents"),
+        xz_bits_per_byte=document.get("xz_bits_per_byte"), checkpoint=Path(document["checkpoint"]), document=document,
+    )  # fmt: skip

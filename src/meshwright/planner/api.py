@@ -1,0 +1,194 @@
+"""`meshwright.plan`: time, memory and the best layout before a run, as the command `meshwright plan` reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from meshwright.documents import to_json_dict
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.limits import shorten_repr
+from meshwright.names import check_options
+from meshwright.planner.answers import MOST_TOP, document, ledgers, nothing_fits
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.engines import Engine
+from meshwright.planner.estimate import Estimate, priced, problem_of, recipe_layout
+from meshwright.planner.explain import Row, busiest, explain
+from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
+from meshwright.planner.nearest import Nearest, nearest
+from meshwright.planner.search import Found, search
+from meshwright.planner.space import Problem
+from meshwright.spec.config import ModelConfig
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
+
+_EXAMPLES = {
+    "sequence": "tokens in a sequence, such as 4096",
+    "batch": "sequences a step over all devices, such as 512",
+}
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options of `plan`.
+
+    Attributes:
+        engine: Whose kernels and buffers are priced, `"meshwright"` unless given.
+        compile: Price compiled blocks; the recipe's `train.compile` unless given.
+        optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"momentum"`; the recipe's, else `"adamw"`, unless given.
+        precision: `"fp32"`, `"tf32"`, `"bf16"`, `"fp16"` or `"fp8"`, where the layout names none.
+        documents: Documents in a row, on average; 1 unless given.
+        top: Layouts that a search returns, 1 to 100; 5 unless given.
+    """
+
+    engine: str | Engine
+    compile: bool | None
+    optimizer: str | None
+    precision: str | None
+    documents: float
+    top: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted cost of one layout, or of the fastest layouts that fit.
+
+    Attributes:
+        problem: Model, cluster, sequence, batch and engine that are priced.
+        estimates: Time and memory of each layout, fastest first; empty where no layout fits.
+        search: Search over all layouts; None where a layout was given.
+        recipe_estimate: Cost of the layout that a recipe names, or the reason why it cannot run on this cluster; None
+            without a recipe, or where a layout was given.
+    """
+
+    problem: Problem
+    estimates: tuple[Estimate, ...]
+    search: Found | None = None
+    recipe_estimate: Estimate | str | None = None
+
+    @property
+    def layouts(self) -> list[dict[str, Any]]:
+        """Records of `meshwright plan --json`, one per estimate: layout, fits, memory_gib, step_seconds, mfu ..."""
+        records: list[dict[str, Any]] = document(self.problem, self.estimates, self.search)["layouts"]
+        return records
+
+    @property
+    def best(self) -> Estimate:
+        """Fastest layout that fits, or the one that was given. `UserError` where no layout fits."""
+        if not self.estimates:
+            assert self.search is not None
+            raise UserError(nothing_fits(self.search))
+        return self.estimates[0]
+
+    @cached_property
+    def nearest(self) -> Nearest | None:
+        """Layout that needs the least memory, and how many devices would be enough; None where a layout fits."""
+        return None if self.search is None or self.estimates else nearest(self.search)
+
+    @cached_property
+    def busiest_rank(self) -> int:
+        """Pipeline rank of the best layout that computes longest."""
+        return busiest(self.problem, self.best.layout)
+
+    @cached_property
+    def operations(self) -> list[Row]:
+        """Operations of a micro-batch on the busiest rank of the best layout, longest first."""
+        return explain(self.problem, self.best.layout, self.busiest_rank)
+
+    def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
+        """Return the document of `meshwright plan --json`.
+
+        ledger: with every tensor of unlike ranks, as `--ledger`; operations: with those of a micro-batch, as
+        `--explain`.
+        """
+        found = document(self.problem, self.estimates, self.search)
+        own = self.recipe_estimate
+        if own is not None:
+            found["recipe_layout"] = {"error": own} if isinstance(own, str) else own.document()
+        if self.nearest is not None:
+            found["nearest"] = self.nearest.document()
+        if ledger and self.estimates:
+            found["ledger"] = ledgers(self.best)
+        if operations and self.estimates:
+            found["operations"] = [row.document() for row in self.operations]
+        return to_json_dict(found)
+
+
+def plan(
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
+    cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str | None = None,
+    *,
+    sequence: int | None = None,
+    batch: int | None = None,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Predict time and memory of training a model on a cluster: of one layout, or of the fastest layouts that fit.
+
+    Args:
+        model: Name of a preset, a Hugging Face directory, a config.json or its content, a recipe or its file.
+        cluster: Devices such as `"64xh100-sxm"`, a cluster file, `"this"` (the measured machine), or a mapping with
+            `device`, `devices`, `devices_per_node`.
+        layout: Layout to price in place of a search.
+        sequence: Tokens in a sequence; the recipe's unless given.
+        batch: Sequences a step over all devices; the recipe's unless given.
+        **options: Fields of `PlanOptions`.
+
+    Returns:
+        The plan; `plan.layouts` are the records of `meshwright plan --json`.
+
+    Raises:
+        UserError: A name is unknown, a number is out of range, or the layout cannot run. A search in which no layout
+            fits returns a plan without estimates.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> plan = mw.plan("llama-3-8b", "8xh100-sxm", "dp8 zero3 ac:full", sequence=8192, batch=64)
+        >>> plan.best.fits, plan.layouts[0]["layout"]
+        (True, 'dp8 zero3 ac:full bf16')
+        >>> 0.2 < plan.best.mfu < 0.6
+        True
+    """
+    check_options("plan", options, PlanOptions.__annotations__)
+    given: dict[str, Any] = {"sequence": sequence, "batch": batch}
+    given |= {name: options.get(name) for name in ("optimizer", "compile")}
+    recipe = _recipe(model)
+    if recipe is not None:
+        given = values_from_recipe(recipe, given)
+    for name, example in _EXAMPLES.items():
+        if given[name] is None:
+            raise UserError(f"{name} is missing: {example}")
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    own = None if recipe is None or parsed is not None else layout_of_recipe(recipe)
+    top = options.get("top", 5)
+    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST_TOP:
+        raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")
+    precision = (parsed.precision if parsed else None) or options.get("precision")
+    problem = problem_of(
+        model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],
+        engine=options.get("engine", "meshwright"), compile=bool(given["compile"]),
+        optimizer=given["optimizer"] or "adamw",
+        precision=precision or (own.precision if own else None),
+        documents=options.get("documents", 1.0),
+    )  # fmt: skip
+    if parsed is not None:
+        return Plan(problem, (priced(problem, parsed),))
+    found = search(problem, top)
+    return Plan(problem, found.best, found, None if own is None else recipe_layout(problem, own))
+
+
+def _recipe(model: object) -> Recipe | None:
+    """The recipe that a model argument names or is; None where it is none."""
+    if is_recipe(model):
+        return recipe_of(str(model))
+    if isinstance(model, ModelConfig | str | Path | Mapping):
+        return None
+    from meshwright.recipe import Recipe
+
+    if not isinstance(model, Recipe):
+        raise UserError(f"model: takes a preset, a path, a configuration or a recipe, not {shorten_repr(model)}")
+    return model

@@ -1,0 +1,85 @@
+"""`meshwright.schedule`: a pipeline schedule, checked and simulated, as `meshwright schedule` reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+from meshwright.errors import UserError
+from meshwright.names import SCHEDULES, check_options, unknown
+from meshwright.schedules.report import ScheduleReport
+from meshwright.schedules.report import schedule as report_schedule
+
+
+class StepDurations(TypedDict, total=False):
+    """Durations of a micro-batch on a rank's whole share of the model, in any unit: one number, or one per rank or
+    stage.
+
+    Attributes:
+        forward: Forward pass; 1 unless given.
+        input_gradient: Input-gradient pass (B); 1 unless given.
+        weight_gradient: Weight-gradient pass (W); 1 unless given.
+        transfer: From a stage to the next: one number, or one per stage boundary; 0 unless given.
+        overlapped: Forward and backward together, where a schedule overlaps them.
+    """
+
+    forward: float | Sequence[float]
+    input_gradient: float | Sequence[float]
+    weight_gradient: float | Sequence[float]
+    transfer: float | Sequence[float]
+    overlapped: float | Sequence[float] | None
+
+
+def schedule(
+    name: str,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    *,
+    chunks: int | None = None,
+    memory: float | None = None,
+    parts: Sequence[float] | None = None,
+    **durations: Unpack[StepDurations],
+) -> ScheduleReport:
+    """Generate or read a pipeline schedule, check it, and simulate it.
+
+    Args:
+        name: A schedule such as `"1f1b"`, `"auto"` (a search), or `"@FILE"`.
+        stages: Pipeline ranks; a file has its own.
+        micro_batches: Micro-batches of a step, both directions counted; a file has its own.
+        chunks: Stages per rank, where the schedule leaves that open.
+        memory: For `"auto"`: most activations of whole micro-batches on a rank.
+        parts: Durations of attention, dispatch, MLP and combine of a forward, in place of those of whole passes; the
+            program is then simulated part by part, with the all-to-alls on a stream of their own.
+        **durations: Fields of `StepDurations`.
+
+    Returns:
+        The checked program and its simulation: `report.timing.makespan`, `.bubble_fraction`, `.peak_activations`.
+        Times are in the unit of the durations.
+
+    Raises:
+        UserError: A name is unknown, or a number is out of range.
+        ProgramError: The program of a file is wrong: rank, step and reason.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> report = mw.schedule("1f1b", stages=4, micro_batches=8)
+        >>> float(report.timing.makespan)
+        33.0
+        >>> report.steps()[3][:4]
+        ['3F0', '3B0', '3F1', '3B1']
+    """
+    check_options("schedule", durations, StepDurations.__annotations__)
+    if not isinstance(name, str):
+        raise UserError(f"schedule: takes a name or @FILE, not {name!r}")
+    if not name.startswith("@"):
+        if name not in SCHEDULES:
+            raise UserError(unknown("schedule", name, SCHEDULES) + "; a file is written @FILE")
+        missing = [word for word, value in (("stages", stages), ("micro_batches", micro_batches)) if value is None]
+        if missing:
+            raise UserError(f"schedule {name}: {' and '.join(missing)} missing, such as stages=4, micro_batches=8")
+    if memory is not None and name != "auto":
+        raise UserError(f"memory {memory:g}: {name} takes the memory it takes; only auto looks for a program that fits")
+    whole_passes = [each for each in durations if each != "transfer" and durations.get(each) is not None]
+    if parts is not None and whole_passes:
+        raise UserError(f"parts: hold the durations of forward and both gradients; leave out {whole_passes[0]}")
+    return report_schedule(name, stages, micro_batches, chunks, memory=memory, parts=parts, **durations)

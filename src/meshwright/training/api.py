@@ -1,0 +1,146 @@
+"""`meshwright.train`: train a recipe from Python, as the command `meshwright train` does. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.collectives.named import named_programs
+from meshwright.data import prepare
+from meshwright.documents import to_json_dict
+from meshwright.errors import ignore_model_warnings
+from meshwright.launcher.recipe_checks import check_recipe
+from meshwright.launcher.rendezvous import join_if_started_by_others, place
+from meshwright.layout import Layout
+from meshwright.monitoring.resuming import check_resume
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.recipe import Recipe, resolve_recipe
+from meshwright.terminal import print_message
+from meshwright.training.start import launch_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome of a training run.
+
+    Attributes:
+        step: Optimizer steps done, those before a resume included.
+        loss: Training loss of the last step, in nats per token; None where no step was logged.
+        validation_loss: Last validation loss, in nats per token; None without validation.
+        tokens_per_second: Median over the logged steps, all ranks together; None where none was logged.
+        mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None where none was logged.
+        predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
+        measured: Measurements of the same quantities, and the parts of a step.
+        checkpoint: Newest whole checkpoint.
+        best_checkpoint: Checkpoint with the lowest validation loss.
+        run_directory: Directory of metrics, result and checkpoints.
+    """
+
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    predicted: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    checkpoint: Path | None
+    best_checkpoint: Path | None
+    run_directory: Path
+    document: Mapping[str, Any]
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
+        """Make the record of a result document, as ranks return it and `result.json` holds it."""
+        checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))
+        figures = {key: document.get(key) for key in ("loss", "validation_loss", "tokens_per_second", "mfu")}
+        return cls(
+            step=document["step"], **figures, predicted=document["predicted"], measured=document["measured"],
+            checkpoint=checkpoint, best_checkpoint=best, run_directory=run_directory, document=document,
+        )  # fmt: skip
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright train --json`."""
+        return to_json_dict(self.document)
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    layout: Layout | str | None = None,
+    restarts: int = 0,
+    probe: bool = True,
+    trust: bool = False,
+) -> Result:
+    """Train a recipe, or resume it from its newest whole checkpoint; missing data are prepared first.
+
+    Ranks are started as processes of this machine. In a process that torchrun, Kubernetes or SLURM started, every rank
+    calls this and joins the others.
+
+    Args:
+        recipe: File of a recipe, its tables as nested dictionaries, or a `Recipe`.
+        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`; they replace what the recipe says.
+            Texts as on the command line, `["train.steps=20"]`, are accepted, too.
+        layout: Layout in place of the recipe's: notation such as `"dp2 zero1"`, `"auto"`, or a `Layout`.
+        restarts: Times that the run is started again after a rank was lost.
+        probe: Measure this machine first (about 10 seconds) where predictions need it and it was never measured.
+        trust: Allow the recipe to run code that it names, such as a tracker's class.
+
+    Returns:
+        The outcome, the same as the document of `meshwright train --json`. Where ranks were started by somebody else,
+        rank 0's has all figures, another rank's its own.
+
+    Raises:
+        UserError: A key, value or file is wrong, or the layout does not fit model, batch or machine.
+        CheckFailed: Too many steps in a row had a loss or gradient that was not finite.
+        RankLost: A rank died or stopped answering, more often than `restarts`.
+        Terminated: SIGTERM arrived; the state has been saved.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> result = mw.train("tiny.toml", {"train.steps": 2, "run.directory": "runs/tiny"}, layout="dp1 mb2")
+        >>> result.step, result.checkpoint.name
+        (2, 'step-000002')
+        >>> result.loss < 6.0
+        True
+    """
+    wanted = resolve_recipe(recipe, overrides, trust=trust)
+    if layout is not None:
+        wanted = resolve_recipe(wanted, {"layout": str(layout)})
+    started = place(wanted.run.rendezvous) if join_if_started_by_others() else None
+    if started is not None and started.rank > 0:
+        ignore_model_warnings()
+    if wanted.layout == "auto":
+        from meshwright.launcher.rank_threads import share_this_host
+        from meshwright.training.automatic import chosen_layout
+
+        log = print_message if started is None or started.rank == 0 else _discard
+        measure = probe and (started is None or share_this_host(started))
+        chosen = chosen_layout(wanted, None if started is None else started.ranks, log, probe=measure)
+        wanted = resolve_recipe(wanted, {"layout": chosen})
+    if started is not None:
+        from meshwright.training.worker import join
+
+        return Result.from_document(join(wanted, probe=probe), wanted.run_directory)
+    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
+    check_recipe(wanted)
+    named_programs(wanted.collectives, wanted.parsed_layout, wanted.where)
+    RunDirectory(wanted.run_directory).create()
+    check_resume(wanted)
+    prepared = prepare(wanted.data, wanted.run.seed, log=print_message)
+    check_resume(wanted, prepared.sha256)
+    check_recipe(wanted, prepared.vocabulary)
+    return Result.from_document(launch_recipe(wanted, restarts=restarts, probe=probe), wanted.run_directory)
+
+
+def reports_result() -> bool:
+    """Return True for the process that prints the result of `train`: rank 0, or the one that starts the ranks."""
+    if not join_if_started_by_others():
+        return True
+    return place("file:///").rank == 0  # the rank is the same wherever ranks meet
+
+
+def _discard(line: str) -> None:
+    """Rank 0 prints it."""

@@ -1,0 +1,102 @@
+"""`meshwright.verify`: check from Python that a layout computes what one device computes. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.documents import to_json_dict
+from meshwright.layout import Layout
+from meshwright.recipe import Recipe
+from meshwright.spec.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Outcome of a comparison of layouts with one device.
+
+    Attributes:
+        passed: True if every layout agrees and every planted fault was found.
+        dtype: Parameter dtype of the comparison, `"float64"` or `"float32"`.
+        tolerance: Largest relative error that passes in this dtype.
+        worst: Name, relative error and layout of the tensor that differs most.
+        loss_error: Largest relative error of a loss.
+        gradient_norm_error: Largest relative error of a gradient norm.
+        layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
+        mutations: Faults planted, caught, neutral and missed; None unless asked for.
+        failure: First disagreement or missed fault in one line; None where all passed.
+        seconds: Wall time.
+    """
+
+    passed: bool
+    dtype: str
+    tolerance: float
+    worst: Mapping[str, Any]
+    loss_error: float
+    gradient_norm_error: float
+    layouts: list[dict[str, Any]]
+    mutations: Mapping[str, Any] | None
+    failure: str | None
+    seconds: float
+    document: Mapping[str, Any]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document of `meshwright verify --json`."""
+        return to_json_dict(self.document)
+
+
+def verify(
+    layout: Recipe | Layout | str | Path | None = None,
+    *,
+    model: Recipe | ModelConfig | str | Path | None = None,
+    dtype: str = "float64",
+    mutate: bool = False,
+    thorough: bool = False,
+    log: Callable[[str], None] = lambda line: None,
+) -> Verification:
+    """Train a small model on a layout and on one device, and compare losses, gradients, updates and optimizer state.
+
+    Ranks are processes of this machine, on its CPU; a layout of many ranks is made small first.
+
+    Args:
+        layout: Layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
+            axis of parallelism.
+        model: Preset, Hugging Face directory, config.json, configuration or recipe, made small and kept in kind;
+            representative models unless given.
+        dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
+        mutate: Plant faults at every collective call site and in local code, one at a time; each must be found.
+        thorough: Run the slow cases, too; without `model`, on three models.
+        log: Called with a line for each layout.
+
+    Returns:
+        The comparison, the same as the document of `meshwright verify --json`; `passed` is False where something
+        disagrees.
+
+    Raises:
+        UserError: A name is unknown, or the layout cannot run.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> proof = mw.verify("dp2", model="llama-tiny")
+        >>> proof.passed, proof.worst["relative_error"] < 1e-10
+        (True, True)
+    """
+    from meshwright.comm.local import start_server
+
+    start_server()  # loads torch while this process does
+    from meshwright.verification import run
+
+    document = run.run_verification(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)
+    names = ("passed", "dtype", "tolerance", "worst", "loss_error", "gradient_norm_error", "layouts", "mutations")
+    figures = {name: document[name] for name in names}
+    return Verification(**figures, failure=_failure(document), seconds=document["seconds"], document=document)
+
+
+def _failure(document: Mapping[str, Any]) -> str | None:
+    """The line for a person: the first layout that disagrees, else the first fault that was missed."""
+    if document["passed"] or document["failure"]:
+        return document["failure"]
+    missed = document["mutations"]["missed"]
+    return f"not noticed: {missed[0]} (and {len(missed) - 1} more)"
