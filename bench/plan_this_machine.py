@@ -40,6 +40,7 @@ from meshwright.planner.explain import explain
 from meshwright.probe.points import Yardstick
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
@@ -65,7 +66,7 @@ def measure(text: str, steps: int, threads: int) -> dict[str, Any]:
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
     yardstick = Yardstick(mesh.device)
-    trainer = Trainer(recipe, layout, config, data, mesh)
+    trainer = Trainer(LanguageModelTask(recipe, layout, config, data, mesh))
     seconds, parts, local = [], [], []
     for _ in range(WARM + steps):
         local.append(yardstick.seconds())

@@ -21,7 +21,9 @@ from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.training import journal, loop
-from meshwright.training.trainer import Trainer, Validation
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.task import Validation
+from meshwright.training.trainer import Trainer
 
 LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
 """Files of a run directory that only a run that trains writes."""
@@ -171,8 +173,8 @@ def same(a: Values, b: Values) -> bool:
 
 def without_generated_code(run: loop.Run) -> None:
     """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
-    run.trainer.model.compile_blocks(backend="aot_eager")
-    run.trainer.model._loss_options["compiled"] = False  # it would go through inductor
+    run.trainer.task.model.compile_blocks(backend="aot_eager")
+    run.trainer.task.model._loss_options["compiled"] = False  # it would go through inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:
@@ -214,13 +216,13 @@ def nan_parameter_from_step_3(run: loop.Run) -> None:
 
 def rank_1_sleeps(run: loop.Run) -> None:
     """Rank 1 needs longer for its own work, in reading data."""
-    read = run.trainer._micro_batches
+    read = run.trainer.task.load_step
 
-    def slow() -> Any:
+    def slow(step: int) -> Any:
         time.sleep(0.15 if on_rank(run, 1) else 0.0)
-        return read()
+        return read(step)
 
-    run.trainer._micro_batches = slow  # type: ignore[method-assign]
+    run.trainer.task.load_step = slow  # type: ignore[method-assign]
 
 
 def keep_states(run: loop.Run) -> None:
@@ -296,7 +298,7 @@ def first_gradients(text: str) -> list[torch.Tensor]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
     gradients: list[torch.Tensor] = []
     finish = trainer.parallel.finish
 
@@ -316,10 +318,10 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
-    told, found = trainer.documents_of(steps), []
-    for trainer.steps_done in range(steps):
-        for tokens, _, documents in trainer._micro_batches():
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
+    told, found = trainer.task.document_starts(0, steps), []
+    for step in range(steps):
+        for tokens, _, documents in trainer.task.load_step(step):
             starts_BS = torch.zeros_like(tokens) if documents.starts_BS is None else documents.starts_BS
             found += [tuple(row.unique().tolist()) for row in starts_BS]
     mesh.close()

@@ -13,7 +13,7 @@ from meshwright.checkpoint import Checkpointer
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import Terminated, UserError
-from meshwright.model.preference import REWARDS, Rewards, preference_of
+from meshwright.model.preference import REWARDS, preference_of
 from meshwright.monitoring.memory import release_freed_memory
 from meshwright.monitoring.metrics import MetricsFile, SlowRankWatch, read_metrics
 from meshwright.monitoring.progress import Progress
@@ -25,9 +25,12 @@ from meshwright.planner.devices import peak_flops
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
 from meshwright.recipe import Recipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.learning_rate import learning_rate
+from meshwright.training.precision import PARAMETER_DTYPES
 from meshwright.training.prediction import Prediction, StepTimes, compared, measured_memory, predict
-from meshwright.training.trainer import PARAMETER_DTYPES, Trainer, Validation, Verdict
+from meshwright.training.task import Validation
+from meshwright.training.trainer import StepOutcome, Trainer
 
 GIB = 2**30
 
@@ -97,21 +100,22 @@ class Journal:
 
     def _measure_peak(self, trainer: Trainer) -> None:
         """Find what the share of the peak is a share of."""
-        self.flops_per_token = training_flops_per_token(trainer.config, self.recipe.data.sequence)
+        self.flops_per_token = training_flops_per_token(_language_model(trainer).config, self.recipe.data.sequence)
         self.peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
 
     def _introduction(self, trainer: Trainer) -> tuple[str, str]:
         """The model and the data, in a few words each."""
-        config = trainer.config
+        task = _language_model(trainer)
+        config = task.config
         return (
-            f"{config.family}, {trainer.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
+            f"{config.family}, {task.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
             f"hidden {config.hidden}, vocabulary {config.vocabulary}",
-            f"{trainer.tokens.tokens:,} training tokens",
+            f"{task.tokens.tokens:,} training tokens",
         )
 
     def _packed(self, trainer: Trainer) -> Iterable[str]:
         """Of examples in rows, what was cut or left out."""
-        return trainer.data.packing_lines()
+        return _language_model(trainer).data.packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
         return predict(trainer, self.memory)
@@ -143,7 +147,7 @@ class Journal:
     def step(
         self,
         trainer: Trainer,
-        verdict: Verdict,
+        verdict: StepOutcome,
         seconds: float,
         validation: Validation | None,
         profiled: bool = False,
@@ -175,13 +179,10 @@ class Journal:
             lower = f"; the loss is scaled by {scale.value:g} from now on" if scale.value != verdict.loss_scale else ""
             said = f"loss {verdict.loss}, gradient norm {verdict.gradient_norm}{lower}"
             self.say(f"step {done} skipped on all ranks: {said}")
-        if verdict.rewards is not None:
-            line |= verdict.rewards.document()
+        line |= verdict.metrics.values
         if validation is not None:
-            line |= (found := validation.document())
-            others = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in validation.measures.items())
-            said = f"step {done}: validation loss {found['validation_loss']:.4f}{others}"
-            self.say(said + ("" if validation.rewards is None else _in_words(validation.rewards)))
+            line |= validation.to_json_dict()
+            self.say(f"step {done}: validation loss {validation.loss:.4f}{validation.metrics.text}")
         left_out = {*(() if verdict.finite else ("loss", *REWARDS)), *((self.rate_name,) if profiled else ())}
         for key, values in self._figures.items():
             if key in line and key not in left_out:
@@ -191,8 +192,7 @@ class Journal:
             self._write(line)
         if not profiled:
             self._watch_ranks(done, verdict)
-        rewards = "" if verdict.rewards is None else _in_words(verdict.rewards)
-        self.progress.step(done, f"loss {verdict.loss:.3f}{rewards}  {self._rate_text(rate)}")
+        self.progress.step(done, f"loss {verdict.loss:.3f}{verdict.metrics.text}  {self._rate_text(rate)}")
 
     def saving(self, step: int, stall_seconds: float) -> None:
         """A save has begun and held training up for so long."""
@@ -216,7 +216,7 @@ class Journal:
     def _work_per_step(self) -> int:
         return self.recipe.train.batch * self.recipe.data.sequence
 
-    def _watch_ranks(self, done: int, verdict: Verdict) -> None:
+    def _watch_ranks(self, done: int, verdict: StepOutcome) -> None:
         slow = self._watch.add(verdict.rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -263,10 +263,10 @@ class Journal:
             self._outcome(trainer)
             | {
                 "layout": str(trainer.layout),
-                "parameters": trainer.table.numel,
+                "parameters": trainer.task.table.numel,
                 "predicted": {
                     "state_bytes": trainer.predicted_bytes(),
-                    "sent_bytes_per_step": trainer.predicted_traffic(),
+                    "sent_bytes_per_step": trainer.task.predicted_traffic(),
                     **self._flops_of_work(),
                     **prediction,
                 },
@@ -336,9 +336,9 @@ def _as_run(recipe: Recipe, trainer: Trainer) -> Recipe:
     return recipe.model_copy(update={"run": run})
 
 
-def _in_words(rewards: Rewards) -> str:
-    """Behind a loss, for who watches."""
-    return f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
+def _language_model(trainer: Trainer) -> LanguageModelTask:
+    assert isinstance(trainer.task, LanguageModelTask)
+    return trainer.task
 
 
 def _paths(checkpointer: Checkpointer) -> dict[str, str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
-from meshwright.data.files import canonical_json
-from meshwright.data.packing.shards import every_few_seconds
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import thread_change_note
 from meshwright.launcher.stopping import StopRequest
@@ -33,9 +30,9 @@ from meshwright.spec.config import ModelConfig, config_from_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
 from meshwright.training.journal import Journal
-from meshwright.training.reference import FILE as REFERENCE
-from meshwright.training.reference import Reference, found_or_made, read_reference, weights_checksum
-from meshwright.training.trainer import Trainer, Verdict
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.task import RunStart
+from meshwright.training.trainer import StepOutcome, Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
@@ -76,6 +73,8 @@ class Run:
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
         self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
+        self.saved_state: dict[str, Any] | None = None
+        """`state.json` of the checkpoint from which the run resumes."""
         self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
@@ -141,9 +140,9 @@ class Run:
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
                 self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
-        if self.trainer.preference is not None:
-            with self.journal.memory.aside():
-                self._know_reference(RunDirectory(self.recipe.run_directory).path / REFERENCE)
+        directory = RunDirectory(self.recipe.run_directory).path
+        with self.journal.memory.aside():
+            self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.say))
         problem = None
         try:
             self.journal.begin(self.trainer, self.resumed_from)
@@ -153,46 +152,6 @@ class Run:
             self.journal.say(line)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
-
-    def _know_reference(self, path: Path) -> None:
-        """Bring in how probable the responses were when training began: kept in the run directory, or computed now. All
-        ranks raise the same `UserError` where a run that goes on has it no more."""
-        trainer = self.trainer
-        if trainer.steps_done:
-            problem = None
-            try:
-                trainer.reference = read_reference(path, trainer.pairs_by_row)
-                if trainer.reference.sha256 != self._reference_sha256:
-                    problem = f"{path} is that of another run"
-            except UserError as error:
-                problem = str(error)
-            if (said := self.agreement.first_text(problem)) is not None:
-                raise UserError(
-                    f"{said[1]}: it holds the log-probabilities under the weights that training began with, and a run "
-                    "of which some steps are done cannot compute them again; put it back, or begin another run with "
-                    "another run.name"
-                )
-            return
-        made_of = {
-            "data_sha256": trainer.data.sha256,
-            "rows": " ".join(tokens.rows_sha256 for tokens in trainer.pair_rows.values()),
-            "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
-            "model": hashlib.sha256(canonical_json(dict(trainer.config.to_huggingface()))).hexdigest(),
-            "precision": trainer.layout.precision or "fp32",
-        }
-        begun = time.perf_counter()
-
-        def make() -> Reference:
-            say = every_few_seconds(lambda done: self.journal.say(f"reference: {done:,} of {rows:,} rows"))
-            return trainer.make_reference(made_of, say)
-
-        rows = sum(len(pairs) for pairs in trainer.pairs_by_row.values())
-        trainer.reference, earlier = found_or_made(
-            path, trainer.pairs_by_row, made_of, make, self.agreement, self.mesh.rank == 0
-        )
-        responses = sum(len(each.values) for each in trainer.reference.splits.values())
-        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
-        self.journal.say(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """The layout with its precision made explicit: as in the `previous` one before an interruption, else bf16 where
@@ -209,21 +168,22 @@ class Run:
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
             self.journal.memory.start()
-            self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh, initialise=False)
+            task = LanguageModelTask(self.recipe, resolved, config, data, self.mesh, initialise=False)
+            self.trainer = Trainer(task)
             loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
             if loaded is None:
                 if self.recipe.model.load_weights:
-                    self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
+                    task.load_weights(Path(self.recipe.model.from_path or ""))
                 else:
-                    self.trainer.parallel.initialise(self.recipe.run.seed)
+                    task.parallel.initialise(self.recipe.run.seed)
                 return None
             checkpoint, state = loaded
             if self._resolve_precision(layout, state["layout"]) == resolved:
                 break
             # The newest one is damaged inside, and the older one, which counts, has another precision: once more.
-            del self.trainer
+            del task, self.trainer
         self.trainer.restore(state)
-        self._reference_sha256 = state.get("reference_sha256")
+        self.saved_state = state
         self._note_resumed(state)
         return checkpoint.name
 
@@ -245,7 +205,7 @@ class Run:
 
     # --- saving and stopping
 
-    def _count_skipped(self, verdict: Verdict) -> None:
+    def _count_skipped(self, verdict: StepOutcome) -> None:
         """All ranks give up together when too many steps in a row were not finite."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:

@@ -21,6 +21,7 @@ from meshwright.planner.ledger import OF_STATE, Ledger, ledger
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.step_time import StepTime, default_precision, step_time
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.process_constants import ProcessKey
 from meshwright.training.process_memory import ProcessMemory, predict_process_memory
 from meshwright.training.trainer import Trainer
@@ -114,7 +115,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu":
         process = tried("process memory", lambda: _process(trainer, found, memory, share))
-    axes = tried("what is sent", trainer.predicted_traffic_by_axis)
+    axes = tried("what is sent", trainer.task.predicted_traffic_by_axis)
     tensors = None if found is None else _memory(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
@@ -160,13 +161,14 @@ def _part(whole: Cluster, ranks: int) -> Cluster:
 
 
 def _time(trainer: Trainer, machine: Cluster) -> StepTime:
-    train, tokens = trainer.recipe.train, trainer.tokens
+    train, task = trainer.recipe.train, _language_model(trainer)
+    tokens = task.tokens
     documents = 1.0
     if tokens.document_mask:  # a row of S tokens has a part of one more document than begin in it
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
-        trainer.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_optimizer(trainer), documents=documents, pairs=trainer.preference is not None,
+        task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
+        optimizer=_optimizer(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         in_place=in_place(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -175,14 +177,15 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    tokens = trainer.tokens
+    task = _language_model(trainer)
+    tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
     if documents and trainer.device.type == "cpu":  # where they begin decides what its attention holds
-        documents = trainer.documents_of(STEPS)
+        documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
-        trainer.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
+        task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
-        documents=documents, pairs=trainer.preference is not None,
+        documents=documents, pairs=task.objective.pair_loss is not None,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:
@@ -207,6 +210,11 @@ def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) 
         advice = measurement_advice(trainer.recipe.run.device)
         raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
+
+
+def _language_model(trainer: Trainer) -> LanguageModelTask:
+    assert isinstance(trainer.task, LanguageModelTask)
+    return trainer.task
 
 
 def _optimizer(trainer: Trainer) -> str:

@@ -12,7 +12,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from meshwright.planner.ledger import Item, Ledger
 from meshwright.training.process_constants import ProcessConstants
 
 if TYPE_CHECKING:
+    from meshwright.training.language_model import LanguageModelTask
     from meshwright.training.trainer import Trainer
 
 PAGES_READ = 1 << 16
@@ -107,9 +108,13 @@ def _on_heap(items: tuple[Item, ...]) -> int:
     return total
 
 
+def _language_model(trainer: Trainer) -> LanguageModelTask:
+    return cast("LanguageModelTask", trainer.task)
+
+
 def _kernels(trainer: Trainer) -> int:
     """Products of shapes that differ in every step, as far as their kernels are kept."""
-    config, layout = trainer.config, trainer.layout
+    config, layout = _language_model(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
@@ -120,7 +125,7 @@ def _kernels(trainer: Trainer) -> int:
 
 def _data_read(trainer: Trainer) -> int:
     """Bytes of the files of prepared data that the steps left will have mapped."""
-    tokens, layout, train = trainer.tokens, trainer.layout, trainer.recipe.train
+    tokens, layout, train = _language_model(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)

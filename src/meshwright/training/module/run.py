@@ -21,40 +21,41 @@ from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.journal import Journal
 from meshwright.training.loop import Run, deterministic
-from meshwright.training.module.building import build_trainer
+from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
+from meshwright.training.module.module_task import ModuleTask
 from meshwright.training.module.recipe import ModuleRecipe, module_recipe_text
-from meshwright.training.module.task import Task
-from meshwright.training.module.trainer import ModuleTrainer
+from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.prediction import Prediction
 from meshwright.training.trainer import Trainer
 
 
 def train_module(
-    recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, task: Task, show_progress: bool = True
+    recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
     """As `meshwright.training.loop.train`, for a module of the caller's."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
-        return ModuleRun(recipe, mesh, run_directory, task, show_progress).run()
+        return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
     """`Run` for a foreign module."""
 
     def __init__(
-        self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, task: Task, show_progress: bool
+        self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
         journal = ModuleJournal(recipe, mesh, run_directory, show_progress)
-        journal.measure(task.measures)
+        journal.measure(spec.measures)
         self._stand_by(recipe, mesh, run_directory, journal)
-        check_module_resume(recipe, len(task.data))
+        check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
-        self.trainer = build_trainer(task, recipe, mesh)
-        table = saved_table(self.trainer.derived.table, self.trainer.derived.kept)
+        task = build_task(spec, recipe, mesh)
+        self.trainer = Trainer(task)
+        table = saved_table(task.derived.table, task.derived.kept)
         self.checkpointer = Checkpointer(
             run_directory.checkpoints,
             mesh,
-            Contents(table, {"config.json": _config(self.trainer.module)}, lambda path: _check_rows(table, path)),
+            Contents(table, {"config.json": _config(task.module)}, lambda path: _check_rows(table, path)),
             dtype=recipe.checkpoint.dtype,
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
@@ -64,9 +65,9 @@ class ModuleRun(Run):
         loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
         self.resumed_from = None
         if loaded is not None:
-            checkpoint, state = loaded
-            self.trainer.restore(state)
-            self._note_resumed(state)
+            checkpoint, self.saved_state = loaded
+            self.trainer.restore(self.saved_state)
+            self._note_resumed(self.saved_state)
             self.resumed_from = checkpoint.name
 
 
@@ -79,11 +80,12 @@ class ModuleJournal(Journal):
         pass
 
     def _introduction(self, trainer: Trainer) -> tuple[str, str]:
-        assert isinstance(trainer, ModuleTrainer)
-        units = len(trainer.table.units)
-        name, numel = type(trainer.module).__name__, trainer.table.numel
+        task = trainer.task
+        assert isinstance(task, ModuleTask)
+        units = len(task.table.units)
+        name, numel = type(task.module).__name__, task.table.numel
         sharded = f", in {units} unit{'s' if units > 1 else ''}" if trainer.layout.zero else ""
-        return f"{name}, {numel / 1e6:.2f} M trained parameters{sharded}", f"{len(trainer.task.data):,} samples"
+        return f"{name}, {numel / 1e6:.2f} M trained parameters{sharded}", f"{len(task.spec.data):,} samples"
 
     def _packed(self, trainer: Trainer) -> Iterable[str]:
         return ()
@@ -94,7 +96,7 @@ class ModuleJournal(Journal):
         return super().result(trainer, checkpointer)
 
     def _predict(self, trainer: Trainer) -> Prediction:
-        return Prediction(None, None, trainer.predicted_traffic_by_axis(), None, False)
+        return Prediction(None, None, trainer.task.predicted_traffic_by_axis(), None, False)
 
     def measure(self, names: Iterable[str]) -> None:
         """Keep what is measured beside the validation loss for the result."""
@@ -161,16 +163,16 @@ def _config(module: nn.Module) -> bytes:
     return json_bytes({"architectures": [type(module).__name__]})
 
 
-def check_task(task: Task, recipe: ModuleRecipe) -> None:
+def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
     """`UserError` for what can be seen before anything is built."""
-    check_samples(task.data, "data")
-    if task.validation is not None:
-        check_samples(task.validation, "validation")
+    check_samples(spec.data, "data")
+    if spec.validation is not None:
+        check_samples(spec.validation, "validation")
     elif recipe.train.validate_every:
         raise UserError("train.validate_every needs validation data: give fit a data set as validation")
-    if "loss" in task.measures:
+    if "loss" in spec.measures:
         raise UserError('measures: validation_loss is the mean of the loss itself; call the measure other than "loss"')
-    if task.reduction not in ("mean", "sum"):
-        raise UserError(f'reduction should be "mean" or "sum", not {task.reduction!r}')
-    if task.workers < 0:
-        raise UserError(f"workers should be 0 or more, not {task.workers}")
+    if spec.reduction not in ("mean", "sum"):
+        raise UserError(f'reduction should be "mean" or "sum", not {spec.reduction!r}')
+    if spec.workers < 0:
+        raise UserError(f"workers should be 0 or more, not {spec.workers}")
