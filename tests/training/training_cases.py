@@ -16,13 +16,14 @@ import torch
 from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh, calls_under_way
+from meshwright.monitoring.metrics import read_metrics
+from meshwright.monitoring.records import Validation
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
-from meshwright.training import journal, loop
+from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.task import Validation
 from meshwright.training.trainer import Trainer
 
 LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
@@ -55,7 +56,7 @@ def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
 
 def metrics(place: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
-    return journal.read_metrics(place / "run" / "metrics.jsonl")
+    return read_metrics(place / "run" / "metrics.jsonl")
 
 
 def trace(place: Path) -> list[tuple[Any, ...]]:
@@ -74,14 +75,14 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
-    journal.device_peak_flops = lambda mesh, precision: 1e9
+    loop.device_peak_flops = lambda mesh, precision: 1e9
     programs = named_programs(wanted.collectives, wanted.parsed_layout)
     mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
     directory = RunDirectory(wanted.run_directory)
     directory.create()
     run = loop.Run(wanted, mesh, directory, show_progress=False)
     said: list[str] = []
-    run.journal.say = said.append  # type: ignore[method-assign]
+    run.journal.log = said.append  # type: ignore[method-assign]
     if fault:
         globals()[fault](run)
     before_step = run._step
@@ -234,7 +235,7 @@ def keep_states(run: loop.Run) -> None:
         verdict = step(**options)
         after = [shard.master for shard in run.trainer.parallel.shards]
         moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        run.journal.say(f"moved {run.trainer.steps_done}: {moved}")
+        run.journal.log(f"moved {run.trainer.steps_done}: {moved}")
         return verdict
 
     run.trainer.step = watched  # type: ignore[method-assign]
@@ -332,7 +333,7 @@ def train_and_show(text: str) -> list[Piece]:
     """Train on this rank: all masters that it holds."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)
-    journal.device_peak_flops = lambda mesh, precision: 1e9
+    loop.device_peak_flops = lambda mesh, precision: 1e9
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     directory = RunDirectory(wanted.run_directory)
     directory.create()
@@ -366,7 +367,7 @@ def count_calls_when_a_profile_ends(run: loop.Run) -> None:
             stop = type(operators).stop
 
             def stopped() -> None:
-                run.journal.say(f"under way at its end: {len(calls_under_way)}")
+                run.journal.log(f"under way at its end: {len(calls_under_way)}")
                 stop(operators)
 
             operators.stop = stopped
@@ -394,8 +395,8 @@ def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
     def watched(**options: Any) -> Any:
         verdict = step(**options)
         sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
-        run.journal.say(f"scale {run.trainer.loss_scale.value:g}")
-        run.journal.say(f"masters {sums}")
+        run.journal.log(f"scale {run.trainer.loss_scale.value:g}")
+        run.journal.log(f"masters {sums}")
         return verdict
 
     _at_finish(run, spoil)

@@ -21,6 +21,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.preference import preference_of
 from meshwright.model.transformer import Transformer
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
@@ -28,6 +29,7 @@ from meshwright.parallel.pipeline import check_same_everywhere
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward
 from meshwright.planner.data_calls import Work
+from meshwright.planner.flops import training_flops_per_token
 from meshwright.planner.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
@@ -37,7 +39,7 @@ from meshwright.spec.stage_times import program_for
 from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Dtypes, set_matmul_precision
 from meshwright.training.preference import PreferencePairs
-from meshwright.training.task import Metrics, RunStart, Validation
+from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
@@ -129,6 +131,21 @@ class LanguageModelTask:
         return self.objective.report(means)
 
     # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe model and data for the run's report."""
+        config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
+        return RunDescription(
+            model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
+            f"hidden {config.hidden}, vocabulary {config.vocabulary}",
+            data=f"{self.tokens.tokens:,} training tokens",
+            parameters=self.table.numel,
+            unit="tokens",
+            units_per_step=self.recipe.train.batch * sequence,
+            notes=tuple(self.data.packing_lines()),
+            metric_names=(*names, *(f"validation_{name}" for name in names)),
+            flops_per_unit=training_flops_per_token(config, sequence),
+        )
 
     def prepare(self, start: RunStart) -> None:
         """Compute or load what the objective needs before the first step."""

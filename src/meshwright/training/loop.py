@@ -21,7 +21,10 @@ from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import thread_change_note
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
+from meshwright.monitoring.comparison import Prediction
+from meshwright.monitoring.journal import Journal
 from meshwright.monitoring.profile import Profile
+from meshwright.monitoring.records import RunEnd, StepRecord, Validation
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe.communication import faster_precision
@@ -29,8 +32,10 @@ from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig, config_from_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
-from meshwright.training.journal import Journal
+from meshwright.training.device_peak import device_peak_flops
 from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.learning_rate import learning_rate
+from meshwright.training.prediction import predict
 from meshwright.training.task import RunStart
 from meshwright.training.trainer import StepOutcome, Trainer
 
@@ -49,8 +54,8 @@ class Run:
     """The state around `Trainer`: checkpoints, the journal, the wish to stop."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        self._stand_by(recipe, mesh, run_directory, Journal(recipe, mesh, run_directory, show_progress))
-        data = prepare(recipe.data, recipe.run.seed, log=self.journal.say)
+        self._set_up(recipe, mesh, run_directory, show_progress)
+        data = prepare(recipe.data, recipe.run.seed, log=self.journal.log)
         config = model_config(recipe, data)
         layout = recipe.parsed_layout
         refuse(layout, config, recipe.train.batch, recipe.data.sequence, mesh.world_size)
@@ -63,16 +68,17 @@ class Run:
             keep_best=recipe.checkpoint.keep_best,
             tokenizer_directory=data.tokenizer_directory,
             background=recipe.checkpoint.background,
-            log=self.journal.say,
+            log=self.journal.log,
         )
         self.resumed_from = self._resume(layout, config, data)
 
-    def _stand_by(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, journal: Journal) -> None:
-        """What every run has, whatever it trains."""
-        self.recipe, self.mesh, self.journal = recipe, mesh, journal
+    def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
+        """Set up what every run has, whatever it trains."""
+        self.recipe, self.mesh = recipe, mesh
+        self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
-        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
+        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.log(line))
         self.saved_state: dict[str, Any] | None = None
         """`state.json` of the checkpoint from which the run resumes."""
         self._resumed_otherwise: list[str] = []
@@ -86,7 +92,7 @@ class Run:
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
-            result = self.journal.result(self.trainer, self.checkpointer)
+            result = self._result()
             self.journal.keep_result(result)
             return result
 
@@ -112,7 +118,8 @@ class Run:
             self.journal.memory.stop()
             validation = trainer.validate()
         # Before the save: no step may be without a line.
-        self.journal.step(trainer, verdict, seconds, validation, profiled)
+        if self.journal.leader:
+            self.journal.step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
             self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)
@@ -120,8 +127,50 @@ class Run:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
-            self.journal.stopped(self.trainer, self.checkpointer)
+            self.journal.stopped(done, self.checkpointer)
             self._end_early()
+
+    def _record_step(
+        self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
+    ) -> StepRecord:
+        """Record the step that was just taken. seconds: its duration, without validation."""
+        trainer, scale = self.trainer, self.trainer.loss_scale
+        return StepRecord(
+            step=trainer.steps_done,
+            loss=outcome.loss,
+            gradient_norm=outcome.gradient_norm,
+            learning_rate=learning_rate(trainer.steps_done - 1, self.recipe.train),
+            finite=outcome.finite,
+            skipped_steps=trainer.skipped,
+            metrics=outcome.metrics,
+            validation=validation,
+            seconds=seconds,
+            seconds_by_part=trainer.clock.seconds(),
+            waiting_seconds=trainer.clock.waiting_seconds(),
+            rank_seconds=outcome.rank_seconds,
+            loss_scale=outcome.loss_scale if scale.dynamic else None,
+            next_loss_scale=scale.value if scale.dynamic else None,
+            profiled=profiled,
+        )
+
+    def _result(self) -> dict[str, Any]:
+        """The result document of a run that has all its steps."""
+        return self.journal.result(self._end(), self.checkpointer)
+
+    def _end(self) -> RunEnd:
+        trainer = self.trainer
+        return RunEnd(
+            step=trainer.steps_done,
+            skipped_steps=trainer.skipped,
+            layout=str(trainer.layout),
+            state_bytes=trainer.memory(),
+            predicted_state_bytes=trainer.predicted_bytes(),
+            predicted_sent_bytes=trainer.task.predicted_traffic(),
+        )
+
+    def _predict(self) -> Prediction:
+        """Predict memory, step time and traffic before the first step."""
+        return predict(self.trainer, self.journal.memory)
 
     # --- before the first step
 
@@ -130,7 +179,7 @@ class Run:
         again. Rank 0's answer; an empty one on the others. None where there is something to do, or no such result."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
-        result = self.journal.earlier_result(self.trainer, self.checkpointer)
+        result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.everyone(result is not None or self.mesh.rank != 0):
             return None
         self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
@@ -142,14 +191,20 @@ class Run:
                 self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
         directory = RunDirectory(self.recipe.run_directory).path
         with self.journal.memory.aside():
-            self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.say))
+            self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
-            self.journal.begin(self.trainer, self.resumed_from)
+            trainer, description = self.trainer, self.trainer.task.describe()
+            if description.flops_per_unit is not None:
+                peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
+                description = dataclasses.replace(description, peak_flops=peak)
+            self.journal.begin(
+                description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads, self._predict
+            )
         except UserError as error:
             problem = str(error)
         for line in self._resumed_otherwise:
-            self.journal.say(line)
+            self.journal.log(line)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
 

@@ -17,9 +17,10 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
 from meshwright.model.documents import Documents
 from meshwright.model.preference import Preference
+from meshwright.monitoring.records import Metrics
 from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.training.task import Metrics, RunStart
+from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
@@ -41,11 +42,13 @@ class Objective(Protocol):
     """A loss of a language model.
 
     pair_loss: the loss of a pair of responses, None where each token has its own. metric_sums: number of sums over the
-    terms that are reported beside the loss. most_pairs: most pairs of responses in a sequence.
+    terms from which metrics are made; metric_names: what `report` names them. most_pairs: most pairs of responses in a
+    sequence.
     """
 
     pair_loss: Preference | None
     metric_sums: int
+    metric_names: Sequence[str]
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
@@ -75,6 +78,7 @@ class NextToken:
 
     pair_loss: Preference | None = None
     metric_sums = 0
+    metric_names: Sequence[str] = ()
     most_pairs = 0
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:

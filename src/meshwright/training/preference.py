@@ -17,7 +17,8 @@ from meshwright.data.packing.shards import every_few_seconds
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference, Rewards
+from meshwright.model.preference import REWARDS, Preference, Rewards
+from meshwright.monitoring.records import Metrics
 from meshwright.parallel.data import count_pairs, loss_share
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.planner.traffic import PREFERENCE_FIGURES
@@ -31,7 +32,7 @@ from meshwright.training.reference import (
     read_reference,
     weights_checksum,
 )
-from meshwright.training.task import Metrics, RunStart
+from meshwright.training.task import RunStart
 
 
 class PreferencePairs:
@@ -42,6 +43,7 @@ class PreferencePairs:
     """
 
     metric_sums = PREFERENCE_FIGURES
+    metric_names: Sequence[str] = REWARDS
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
         self.pair_loss: Preference | None = pair_loss

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from meshwright.errors import UserError
+from meshwright.monitoring.comparison import ProcessMemory
 from meshwright.monitoring.memory import (
     LARGEST_MMAP_THRESHOLD,
     kernel_cache_capacity,
@@ -36,18 +35,6 @@ HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
 MATMULS_PER_EXPERT = 6
 """In a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Bytes of a rank's process by item at its peak RSS."""
-
-    items: Mapping[str, int]
-
-    @property
-    def peak(self) -> int:
-        """Their sum."""
-        return sum(self.items.values())
 
 
 def predict_process_memory(

@@ -6,38 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe
 from meshwright.spec.parameters import ParameterTable
-
-
-class Metrics(NamedTuple):
-    """Means that are reported beside a loss. values: by their keys in metrics.jsonl; text: appended to the loss on the
-    console."""
-
-    values: Mapping[str, float] = {}
-    text: str = ""
-
-
-class Validation(NamedTuple):
-    """Validation loss (nats per target token or per pair of responses, or the mean of a script's loss) and the metrics
-    beside it."""
-
-    loss: float
-    metrics: Metrics = Metrics()
-
-    def to_json_dict(self) -> dict[str, float]:
-        """Keys and values as in metrics.jsonl."""
-        values = {f"validation_{name}": value for name, value in self.metrics.values.items()}
-        return {"validation_loss": self.loss, **values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +69,9 @@ class Task(Protocol):
         """Name the metrics of a step, given their means over all ranks."""
 
     # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe model and data for the run's report; the peak of the device is left open."""
 
     def prepare(self, start: RunStart) -> None:
         """Compute or load what the first step needs. Collective; all ranks raise the same `UserError`."""

@@ -10,11 +10,12 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
+from meshwright.monitoring.records import Metrics, Validation
 from meshwright.parallel.pieces import Piece
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import Optimizer
-from meshwright.training.task import Metrics, Task, Validation
+from meshwright.training.task import Task
 
 
 @dataclass

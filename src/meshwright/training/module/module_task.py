@@ -12,6 +12,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.data import TARGET_SITE, DataParallel
 from meshwright.parallel.module_table import Derived
 from meshwright.parallel.module_units import ModuleUnits
@@ -25,7 +26,7 @@ from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.module.values import KeptValues
 from meshwright.training.precision import PARAMETER_DTYPES, set_matmul_precision
-from meshwright.training.task import Metrics, RunStart, Validation
+from meshwright.training.task import RunStart
 
 
 class ModuleTask:
@@ -90,6 +91,19 @@ class ModuleTask:
         return Metrics()
 
     # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe module and data for the run's report; nothing is known of the module's FLOPs."""
+        units = len(self.table.units)
+        sharded = f", in {units} unit{'s' if units > 1 else ''}" if self.layout.zero else ""
+        return RunDescription(
+            model=f"{type(self.module).__name__}, {self.table.numel / 1e6:.2f} M trained parameters{sharded}",
+            data=f"{len(self.spec.data):,} samples",
+            parameters=self.table.numel,
+            unit="samples",
+            units_per_step=self.recipe.train.batch,
+            metric_names=tuple(f"validation_{name}" for name in self.spec.measures),
+        )
 
     def prepare(self, start: RunStart) -> None:
         """Do nothing: the module was built."""

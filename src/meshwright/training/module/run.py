@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,16 @@ from meshwright.checkpoint.files import json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
+from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
-from meshwright.training.journal import Journal
 from meshwright.training.loop import Run, deterministic
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
-from meshwright.training.module.module_task import ModuleTask
 from meshwright.training.module.recipe import ModuleRecipe, module_recipe_text
 from meshwright.training.module.spec import ModuleSpec
-from meshwright.training.prediction import Prediction
 from meshwright.training.trainer import Trainer
 
 
@@ -44,9 +42,7 @@ class ModuleRun(Run):
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
-        journal = ModuleJournal(recipe, mesh, run_directory, show_progress)
-        journal.measure(spec.measures)
-        self._stand_by(recipe, mesh, run_directory, journal)
+        self._set_up(recipe, mesh, run_directory, show_progress)
         check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
         task = build_task(spec, recipe, mesh)
@@ -60,7 +56,7 @@ class ModuleRun(Run):
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
             background=recipe.checkpoint.background,
-            log=self.journal.say,
+            log=self.journal.log,
         )
         loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
         self.resumed_from = None
@@ -70,52 +66,14 @@ class ModuleRun(Run):
             self._note_resumed(self.saved_state)
             self.resumed_from = checkpoint.name
 
+    def _predict(self) -> Prediction:
+        """Predict traffic alone: nothing is known of the module's arithmetic."""
+        return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
-class ModuleJournal(Journal):
-    """`Journal` of a run of samples, of whose arithmetic nothing is known."""
-
-    rate_name = "samples_per_second"
-
-    def _measure_peak(self, trainer: Trainer) -> None:
-        pass
-
-    def _introduction(self, trainer: Trainer) -> tuple[str, str]:
-        task = trainer.task
-        assert isinstance(task, ModuleTask)
-        units = len(task.table.units)
-        name, numel = type(task.module).__name__, task.table.numel
-        sharded = f", in {units} unit{'s' if units > 1 else ''}" if trainer.layout.zero else ""
-        return f"{name}, {numel / 1e6:.2f} M trained parameters{sharded}", f"{len(task.spec.data):,} samples"
-
-    def _packed(self, trainer: Trainer) -> Iterable[str]:
-        return ()
-
-    def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
-        """The result document; what is sent is predicted once more, now that it is known which buffers change."""
-        self.prediction = self._predict(trainer) if self.leader else None
-        return super().result(trainer, checkpointer)
-
-    def _predict(self, trainer: Trainer) -> Prediction:
-        return Prediction(None, None, trainer.task.predicted_traffic_by_axis(), None, False)
-
-    def measure(self, names: Iterable[str]) -> None:
-        """Keep what is measured beside the validation loss for the result."""
-        self._figures |= {f"validation_{name}": [] for name in names}
-
-    def _work_per_step(self) -> int:
-        return self.recipe.train.batch
-
-    def _rate_text(self, rate: float) -> str:
-        return f"{rate:,.0f} samples/s"
-
-    def _share_of_peak(self, rate: float) -> dict[str, float]:
-        return {}
-
-    def _share_of_all_peaks(self, rate: float | None) -> dict[str, Any]:
-        return {}
-
-    def _flops_of_work(self) -> dict[str, float]:
-        return {}
+    def _result(self) -> dict[str, Any]:
+        """The result document; traffic is predicted anew, now that it is known which buffers change."""
+        prediction = self._predict() if self.journal.leader else None
+        return self.journal.result(self._end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
