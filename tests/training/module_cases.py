@@ -425,8 +425,8 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
         draw_from(seed_for(SEED, "module"), torch.device("cpu"))
         alone = double(Straight)()
         whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
-        first = trainer.validate().measures["norm"]
-        assert trainer.validate().measures["norm"] == first
+        first = trainer.validate().metrics.values["norm"]
+        assert trainer.validate().metrics.values["norm"] == first
         return first, whole, trainer.passes.units.held
 
 
