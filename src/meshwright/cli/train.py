@@ -48,12 +48,7 @@ def train(
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the command does, as one call; probe: as `launch_recipe` has it. None on ranks other than 0 of somebody
     else's launcher. trust: code that the recipe names may run."""
-    from meshwright.collectives.named import named_programs
-    from meshwright.data import prepare
-    from meshwright.launcher.recipe_checks import check_recipe
     from meshwright.launcher.rendezvous import join_if_started_by_others, place
-    from meshwright.monitoring.resuming import check_resume
-    from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.recipe import load_recipe
     from meshwright.training.start import launch_recipe
 
@@ -80,14 +75,6 @@ def train(
                 raise
             sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 says it for all
         return result if first else None
-    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-    check_recipe(recipe)
-    named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
-    RunDirectory(recipe.run_directory).create()
-    check_resume(recipe)
-    prepared = prepare(recipe.data, recipe.run.seed, log=print_message)
-    check_resume(recipe, prepared.sha256)
-    check_recipe(recipe, prepared.vocabulary)
     return launch_recipe(recipe, restarts=restarts, probe=probe)
 
 
