@@ -23,6 +23,7 @@ from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.step_time import StepTime
 from meshwright.spec.presets import preset
 from meshwright.training import prediction
+from meshwright.training.objective import NextToken
 from meshwright.training.start import launch_recipe
 from tests.planner.calibration_cases import DEVICE, cluster_file
 from tests.planner.test_measured_rates import here, measured
@@ -77,8 +78,10 @@ def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_
     slow, plain = here(steps), here()
     train = SimpleNamespace(batch=8, compile=False, optimizer="adamw", momentum=0.0)
     trainer = SimpleNamespace(
-        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout, config=preset("gpt2"),
-        tokens=SimpleNamespace(document_mask=False), preference=None,
+        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout,
+        task=SimpleNamespace(
+            config=preset("gpt2"), tokens=SimpleNamespace(document_mask=False), objective=NextToken()
+        ),
     )  # fmt: skip
     told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
     assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -146,8 +146,7 @@ def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) 
 
 
 def _language_model(trainer: Trainer) -> LanguageModelTask:
-    assert isinstance(trainer.task, LanguageModelTask)
-    return trainer.task
+    return cast(LanguageModelTask, trainer.task)
 
 
 def _optimizer(trainer: Trainer) -> str:
