@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.training.module.building import build_trainer
+from meshwright.training.module.building import build_task
 from meshwright.training.module.recipe import module_recipe
-from meshwright.training.module.task import Task
+from meshwright.training.module.spec import ModuleSpec
+from meshwright.training.trainer import Trainer
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "intermediate": 1536, "vocabulary": 2000, "classes": 10}
 SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens in a row; rows a step over both ranks; rows there are
@@ -81,8 +82,8 @@ def samples() -> list[Any]:
 def ours(layout: str) -> Callable[[], float]:
     train = {"steps": 10_000, "batch": BATCH, "learning_rate": 1e-4, "schedule": "constant"}
     recipe = module_recipe({"layout": f"{layout} fp32", "train": train})
-    task = Task(build, loss, samples(), default_collate, None, "mean", None, {}, None, None, 0)
-    trainer = build_trainer(task, recipe, Mesh.create(recipe.parsed_layout))
+    spec = ModuleSpec(build, loss, samples(), default_collate, None, "mean", None, {}, None, None, 0)
+    trainer = Trainer(build_task(spec, recipe, Mesh.create(recipe.parsed_layout)))
     return lambda: trainer.step().loss
 
 

@@ -28,6 +28,7 @@ from meshwright.layout import Layout
 from meshwright.model import experts, layers, loss, rope, tiled_attention
 from meshwright.recipe import Recipe
 from meshwright.training import loop
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 
 MODULES = [Path(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "ast.py", "inspect.py")]
@@ -82,7 +83,9 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
         mesh = stack.enter_context(contextlib.closing(Mesh.create(Layout.parse(f"mb4 {precision}"), "cpu")))
         if fault in NARROW:
             stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
-        trainer = Trainer(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, **options)
+        trainer = Trainer(
+            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, **options)
+        )
         if fault in ROUNDED:
             ROUNDED[fault](trainer)
         losses = [trainer.step().loss for _ in range(recipe.train.steps)]

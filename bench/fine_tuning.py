@@ -95,14 +95,19 @@ def meshwright(place: Path, compiled: bool) -> None:
     from meshwright.comm.mesh import Mesh
     from meshwright.data import prepare
     from meshwright.monitoring.memory import keep_freed_memory
+    from meshwright.training.language_model import LanguageModelTask
     from meshwright.training.loop import model_config
     from meshwright.training.trainer import Trainer
 
     keep_freed_memory()  # as every rank of `meshwright train` does
     wanted = recipe(place, compiled)
     data = prepare(wanted.data, 0)
-    trainer = Trainer(wanted, wanted.parsed_layout, model_config(wanted, data), data, Mesh.single(wanted.parsed_layout))
-    plan, read = trainer.tokens.plan, trainer.tokens.batch
+    trainer = Trainer(
+        LanguageModelTask(
+            wanted, wanted.parsed_layout, model_config(wanted, data), data, Mesh.single(wanted.parsed_layout)
+        )
+    )
+    plan, read = trainer.task.tokens.plan, trainer.task.tokens.batch
     tokens: list[int] = []
 
     def counted(numbers: Any, **options: Any) -> Any:
@@ -110,7 +115,7 @@ def meshwright(place: Path, compiled: bool) -> None:
         tokens.append(int(sum(sizes)))
         return read(numbers, **options)
 
-    trainer.tokens.batch = counted
+    trainer.task.tokens.batch = counted
     serve_turns(
         trainer.step,
         lambda: {"tokens": tokens, "peak_bytes": peak_resident_bytes(), **trainer.clock.seconds()},

@@ -37,6 +37,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 from meshwright.verification.compare import TOLERANCES, compare
 from meshwright.verification.problem import Problem
@@ -144,7 +145,9 @@ def measure(model: str, layout_text: str) -> dict[str, int]:
     mesh = Mesh.create(layout)
     shape = {**COMMON, "sequence": SEQUENCE, "batch": BATCH}
     data: Any = SyntheticData(shape)
-    trainer = Trainer(recipe(model, layout), layout.with_(precision="fp32"), config_of(model), data, mesh)
+    trainer = Trainer(
+        LanguageModelTask(recipe(model, layout), layout.with_(precision="fp32"), config_of(model), data, mesh)
+    )
     forget_peak()
     mesh.record.clear()
     trainer.step()

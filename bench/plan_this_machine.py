@@ -41,6 +41,7 @@ from meshwright.probe.points import Yardstick
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
@@ -66,7 +67,7 @@ def measure(text: str, steps: int, threads: int) -> dict[str, Any]:
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
     yardstick = Yardstick(mesh.device)
-    trainer = Trainer(recipe, layout, config, data, mesh)
+    trainer = Trainer(LanguageModelTask(recipe, layout, config, data, mesh))
     seconds, parts, local = [], [], []
     for _ in range(WARM + steps):
         local.append(yardstick.seconds())

@@ -12,6 +12,7 @@ from meshwright.data import TokenBatch
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 from peers import random_batches
 
@@ -77,4 +78,4 @@ def synthetic_trainer(
     recipe = synthetic_recipe(shape, layout, compile_blocks, **model)
     parsed = Layout.parse(layout)
     config = config_from_recipe(recipe.model, shape["sequence"], shape["vocabulary"])
-    return Trainer(recipe, parsed, config, SyntheticData(shape), mesh or Mesh.single(parsed))  # type: ignore[arg-type]
+    return Trainer(LanguageModelTask(recipe, parsed, config, SyntheticData(shape), mesh or Mesh.single(parsed)))  # type: ignore[arg-type]

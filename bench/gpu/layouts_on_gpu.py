@@ -36,6 +36,7 @@ from meshwright.data import TokenBatch
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.trainer import Trainer
 from synthetic import InTurn
 
@@ -109,7 +110,7 @@ def trainer(
     precise = layout if layout.precision else layout.with_(precision="fp32")
     mesh = Mesh.create(layout, device)
     mesh.communicator.trivial_calls = trivial_calls
-    return Trainer(recipe, precise, config, data, mesh)
+    return Trainer(LanguageModelTask(recipe, precise, config, data, mesh))
 
 
 Answer = dict[str, Any]

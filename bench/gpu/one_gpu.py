@@ -168,9 +168,9 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
     rate = shape["batch"] * shape["sequence"] / seconds
     peak_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None
     return {
-        "parameters": trainer.table.numel,
+        "parameters": trainer.task.table.numel,
         "tokens_per_second": round(rate, 1),
-        "mfu": round(rate * training_flops_per_token(trainer.config, shape["sequence"]) / peak, 4),
+        "mfu": round(rate * training_flops_per_token(trainer.task.config, shape["sequence"]) / peak, 4),
         "peak_bf16_tflops": peak / 1e12,
         "median_step_seconds": round(seconds, 4),
         "peak_gib": peak_gib,
@@ -184,7 +184,7 @@ def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
     trainer.step()
     pieces, stalls, writing = trainer.pieces(owned=True), [], []
     with tempfile.TemporaryDirectory() as directory:
-        saver = Checkpointer(Path(directory), trainer.mesh, trainer.config, keep=1)
+        saver = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, keep=1)
         for step in range(1, 4):
             begun = time.perf_counter()
             saver.save(step, pieces, trainer.state())

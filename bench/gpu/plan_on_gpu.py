@@ -66,7 +66,7 @@ def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: 
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}
     for name, each in where.items():
         told = evaluate(
-            trainer.config, each, layout, sequence=shape["sequence"], batch=shape["batch"], compile=compiled
+            trainer.task.config, each, layout, sequence=shape["sequence"], batch=shape["batch"], compile=compiled
         )
         line[f"seconds_by_{name}"] = round(told.time.seconds, 5)
         line[f"time_error_by_{name}"] = round(told.time.seconds / took - 1, 4)

@@ -25,7 +25,8 @@ from common import write_result
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.trainer import Trainer, choose_products
+from meshwright.training.precision import set_matmul_precision
+from meshwright.training.trainer import Trainer
 from synthetic import synthetic_trainer
 
 SHAPE = {
@@ -48,7 +49,7 @@ def trainer_of(precision: str, device: str, shape: dict[str, int]) -> Trainer:
 
 def product_error(precision: str, device: str) -> float:
     """Relative error of a product of float32 matrices under a precision, against float64."""
-    choose_products(precision, torch.device(device))
+    set_matmul_precision(precision, torch.device(device))
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator, dtype=torch.float64) for _ in range(2))
     found = (a.float().to(device) @ b.float().to(device)).double().cpu()
@@ -76,7 +77,7 @@ def measure(device: str, shape: dict[str, int], precisions: list[str]) -> dict[s
     trainers = {precision: trainer_of(precision, device, shape) for precision in precisions}
     for turn in range(TURNS + 2):
         for precision, trainer in trainers.items():
-            choose_products(precision, torch.device(device))  # of the process, not of a trainer
+            set_matmul_precision(precision, torch.device(device))  # of the process, not of a trainer
             begun = time.perf_counter()
             trainer.step()
             if cuda:

@@ -62,8 +62,8 @@ def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
         r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(count_targets\); its last was call \d+ \(.*\), \d+\.\d "
-        r"s ago, at train/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; the "
-        r"same command goes on from step-000002",
+        r"s ago, at training/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; "
+        r"the same command goes on from step-000002",
         line,
     ), line
     report = (tmp_path / "run/rank-lost.txt").read_text()
@@ -108,7 +108,7 @@ def test_of_two_ranks_the_one_that_passes_another_shape_is_known_by_what_both_di
     _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
     assert re.match(
         r"rank 0 passes float64\[9\] to call \d+ of ranks 0,1 \(all_reduce step\.verdict over world\) where rank 1 "
-        r"passes float64\[6\], at train/trainer\.py:\d+ \(Trainer\._agree\)",
+        r"passes float64\[6\], at training/trainer\.py:\d+ \(Trainer\._agree\)",
         line,
     ), line
 

@@ -23,6 +23,7 @@ from meshwright.schedules.library import program_of
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stage_times import program_for
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import model_config
 from meshwright.training.trainer import Trainer
 from meshwright.verification.problem import Problem
@@ -232,8 +233,8 @@ def trainer_of_another_program(text: str) -> str:
     read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
     data = prepare(recipe.data, recipe.run.seed)
     try:
-        with mock.patch("meshwright.training.trainer.program_for", lambda *arguments: read):
-            Trainer(recipe, layout, model_config(recipe, data), data, mesh)
+        with mock.patch("meshwright.training.language_model.program_for", lambda *arguments: read):
+            Trainer(LanguageModelTask(recipe, layout, model_config(recipe, data), data, mesh))
     except UserError as error:
         return str(error)
     finally:

@@ -151,7 +151,7 @@ if __name__ == "__main__":
     from meshwright.spec.presets import preset
     from meshwright.spec.stage_times import program_for
     from meshwright.training.optimizer import Optimizer
-    from meshwright.training.trainer import PARAMETER_DTYPES
+    from meshwright.training.precision import PARAMETER_DTYPES
     from tests.planner.saved_cases import Case, Watched, difference, watch
 
     aten = torch.ops.aten

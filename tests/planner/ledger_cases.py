@@ -22,8 +22,8 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.step import ForwardBackward, count_terms
+from meshwright.parallel.data import DataParallel, count_pairs, count_targets
+from meshwright.parallel.step import ForwardBackward
 from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.saved import Routed
 from meshwright.recipe import TrainRecipe
@@ -107,7 +107,11 @@ def _measure(step: Step) -> Measured:
     del numbers, parts
 
     def once() -> None:
-        passes.train(micro_batches, count_terms(micro_batches, mesh))
+        if step.pairs:
+            terms = count_pairs([documents.pairs for _, _, documents in micro_batches], mesh)
+        else:
+            terms = count_targets((targets for _, targets, _ in micro_batches), mesh)
+        passes.train(micro_batches, terms)
         optimizer.step(1e-3)
         parallel.publish()
         parallel.zero_gradients()

@@ -15,7 +15,9 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.planner.traffic import ROUTED
 from meshwright.recipe import load_recipe_text
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import model_config
+from meshwright.training.preference import PreferencePairs
 from meshwright.training.trainer import Trainer
 from tests.training.training_cases import recipe
 
@@ -80,15 +82,16 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     mesh = Mesh.create(layout, programs=programs)
     data = prepare(wanted.data, wanted.run.seed)
     config = model_config(wanted, data)
-    trainer = Trainer(wanted, layout, config, data, mesh)
-    if trainer.preference is not None:
-        trainer.reference = trainer.make_reference({}, lambda rows: None)
+    trainer = Trainer(LanguageModelTask(wanted, layout, config, data, mesh))
+    objective = trainer.task.objective
+    if isinstance(objective, PreferencePairs):
+        objective.reference = objective.compute_reference(trainer.task, {}, lambda sequences: None)
     trainer.step()
     mesh.record.clear()
     trainer.step()
     recorded = mesh.record.sent_by_axis() if by_axis else mesh.record.sent_by_site()
     mesh.close()
-    return recorded, trainer.predicted_traffic_by_axis() if by_axis else trainer.predicted_traffic()
+    return recorded, trainer.task.predicted_traffic_by_axis() if by_axis else trainer.task.predicted_traffic()
 
 
 @pytest.fixture(scope="module")

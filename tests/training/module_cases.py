@@ -21,11 +21,12 @@ from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import TrackedRun
 from meshwright.spec.foreign import refuse_for_module
-from meshwright.training.module.building import build_trainer
+from meshwright.training.module.building import build_task
 from meshwright.training.module.data import draw_from, seed_for
-from meshwright.training.module.recipe import module_recipe
+from meshwright.training.module.recipe import ModuleRecipe, module_recipe
 from meshwright.training.module.run import ModuleRun
-from meshwright.training.module.task import Task
+from meshwright.training.module.spec import ModuleSpec
+from meshwright.training.trainer import Trainer
 
 __all__ = ["Layout", "refuse_for_module"]
 
@@ -202,13 +203,17 @@ def double(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: build().double()
 
 
-def task(name: str, **changes: Any) -> Task:
+def build_trainer(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> Trainer:
+    return Trainer(build_task(spec, recipe, mesh))
+
+
+def module_spec(name: str, **changes: Any) -> ModuleSpec:
     build, loss, data, count = MODULES[name]
     given: dict[str, Any] = {
         "build": double(build), "loss": loss, "data": data, "collate": default_collate, "count": count,
         "reduction": "mean", "validation": None, "measures": {}, "units": None, "decays": None, "workers": 0,
     }  # fmt: skip
-    return Task(**(given | changes))
+    return ModuleSpec(**(given | changes))
 
 
 def recipe(layout: str, **train: Any) -> Any:
@@ -251,13 +256,13 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = Mesh.create(Layout.parse(layout), "cpu", 60.0)
     with closing(mesh):
-        trainer = build_trainer(task(name, **changes.pop("task", {})), recipe(layout, **changes), mesh)
+        trainer = build_trainer(module_spec(name, **changes.pop("task", {})), recipe(layout, **changes), mesh)
         verdicts, sent, predicted_sent = [], [], []
         for _ in range(STEPS):
             mesh.record.clear()
             verdicts.append(trainer.step())
             sent.append(mesh.record.sent_by_site())
-            predicted_sent.append(trainer.predicted_traffic())
+            predicted_sent.append(trainer.task.predicted_traffic())
         return {
             "losses": [verdict.loss for verdict in verdicts],
             "norms": [verdict.gradient_norm for verdict in verdicts],
@@ -270,7 +275,7 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
             "predicted_sent": predicted_sent[1:],
             "memory": trainer.memory(),
             "predicted_memory": trainer.predicted_bytes(),
-            "units": trainer.table.units,
+            "units": trainer.task.table.units,
             "held": trainer.passes.units.held,
         }
 
@@ -305,7 +310,7 @@ def run(
     found = module_recipe(tables)
     mesh = Mesh.create(found.parsed_layout, "cpu", 60.0)
     with closing(mesh):
-        chosen = task("lstm", build=Noisy, loss=_classes, data=NOISY, validation=NOISY[:10], measures=MEASURES)
+        chosen = module_spec("lstm", build=Noisy, loss=_classes, data=NOISY, validation=NOISY[:10], measures=MEASURES)
         running = ModuleRun(found, mesh, RunDirectory(directory), chosen, show_progress=False)
         if crash_after:
             step = running.trainer.step
@@ -392,7 +397,7 @@ def statistics_of_one_step() -> bool:
     """Whether the running means after a step are the mean of what each rank's samples make of them."""
     mesh = Mesh.create(Layout.parse("dp2"), "cpu", 60.0)
     with closing(mesh):
-        chosen = task("lstm", build=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double())
+        chosen = module_spec("lstm", build=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double())
         chosen = dataclasses.replace(chosen, loss=_classes, data=_pair(_real(6), _whole(4)))
         trainer = build_trainer(chosen, recipe("dp2"), mesh)
         order = SampleOrder(SEED, SAMPLES).sample(range(BATCH)).tolist()
@@ -401,7 +406,7 @@ def statistics_of_one_step() -> bool:
             for first in (0, BATCH // 2)
         ]
         trainer.step()
-        return torch.allclose(trainer.module[0].running_mean, 0.1 * (means[0] + means[1]) / 2, rtol=1e-12)
+        return torch.allclose(trainer.task.module[0].running_mean, 0.1 * (means[0] + means[1]) / 2, rtol=1e-12)
 
 
 def evaluated_elsewhere() -> tuple[float, float, set[str]]:
@@ -413,13 +418,15 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
         def norm(module: nn.Module, batch: Any) -> torch.Tensor:
             return functional.linear(batch[0], module.layers[2].weight).square().sum()
 
-        chosen = task("computed again", build=double(Straight), data=data, validation=data, measures={"norm": norm})
+        chosen = module_spec(
+            "computed again", build=double(Straight), data=data, validation=data, measures={"norm": norm}
+        )
         trainer = build_trainer(chosen, recipe("dp2 zero3", validation_sequences=8), mesh)
         draw_from(seed_for(SEED, "module"), torch.device("cpu"))
         alone = double(Straight)()
         whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
-        first = trainer.validate().measures["norm"]
-        assert trainer.validate().measures["norm"] == first
+        first = trainer.validate().metrics.values["norm"]
+        assert trainer.validate().metrics.values["norm"] == first
         return first, whole, trainer.passes.units.held
 
 
@@ -454,5 +461,5 @@ def refused(directory: str, case: str) -> None:
 
         loss = (lambda module, batch: module(batch[0])) if case == "loss of many" else _classes
         data = NOISY[:20] if case == "fewer samples" else NOISY
-        chosen = task("lstm", build=build, loss=loss, data=data)
+        chosen = module_spec("lstm", build=build, loss=loss, data=data)
         ModuleRun(found, mesh, RunDirectory(directory), chosen, show_progress=False).run()

@@ -14,7 +14,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.recipe import load_recipe
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.trainer import choose_products
+from meshwright.training.precision import set_matmul_precision
 from tests.training import training_cases as cases
 
 
@@ -259,15 +259,15 @@ def test_mistakes_are_one_line(tiny_recipe):
     with pytest.raises(UserError, match="train.loss_scale: 1000 is not a power of two"):
         load_recipe(tiny_recipe, ["train.loss_scale=1000"])
     with pytest.raises(UserError, match="tf32 is how CUDA devices multiply float32, and the ranks compute on cpu"):
-        choose_products("tf32", torch.device("cpu"))
+        set_matmul_precision("tf32", torch.device("cpu"))
 
 
 def test_tf32_is_chosen_for_cuda_and_taken_back():
     before = torch.get_float32_matmul_precision()
     try:
-        choose_products("tf32", torch.device("cuda", 0))
+        set_matmul_precision("tf32", torch.device("cuda", 0))
         assert torch.get_float32_matmul_precision() == "high"
-        choose_products("fp32", torch.device("cuda", 0))
+        set_matmul_precision("fp32", torch.device("cuda", 0))
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -14,6 +14,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.metrics import peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.estimate import evaluate
@@ -22,7 +23,7 @@ from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.step_time import StepTime
 from meshwright.spec.presets import preset
 from meshwright.training import prediction
-from meshwright.training.prediction import Prediction, StepTimes, compared, measured_memory
+from meshwright.training.objective import NextToken
 from meshwright.training.start import launch_recipe
 from tests.planner.calibration_cases import DEVICE, cluster_file
 from tests.planner.test_measured_rates import here, measured
@@ -77,8 +78,10 @@ def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_
     slow, plain = here(steps), here()
     train = SimpleNamespace(batch=8, compile=False, optimizer="adamw", momentum=0.0)
     trainer = SimpleNamespace(
-        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout, config=preset("gpt2"),
-        tokens=SimpleNamespace(document_mask=False), preference=None,
+        recipe=SimpleNamespace(train=train, data=SimpleNamespace(sequence=512)), layout=layout,
+        task=SimpleNamespace(
+            config=preset("gpt2"), tokens=SimpleNamespace(document_mask=False), objective=NextToken()
+        ),
     )  # fmt: skip
     told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
     assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
@@ -184,16 +187,16 @@ def test_the_time_of_a_step_is_the_median_without_the_first_two():
     times = StepTimes()
     for seconds in (90.0, 80.0, 3.0, 1.0, 2.0, 7.0):
         times.add(seconds, {"forward": seconds / 4, "backward": seconds * 3 / 4}, seconds / 8)
-    found = times.document(torch.device("cpu"))
+    found = times.to_json_dict(torch.device("cpu"))
     assert found["step_seconds"] == 2.5
     assert found["seconds_by_part"] == {"forward": 0.5, "backward": 1.5} and found["waiting_seconds"] == 0.25
     assert found["seconds_by_kind"] == {"working": 1.75, "waiting": 0.25}
-    assert times.document(torch.device("cuda"))["seconds_by_kind"] is None
+    assert times.to_json_dict(torch.device("cuda"))["seconds_by_kind"] is None
 
 
 def test_two_ranks_are_predicted_to_wait_as_long_as_their_steps_are_not_their_own_work():
     time = StepTime(1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, simulated=True)
-    said = Prediction(None, time, None, None, compiled=False).document()
+    said = Prediction(None, time, None, None, compiled=False).to_json_dict()
     assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
 
 
@@ -201,11 +204,11 @@ def test_states_are_told_by_category():
     states = {"parameters": 2, "masters": 4, "gradients": 8, "gradient_buffers": 16, "optimizer": 32}
     memory = StepMemory(torch.device("cpu"))
     memory.growth_in_first_steps = 100
-    found = measured_memory(states, memory, {"memory_bytes": None})
+    found = collect_measured_memory(states, memory, {"memory_bytes": None})
     assert {name: found[name] for name in (*STATES, "peak", "unexplained")} == {
         "parameters": 2, "gradients": 24, "optimizer": 36, "peak": 100, "unexplained": None,
     }  # fmt: skip
-    assert compared({}, {}) is None
+    assert format_comparison({}, {}) is None
 
 
 def test_a_steps_memory_is_what_came_since_the_trainer_was_made():

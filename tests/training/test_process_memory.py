@@ -77,8 +77,10 @@ def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 
     return SimpleNamespace(
         layout=Layout.parse(layout), steps_done=0, memory=lambda: {"parameters": 8 * MIB},
         pieces=lambda owned: [piece],
-        config=SimpleNamespace(layers=2, experts=experts, has_experts=lambda layer: bool(experts)),
-        tokens=SimpleNamespace(tokens=10 * MIB, dtype=torch.int16),
+        task=SimpleNamespace(
+            config=SimpleNamespace(layers=2, experts=experts, has_experts=lambda layer: bool(experts)),
+            tokens=SimpleNamespace(tokens=10 * MIB, dtype=torch.int16),
+        ),
         recipe=SimpleNamespace(
             train=SimpleNamespace(steps=4, batch=8, compile=compiled), checkpoint=SimpleNamespace(background=True)
         ),

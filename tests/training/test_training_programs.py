@@ -46,7 +46,7 @@ def masters(text: str) -> list[torch.Tensor]:
     from meshwright.training import loop
 
     recipe = load_recipe_text(text, "recipe")
-    cases.journal.device_peak_flops = lambda mesh, precision: 1e9
+    cases.loop.device_peak_flops = lambda mesh, precision: 1e9
     mesh = Mesh.create(recipe.parsed_layout, programs=named_programs(recipe.collectives, recipe.parsed_layout))
     directory = RunDirectory(recipe.run_directory)
     directory.create()

@@ -16,12 +16,15 @@ import torch
 from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh, calls_under_way
+from meshwright.monitoring.metrics import read_metrics
+from meshwright.monitoring.records import Validation
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, load_recipe_text
-from meshwright.training import journal, loop
-from meshwright.training.trainer import Trainer, Validation
+from meshwright.training import loop
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.trainer import Trainer
 
 LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
 """Files of a run directory that only a run that trains writes."""
@@ -53,7 +56,7 @@ def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
 
 def metrics(place: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
-    return journal.read_metrics(place / "run" / "metrics.jsonl")
+    return read_metrics(place / "run" / "metrics.jsonl")
 
 
 def trace(place: Path) -> list[tuple[Any, ...]]:
@@ -72,14 +75,14 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
-    journal.device_peak_flops = lambda mesh, precision: 1e9
+    loop.device_peak_flops = lambda mesh, precision: 1e9
     programs = named_programs(wanted.collectives, wanted.parsed_layout)
     mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
     directory = RunDirectory(wanted.run_directory)
     directory.create()
     run = loop.Run(wanted, mesh, directory, show_progress=False)
     said: list[str] = []
-    run.journal.say = said.append  # type: ignore[method-assign]
+    run.journal.log = said.append  # type: ignore[method-assign]
     if fault:
         globals()[fault](run)
     before_step = run._step
@@ -171,8 +174,8 @@ def same(a: Values, b: Values) -> bool:
 
 def without_generated_code(run: loop.Run) -> None:
     """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
-    run.trainer.model.compile_blocks(backend="aot_eager")
-    run.trainer.model._loss_options["compiled"] = False  # it would go through inductor
+    run.trainer.task.model.compile_blocks(backend="aot_eager")
+    run.trainer.task.model._loss_options["compiled"] = False  # it would go through inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:
@@ -214,13 +217,13 @@ def nan_parameter_from_step_3(run: loop.Run) -> None:
 
 def rank_1_sleeps(run: loop.Run) -> None:
     """Rank 1 needs longer for its own work, in reading data."""
-    read = run.trainer._micro_batches
+    read = run.trainer.task.load_step
 
-    def slow() -> Any:
+    def slow(step: int) -> Any:
         time.sleep(0.15 if on_rank(run, 1) else 0.0)
-        return read()
+        return read(step)
 
-    run.trainer._micro_batches = slow  # type: ignore[method-assign]
+    run.trainer.task.load_step = slow  # type: ignore[method-assign]
 
 
 def keep_states(run: loop.Run) -> None:
@@ -232,7 +235,7 @@ def keep_states(run: loop.Run) -> None:
         verdict = step(**options)
         after = [shard.master for shard in run.trainer.parallel.shards]
         moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        run.journal.say(f"moved {run.trainer.steps_done}: {moved}")
+        run.journal.log(f"moved {run.trainer.steps_done}: {moved}")
         return verdict
 
     run.trainer.step = watched  # type: ignore[method-assign]
@@ -296,7 +299,7 @@ def first_gradients(text: str) -> list[torch.Tensor]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
     gradients: list[torch.Tensor] = []
     finish = trainer.parallel.finish
 
@@ -316,10 +319,10 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh)
-    told, found = trainer.documents_of(steps), []
-    for trainer.steps_done in range(steps):
-        for tokens, _, documents in trainer._micro_batches():
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
+    told, found = trainer.task.document_starts(0, steps), []
+    for step in range(steps):
+        for tokens, _, documents in trainer.task.load_step(step):
             starts_BS = torch.zeros_like(tokens) if documents.starts_BS is None else documents.starts_BS
             found += [tuple(row.unique().tolist()) for row in starts_BS]
     mesh.close()
@@ -330,7 +333,7 @@ def train_and_show(text: str) -> list[Piece]:
     """Train on this rank: all masters that it holds."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)
-    journal.device_peak_flops = lambda mesh, precision: 1e9
+    loop.device_peak_flops = lambda mesh, precision: 1e9
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     directory = RunDirectory(wanted.run_directory)
     directory.create()
@@ -364,7 +367,7 @@ def count_calls_when_a_profile_ends(run: loop.Run) -> None:
             stop = type(operators).stop
 
             def stopped() -> None:
-                run.journal.say(f"under way at its end: {len(calls_under_way)}")
+                run.journal.log(f"under way at its end: {len(calls_under_way)}")
                 stop(operators)
 
             operators.stop = stopped
@@ -392,8 +395,8 @@ def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
     def watched(**options: Any) -> Any:
         verdict = step(**options)
         sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
-        run.journal.say(f"scale {run.trainer.loss_scale.value:g}")
-        run.journal.say(f"masters {sums}")
+        run.journal.log(f"scale {run.trainer.loss_scale.value:g}")
+        run.journal.log(f"masters {sums}")
         return verdict
 
     _at_finish(run, spoil)

@@ -29,7 +29,9 @@ from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training import loop
-from meshwright.training.trainer import Dtypes, Trainer
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.precision import Dtypes
+from meshwright.training.trainer import Trainer
 from tests.model.transformers_names import row_in_transformers
 from tests.training.training_cases import Values
 
@@ -247,10 +249,11 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
     data = prepare(wanted.data, wanted.run.seed)
     config = loop.model_config(wanted, data)
     with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
-        trainer = Trainer(
+        task = LanguageModelTask(
             wanted, mesh.layout, config, data, mesh, initialise=False, dtypes=Dtypes(torch.float64, torch.float64)
         )
-        trainer.load_weights(Path(str(wanted.model.from_path)))
+        trainer = Trainer(task)
+        task.load_weights(Path(str(wanted.model.from_path)))
         before = owned(trainer)
         verdicts = [trainer.step() for _ in range(STEPS)]
         return {

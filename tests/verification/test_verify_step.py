@@ -167,7 +167,7 @@ RIGHT_SGD = optimizer.sgd
     [
         mutant(experts.Router, "choose", _detached_choice),
         mutant(layers.RMSNorm, "forward", _detached_norm),
-        mutant(trainer.Trainer, "_take_back", lambda self: self.optimizer.restore_step_count(9)),
+        mutant(trainer.Trainer, "_discard_step", lambda self: self.optimizer.restore_step_count(9)),
         mutant(optimizer, "sgd", lambda *tensors, **options: RIGHT_SGD(*tensors, **options | {"weight_decay": 0.0})),
     ],
 )

@@ -15,18 +15,23 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
 
 
-def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> None:
-    """`UserError` with the first reason why the recipe's model cannot be trained on its layout, with its batch,
-    sequence and tokenizer. `tokenizer_vocabulary`: tokens of the prepared data's tokenizer; unless given, the fewest
-    that it can have, since one that is trained may find less in the text than it was allowed."""
-    layout = recipe.parsed_layout
-    layout.refuse_unbuilt()
-    if recipe.model.load_weights:  # whose tokenizer may be the data's: what is wrong with the directory is said first
+def check_recipe(recipe: Recipe) -> None:
+    """Raise `UserError` with the first reason why the recipe's model cannot be trained on its layout, with its batch,
+    sequence and tokenizer. Runs before data are prepared: a tokenizer that is trained counts with the fewest tokens
+    that it can have."""
+    recipe.parsed_layout.refuse_unbuilt()
+    if recipe.model.load_weights:  # its tokenizer may be the data's: a damaged directory is reported first
         config_from_path(recipe.model.from_path or "")
-    vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
-    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
-    refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+    check_vocabulary(recipe, least_vocabulary(recipe.data.tokenizer))
     check_watching(recipe)
+
+
+def check_vocabulary(recipe: Recipe, tokens: int) -> None:
+    """Raise `UserError` where the recipe's model, with a tokenizer of so many tokens, cannot be trained on its
+    layout."""
+    layout = recipe.parsed_layout
+    config = config_from_recipe(recipe.model, recipe.data.sequence, tokens)
+    refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.comm.mesh import Mesh
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
-from meshwright.parallel.data import DataParallel, count_pairs, count_targets
+from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pipeline import Compute, Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
 from meshwright.planner.traffic import PREFERENCE_FIGURES
@@ -53,9 +52,9 @@ class ForwardBackward:
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.
 
-        targets: what the sum of token losses (or of pairs) is divided by: those of the whole step (`count_terms`), over
-        what the loss is scaled by, if it is. Returns the loss of the micro-batches whose last
-        stage is here, 0 where none is (float64; `loss_share` of it is this rank's share of the step's loss).
+        targets: what the sum of token losses (or of pairs) is divided by: those of the whole step, over what the loss
+        is scaled by, if it is. Returns the loss of the micro-batches whose last stage is here, 0 where none is
+        (float64; `loss_share` of it is this rank's share of the step's loss).
         """
         self.parallel.begin_step(self._passes)
         objective = self._objective(micro_batches)
@@ -105,16 +104,6 @@ class ForwardBackward:
             return found.loss
 
         return of_pairs
-
-
-def count_terms(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """What the loss of a step is a mean over, given this rank's micro-batches: the target tokens of all ranks, or,
-    where documents come in pairs, their pairs. At least 1."""
-    pairs = [documents.pairs for _, _, documents in micro_batches if documents.pairs is not None]
-    if not pairs:
-        return count_targets((targets for _, targets, _ in micro_batches), mesh)
-    assert len(pairs) == len(micro_batches), "all micro-batches have pairs, or none has"
-    return count_pairs(pairs, mesh)
 
 
 def _what_is_here(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:

@@ -55,7 +55,7 @@ class Model:
         self._generator = generator
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self, prompts: str, *, max_tokens: int = ..., temperature: float = ..., top_k: int = ..., top_p: float = ...,
         seed: int = ..., chat: bool = ...,
     ) -> Generation: ...  # fmt: skip

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.collectives.named import named_programs
-from meshwright.data import prepare
 from meshwright.documents import to_json_dict
 from meshwright.errors import ignore_model_warnings
-from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.launcher.rendezvous import join_if_started_by_others, place
 from meshwright.layout import Layout
-from meshwright.monitoring.resuming import check_resume
-from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.terminal import print_message
 from meshwright.training.start import launch_recipe
@@ -124,14 +119,6 @@ def train(
         from meshwright.training.worker import join
 
         return Result.from_document(join(wanted, probe=probe), wanted.run_directory)
-    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
-    check_recipe(wanted)
-    named_programs(wanted.collectives, wanted.parsed_layout, wanted.where)
-    RunDirectory(wanted.run_directory).create()
-    check_resume(wanted)
-    prepared = prepare(wanted.data, wanted.run.seed, log=print_message)
-    check_resume(wanted, prepared.sha256)
-    check_recipe(wanted, prepared.vocabulary)
     return Result.from_document(launch_recipe(wanted, restarts=restarts, probe=probe), wanted.run_directory)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -18,26 +17,28 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
-from meshwright.data.files import canonical_json
-from meshwright.data.packing.shards import every_few_seconds
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import thread_change_note
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
+from meshwright.monitoring.comparison import Prediction
+from meshwright.monitoring.journal import Journal
 from meshwright.monitoring.profile import Profile
+from meshwright.monitoring.records import RunEnd, StepRecord, Validation
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe.communication import faster_precision
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
-from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
-from meshwright.training.journal import Journal
-from meshwright.training.reference import FILE as REFERENCE
-from meshwright.training.reference import Reference, found_or_made, read_reference, weights_checksum
-from meshwright.training.trainer import Trainer, Verdict
+from meshwright.training.device_peak import device_peak_flops
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.learning_rate import learning_rate
+from meshwright.training.prediction import predict
+from meshwright.training.task import RunStart
+from meshwright.training.trainer import StepOutcome, Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
@@ -54,8 +55,8 @@ class Run:
     """The state around `Trainer`: checkpoints, the journal, the wish to stop."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        self._stand_by(recipe, mesh, run_directory, Journal(recipe, mesh, run_directory, show_progress))
-        data = prepare(recipe.data, recipe.run.seed, log=self.journal.say)
+        self._set_up(recipe, mesh, run_directory, show_progress)
+        data = prepare(recipe.data, recipe.run.seed, log=self.journal.log)
         config = model_config(recipe, data)
         layout = recipe.parsed_layout
         refuse(layout, config, recipe.train.batch, recipe.data.sequence, mesh.world_size)
@@ -68,16 +69,19 @@ class Run:
             keep_best=recipe.checkpoint.keep_best,
             tokenizer_directory=data.tokenizer_directory,
             background=recipe.checkpoint.background,
-            log=self.journal.say,
+            log=self.journal.log,
         )
         self.resumed_from = self._resume(layout, config, data)
 
-    def _stand_by(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, journal: Journal) -> None:
-        """What every run has, whatever it trains."""
-        self.recipe, self.mesh, self.journal = recipe, mesh, journal
+    def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
+        """Set up what every run has, whatever it trains."""
+        self.recipe, self.mesh = recipe, mesh
+        self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
-        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.say(line))
+        self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.log(line))
+        self.saved_state: dict[str, Any] | None = None
+        """`state.json` of the checkpoint from which the run resumes."""
         self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class Run:
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
-            result = self.journal.result(self.trainer, self.checkpointer)
+            result = self._result()
             self.journal.keep_result(result)
             return result
 
@@ -115,7 +119,8 @@ class Run:
             self.journal.memory.stop()
             validation = trainer.validate()
         # Before the save: no step may be without a line.
-        self.journal.step(trainer, verdict, seconds, validation, profiled)
+        if self.journal.leader:
+            self.journal.step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
             self.journal.save_failed(done, self._give_up_save())
         self._count_skipped(verdict)
@@ -123,8 +128,50 @@ class Run:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
-            self.journal.stopped(self.trainer, self.checkpointer)
+            self.journal.stopped(done, self.checkpointer)
             self._end_early()
+
+    def _record_step(
+        self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
+    ) -> StepRecord:
+        """Record the step that was just taken. seconds: its duration, without validation."""
+        trainer, scale = self.trainer, self.trainer.loss_scale
+        return StepRecord(
+            step=trainer.steps_done,
+            loss=outcome.loss,
+            gradient_norm=outcome.gradient_norm,
+            learning_rate=learning_rate(trainer.steps_done - 1, self.recipe.train),
+            finite=outcome.finite,
+            skipped_steps=trainer.skipped,
+            metrics=outcome.metrics,
+            validation=validation,
+            seconds=seconds,
+            seconds_by_part=trainer.clock.seconds(),
+            waiting_seconds=trainer.clock.waiting_seconds(),
+            rank_seconds=outcome.rank_seconds,
+            loss_scale=outcome.loss_scale if scale.dynamic else None,
+            next_loss_scale=scale.value if scale.dynamic else None,
+            profiled=profiled,
+        )
+
+    def _result(self) -> dict[str, Any]:
+        """The result document of a run that has all its steps."""
+        return self.journal.result(self._end(), self.checkpointer)
+
+    def _end(self) -> RunEnd:
+        trainer = self.trainer
+        return RunEnd(
+            step=trainer.steps_done,
+            skipped_steps=trainer.skipped,
+            layout=str(trainer.layout),
+            state_bytes=trainer.memory(),
+            predicted_state_bytes=trainer.predicted_bytes(),
+            predicted_sent_bytes=trainer.task.predicted_traffic(),
+        )
+
+    def _predict(self) -> Prediction:
+        """Predict memory, step time and traffic before the first step."""
+        return predict(self.trainer, self.journal.memory)
 
     # --- before the first step
 
@@ -133,7 +180,7 @@ class Run:
         again. Rank 0's answer; an empty one on the others. None where there is something to do, or no such result."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
-        result = self.journal.earlier_result(self.trainer, self.checkpointer)
+        result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.everyone(result is not None or self.mesh.rank != 0):
             return None
         self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
@@ -143,58 +190,24 @@ class Run:
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
                 self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
-        if self.trainer.preference is not None:
-            with self.journal.memory.aside():
-                self._know_reference(RunDirectory(self.recipe.run_directory).path / REFERENCE)
+        directory = RunDirectory(self.recipe.run_directory).path
+        with self.journal.memory.aside():
+            self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
-            self.journal.begin(self.trainer, self.resumed_from)
+            trainer, description = self.trainer, self.trainer.task.describe()
+            if description.flops_per_unit is not None:
+                peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
+                description = dataclasses.replace(description, peak_flops=peak)
+            self.journal.begin(
+                description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads, self._predict
+            )
         except UserError as error:
             problem = str(error)
         for line in self._resumed_otherwise:
-            self.journal.say(line)
+            self.journal.log(line)
         if (said := self.agreement.first_text(problem)) is not None:
             raise UserError(said[1])
-
-    def _know_reference(self, path: Path) -> None:
-        """Bring in how probable the responses were when training began: kept in the run directory, or computed now. All
-        ranks raise the same `UserError` where a run that goes on has it no more."""
-        trainer = self.trainer
-        if trainer.steps_done:
-            problem = None
-            try:
-                trainer.reference = read_reference(path, trainer.pairs_by_row)
-                if trainer.reference.sha256 != self._reference_sha256:
-                    problem = f"{path} is that of another run"
-            except UserError as error:
-                problem = str(error)
-            if (said := self.agreement.first_text(problem)) is not None:
-                raise UserError(
-                    f"{said[1]}: it holds the log-probabilities under the weights that training began with, and a run "
-                    "of which some steps are done cannot compute them again; put it back, or begin another run with "
-                    "another run.name"
-                )
-            return
-        made_of = {
-            "data_sha256": trainer.data.sha256,
-            "rows": " ".join(tokens.rows_sha256 for tokens in trainer.pair_rows.values()),
-            "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
-            "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(trainer.config)))).hexdigest(),
-            "precision": trainer.layout.precision or "fp32",
-        }
-        begun = time.perf_counter()
-
-        def make() -> Reference:
-            say = every_few_seconds(lambda done: self.journal.say(f"reference: {done:,} of {rows:,} rows"))
-            return trainer.make_reference(made_of, say)
-
-        rows = sum(len(pairs) for pairs in trainer.pairs_by_row.values())
-        trainer.reference, earlier = found_or_made(
-            path, trainer.pairs_by_row, made_of, make, self.agreement, self.mesh.rank == 0
-        )
-        responses = sum(len(each.values) for each in trainer.reference.splits.values())
-        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
-        self.journal.say(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """The layout with its precision made explicit: as in the `previous` one before an interruption, else bf16 where
@@ -211,21 +224,22 @@ class Run:
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
             self.journal.memory.start()
-            self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh, initialise=False)
+            task = LanguageModelTask(self.recipe, resolved, config, data, self.mesh, initialise=False)
+            self.trainer = Trainer(task)
             loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
             if loaded is None:
                 if self.recipe.model.load_weights:
-                    self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
+                    task.load_weights(Path(self.recipe.model.from_path or ""))
                 else:
-                    self.trainer.parallel.initialise(self.recipe.run.seed)
+                    task.parallel.initialise(self.recipe.run.seed)
                 return None
             checkpoint, state = loaded
             if self._resolve_precision(layout, state["layout"]) == resolved:
                 break
             # The newest one is damaged inside, and the older one, which counts, has another precision: once more.
-            del self.trainer
+            del task, self.trainer
         self.trainer.restore(state)
-        self._reference_sha256 = state.get("reference_sha256")
+        self.saved_state = state
         self._note_resumed(state)
         return checkpoint.name
 
@@ -247,7 +261,7 @@ class Run:
 
     # --- saving and stopping
 
-    def _count_skipped(self, verdict: Verdict) -> None:
+    def _count_skipped(self, verdict: StepOutcome) -> None:
         """All ranks give up together when too many steps in a row were not finite."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:

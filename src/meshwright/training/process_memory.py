@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from meshwright.errors import UserError
+from meshwright.monitoring.comparison import ProcessMemory
 from meshwright.monitoring.memory import (
     LARGEST_MMAP_THRESHOLD,
     kernel_cache_capacity,
@@ -27,6 +26,7 @@ from meshwright.planner.ledger import Item, Ledger
 from meshwright.training.process_constants import ProcessConstants
 
 if TYPE_CHECKING:
+    from meshwright.training.language_model import LanguageModelTask
     from meshwright.training.trainer import Trainer
 
 PAGES_READ = 1 << 16
@@ -35,18 +35,6 @@ HASHED_AT_ONCE = 1 << 23
 """Bytes that a save reads back at a time to hash them, with those that are on their way."""
 MATMULS_PER_EXPERT = 6
 """In a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Bytes of a rank's process by item at its peak RSS."""
-
-    items: Mapping[str, int]
-
-    @property
-    def peak(self) -> int:
-        """Their sum."""
-        return sum(self.items.values())
 
 
 def predict_process_memory(
@@ -107,9 +95,13 @@ def _on_heap(items: tuple[Item, ...]) -> int:
     return total
 
 
+def _language_model(trainer: Trainer) -> LanguageModelTask:
+    return cast("LanguageModelTask", trainer.task)
+
+
 def _kernels(trainer: Trainer) -> int:
     """Products of shapes that differ in every step, as far as their kernels are kept."""
-    config, layout = trainer.config, trainer.layout
+    config, layout = _language_model(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
@@ -120,7 +112,7 @@ def _kernels(trainer: Trainer) -> int:
 
 def _data_read(trainer: Trainer) -> int:
     """Bytes of the files of prepared data that the steps left will have mapped."""
-    tokens, layout, train = trainer.tokens, trainer.layout, trainer.recipe.train
+    tokens, layout, train = _language_model(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)

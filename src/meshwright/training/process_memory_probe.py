@@ -38,8 +38,8 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stage_times import program_for
 from meshwright.training.optimizer import Optimizer
+from meshwright.training.precision import PARAMETER_DTYPES
 from meshwright.training.process_constants import ProcessConstants
-from meshwright.training.trainer import PARAMETER_DTYPES
 
 STEPS = 3
 KERNELS = 24

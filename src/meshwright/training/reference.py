@@ -120,8 +120,8 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
     return found
 
 
-def together(responses: Responses, mesh: Mesh) -> None:
-    """Every rank has put in what it found, each row on one rank alone: give them to all."""
+def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
+    """Give every rank all log-probabilities; each was put in on one rank and is 0 on the others."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -147,30 +147,30 @@ def weights_checksum(owned: Iterable[Piece], mesh: Mesh) -> str:
     return f"{int(total) % (1 << 64):016x}"
 
 
-def found_or_made(
+def load_or_compute(
     path: Path,
     pairs_by_row: Mapping[str, NDArray[np.int64]],
     made_of: Mapping[str, str],
-    make: Callable[[], Reference],
+    compute: Callable[[], Reference],
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Of a run that begins: what an earlier start of it left, if that is of the same data and weights (true), or what
-    `make` computes, written by the leader. `UserError` where it cannot be written."""
+    """Load the reference that an earlier start of a run wrote, if it is of the same data and weights (True); otherwise
+    compute it and have the leader write it. `UserError` where it cannot be written."""
     earlier = None
     try:
         earlier = read_reference(path, pairs_by_row)
     except UserError:
-        pass  # there is none, or none that counts
+        pass  # missing or damaged: computed again
     if agree.everyone(earlier is not None and earlier.made_of == made_of):
         assert earlier is not None
         return earlier, True
-    made, problem = make(), None
+    computed, problem = compute(), None
     if leader:
         try:
-            made.write(path)
+            computed.write(path)
         except OSError as error:
             problem = f"{path} cannot be written: {(error.strerror or str(error)).lower()}"
-    if (said := agree.first_text(problem)) is not None:
-        raise UserError(said[1])
-    return made, False
+    if (first := agree.first_text(problem)) is not None:
+        raise UserError(first[1])
+    return computed, False

@@ -1,5 +1,5 @@
-"""Starts a recipe's run on this machine: refusals first, then the measurements that predictions need, then the ranks.
-Free of torch."""
+"""Starts a recipe's run on this machine: refusals first, then the data, the measurements that predictions need, and the
+ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from meshwright.collectives.named import named_programs
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import local_threads
-from meshwright.launcher.recipe_checks import check_memory, check_recipe
+from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_vocabulary
 from meshwright.launcher.started_rank import machine_memory
+from meshwright.monitoring.resuming import check_resume
+from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
+from meshwright.terminal import print_message
 from meshwright.training.first_start import measure_run, on_processors
 
 WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not from the current directory
@@ -20,6 +24,7 @@ WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not f
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
+    Missing data are prepared first.
 
     A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
     probe: measure this machine first, when the run directory is locked, where predictions need that and it was not done
@@ -28,7 +33,16 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
     `KeyboardInterrupt` after an interrupt, likewise and with such a line.
     """
+    from meshwright.data import prepare
+
+    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
     check_recipe(recipe)
+    named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
+    RunDirectory(recipe.run_directory).create()
+    check_resume(recipe)
+    data = prepare(recipe.data, recipe.run.seed, log=print_message)
+    check_resume(recipe, data.sha256)
+    check_vocabulary(recipe, data.vocabulary)
     check_memory(recipe, machine_memory())
     ranks = recipe.parsed_layout.world_size
     threads = local_threads(recipe, ranks)

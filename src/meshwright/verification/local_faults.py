@@ -22,6 +22,7 @@ from meshwright.parallel.data import DataParallel
 from meshwright.parallel.gradients import GradientSums
 from meshwright.parallel.units import UnitBuffers
 from meshwright.training import trainer
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.trainer import Trainer
 
@@ -168,13 +169,13 @@ def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: UnitBuffer
 # --- samples
 
 
-def _next_samples(strikes: FaultCounter, right: FaultyFunction, self: Trainer, step: int) -> Any:
+def _next_samples(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
     strikes.record_if(True)
     share = self.recipe.train.batch // self.mesh.dp.size
     return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
 
 
-def _samples_of_rank_0(strikes: FaultCounter, right: FaultyFunction, self: Trainer, step: int) -> Any:
+def _samples_of_rank_0(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
     share = self.recipe.train.batch // self.mesh.dp.size
     strikes.record_if(self.mesh.dp.rank > 0)
     return self.order.sample(step * self.recipe.train.batch + np.arange(share))
@@ -261,12 +262,14 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
         "updates", DataParallel, "_shard", _decay_moved(1 << 40)
     ),
     "learning rate off by one step": LocalFaultSpec("updates", trainer, "learning_rate", _next_rate),
-    "loss normalized by one target too many": LocalFaultSpec("updates", trainer, "count_terms", _more_terms),
+    "loss normalized by one target too many": LocalFaultSpec("updates", LanguageModelTask, "count_terms", _more_terms),
     "non-finite step not skipped": LocalFaultSpec("updates", Trainer, "_agree", _never_skipped),
     "parameters not rounded from master weights": LocalFaultSpec("dtypes", UnitBuffers, "publish", _not_rounded),
     "parameters not all-gathered after the update": LocalFaultSpec("updates", UnitBuffers, "publish", _not_gathered),
-    "sample index off by one": LocalFaultSpec("updates", Trainer, "_samples", _next_samples),
-    "all ranks read rank 0's samples": LocalFaultSpec("updates", Trainer, "_samples", _samples_of_rank_0),
+    "sample index off by one": LocalFaultSpec("updates", LanguageModelTask, "samples_of_step", _next_samples),
+    "all ranks read rank 0's samples": LocalFaultSpec(
+        "updates", LanguageModelTask, "samples_of_step", _samples_of_rank_0
+    ),
     "every epoch uses the first epoch's permutation": LocalFaultSpec("updates", SampleOrder, "sample", _one_epoch),
     "step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("step")),
     "update counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("optimizer_steps")),

@@ -21,9 +21,13 @@ from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 from meshwright.recipe import CollectivesRecipe
+from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.trainer import Dtypes, Trainer, Verdict
+from meshwright.training.precision import Dtypes
+from meshwright.training.preference import PreferencePairs
+from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import MOST_PAIRS, SyntheticData
@@ -115,17 +119,11 @@ class _WatchedTrainer(Trainer):
 
     gradients: list[Piece]
 
-    def _agree(self, loss_sum: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> Verdict:
-        verdict = super()._agree(loss_sum, terms, stop, save_failed)
+    def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
+        verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.pieces_like("gradient", unscaled, owned=False)
         return verdict
-
-
-class _LargeModelTrainer(_WatchedTrainer):
-    """With the products of large models, which add weight gradients to their sums themselves."""
-
-    fused_accumulation_min_numel = 0
 
 
 class _Run:
@@ -146,7 +144,7 @@ class _Run:
                 result.not_restored += _differences(step, saved, trainer.state())
             result.counters[step] = _counters(trainer)
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
-            with _poison(trainer.model) if poisoned else nullcontext():
+            with _poison(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
                 verdict = trainer.step()
             weights = _copied(trainer.parallel.master_pieces(owned=False))
             result.steps[step] = StepResult(
@@ -166,17 +164,19 @@ class _Run:
 
     def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
         problem, training = self.problem, self.problem.training
-        kind = _LargeModelTrainer if problem.fused_gradient_accumulation else _WatchedTrainer
         data = SyntheticData(problem)
         dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype))
-        trainer = kind(
+        # 0: as in large models, whose wgrad kernels accumulate into the gradient buffer themselves.
+        fused = 0 if problem.fused_gradient_accumulation else WORTH_ADDING_AT_ONCE
+        task = LanguageModelTask(
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
-            initialise=initialise, dtypes=dtypes,
+            initialise=initialise, dtypes=dtypes, fused_accumulation_min_numel=fused,
         )  # fmt: skip
+        trainer = _WatchedTrainer(task)
         if training.loss_scale_every:
             trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
-        if problem.preference is not None:
-            trainer.reference, trainer.most_pairs = data.response_reference(), MOST_PAIRS
+        if isinstance(task.objective, PreferencePairs):
+            task.objective.reference, task.objective.most_pairs = data.response_reference(), MOST_PAIRS
         return trainer
 
     def _save(self, trainer: Trainer) -> None:

@@ -43,7 +43,7 @@ MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.
 def run_verification(
     layout: Recipe | Layout | str | Path | None = None,
     *,
-    model: ModelConfig | str | Path | None = None,
+    model: Recipe | ModelConfig | str | Path | None = None,
     dtype: str = "float64",
     mutate: bool = False,
     thorough: bool = False,

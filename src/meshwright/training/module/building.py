@@ -1,4 +1,4 @@
-"""From a script's `build` to a trainer: the same module with the same values on every rank."""
+"""Builds the task of a script's module: the same module with the same values on every rank."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.parallel.module_table import Derived, check_values, derive
 from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
-from meshwright.training.module.task import Task
-from meshwright.training.module.trainer import ModuleTrainer, parameter_dtype
+from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.module.values import contiguous_buffers, same_values
 
 
-def build_trainer(task: Task, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTrainer:
-    """This rank's trainer, with the values that rank 0's `build` gave. Every rank calls it."""
+def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
+    """Build this rank's task, with the values that rank 0's `build` gave. Collective."""
     layout = recipe.parsed_layout
-    module = _built(task, recipe.run.seed, layout, torch.device(mesh.device))
-    derived = derive(module, task.units, task.decays)
+    module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
+    derived = derive(module, spec.units, spec.decays)
     _check_alike(derived, mesh)
     same_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
         layout = Layout.parse(f"{layout} fp32")
-    return ModuleTrainer(task, recipe, layout, mesh, module, derived)
+    return ModuleTask(spec, recipe, layout, mesh, module, derived)
 
 
-def _built(task: Task, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """The module as `build` makes it, on the device, ready to be trained."""
+def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
+    """Build the module on the device, ready to be trained."""
     draw_from(seed_for(seed, "module"), device)
-    module = task.build()
+    module = spec.build()
     if not isinstance(module, nn.Module):
         raise UserError(f"build gives {type(module).__name__}: a torch.nn.Module is needed")
     check_values(module)

@@ -22,8 +22,8 @@ from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
 from meshwright.training.module.data import Collate, Samples
 from meshwright.training.module.recipe import module_recipe
-from meshwright.training.module.run import check_task, train_module
-from meshwright.training.module.task import Loss, Measure, Task
+from meshwright.training.module.run import check_spec, train_module
+from meshwright.training.module.spec import Loss, Measure, ModuleSpec
 
 
 def fit(
@@ -93,8 +93,10 @@ def fit(
     found = module_recipe(
         recipe, override_texts(overrides), name=name, directory=str(script.directory() or ""), trust=trust
     )
-    task = Task(build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers)
-    check_task(task, found)
+    spec = ModuleSpec(
+        build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers
+    )
+    check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
     check_watching(found)
     start = script.place(found.run.rendezvous)
@@ -105,7 +107,7 @@ def fit(
             f"`meshwright run --ranks {ranks} {Path(sys.argv[0]).name}` or by torchrun"
         )
     rendezvous.check_world_size(start, found.parsed_layout)
-    result = worker.join_script(found, start, train_module, script.directory(), task=task, show_progress=show_progress)
+    result = worker.join_script(found, start, train_module, script.directory(), spec=spec, show_progress=show_progress)
     script.note(result)
     return result if start.rank == 0 else None
 

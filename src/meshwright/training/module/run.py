@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +15,65 @@ from meshwright.checkpoint.files import json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
+from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
-from meshwright.training.journal import Journal
 from meshwright.training.loop import Run, deterministic
-from meshwright.training.module.building import build_trainer
+from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
 from meshwright.training.module.recipe import ModuleRecipe, module_recipe_text
-from meshwright.training.module.task import Task
-from meshwright.training.module.trainer import ModuleTrainer
-from meshwright.training.prediction import Prediction
+from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
 
 
 def train_module(
-    recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, task: Task, show_progress: bool = True
+    recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
     """As `meshwright.training.loop.train`, for a module of the caller's."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
-        return ModuleRun(recipe, mesh, run_directory, task, show_progress).run()
+        return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
     """`Run` for a foreign module."""
 
     def __init__(
-        self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, task: Task, show_progress: bool
+        self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
-        journal = ModuleJournal(recipe, mesh, run_directory, show_progress)
-        journal.measure(task.measures)
-        self._stand_by(recipe, mesh, run_directory, journal)
-        check_module_resume(recipe, len(task.data))
+        self._set_up(recipe, mesh, run_directory, show_progress)
+        check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
-        self.trainer = build_trainer(task, recipe, mesh)
-        table = saved_table(self.trainer.derived.table, self.trainer.derived.kept)
+        task = build_task(spec, recipe, mesh)
+        self.trainer = Trainer(task)
+        table = saved_table(task.derived.table, task.derived.kept)
         self.checkpointer = Checkpointer(
             run_directory.checkpoints,
             mesh,
-            Contents(table, {"config.json": _config(self.trainer.module)}, lambda path: _check_rows(table, path)),
+            Contents(table, {"config.json": _config(task.module)}, lambda path: _check_rows(table, path)),
             dtype=recipe.checkpoint.dtype,
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
             background=recipe.checkpoint.background,
-            log=self.journal.say,
+            log=self.journal.log,
         )
         loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
         self.resumed_from = None
         if loaded is not None:
-            checkpoint, state = loaded
-            self.trainer.restore(state)
-            self._note_resumed(state)
+            checkpoint, self.saved_state = loaded
+            self.trainer.restore(self.saved_state)
+            self._note_resumed(self.saved_state)
             self.resumed_from = checkpoint.name
 
+    def _predict(self) -> Prediction:
+        """Predict traffic alone: nothing is known of the module's arithmetic."""
+        return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
-class ModuleJournal(Journal):
-    """`Journal` of a run of samples, of whose arithmetic nothing is known."""
-
-    rate_name = "samples_per_second"
-
-    def _measure_peak(self, trainer: Trainer) -> None:
-        pass
-
-    def _introduction(self, trainer: Trainer) -> tuple[str, str]:
-        assert isinstance(trainer, ModuleTrainer)
-        units = len(trainer.table.units)
-        name, numel = type(trainer.module).__name__, trainer.table.numel
-        sharded = f", in {units} unit{'s' if units > 1 else ''}" if trainer.layout.zero else ""
-        return f"{name}, {numel / 1e6:.2f} M trained parameters{sharded}", f"{len(trainer.task.data):,} samples"
-
-    def _packed(self, trainer: Trainer) -> Iterable[str]:
-        return ()
-
-    def result(self, trainer: Trainer, checkpointer: Checkpointer) -> dict[str, Any]:
-        """The result document; what is sent is predicted once more, now that it is known which buffers change."""
-        self.prediction = self._predict(trainer) if self.leader else None
-        return super().result(trainer, checkpointer)
-
-    def _predict(self, trainer: Trainer) -> Prediction:
-        return Prediction(None, None, trainer.predicted_traffic_by_axis(), None, False)
-
-    def measure(self, names: Iterable[str]) -> None:
-        """Keep what is measured beside the validation loss for the result."""
-        self._figures |= {f"validation_{name}": [] for name in names}
-
-    def _work_per_step(self) -> int:
-        return self.recipe.train.batch
-
-    def _rate_text(self, rate: float) -> str:
-        return f"{rate:,.0f} samples/s"
-
-    def _share_of_peak(self, rate: float) -> dict[str, float]:
-        return {}
-
-    def _share_of_all_peaks(self, rate: float | None) -> dict[str, Any]:
-        return {}
-
-    def _flops_of_work(self) -> dict[str, float]:
-        return {}
+    def _result(self) -> dict[str, Any]:
+        """The result document; traffic is predicted anew, now that it is known which buffers change."""
+        prediction = self._predict() if self.journal.leader else None
+        return self.journal.result(self._end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
@@ -161,16 +121,16 @@ def _config(module: nn.Module) -> bytes:
     return json_bytes({"architectures": [type(module).__name__]})
 
 
-def check_task(task: Task, recipe: ModuleRecipe) -> None:
+def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
     """`UserError` for what can be seen before anything is built."""
-    check_samples(task.data, "data")
-    if task.validation is not None:
-        check_samples(task.validation, "validation")
+    check_samples(spec.data, "data")
+    if spec.validation is not None:
+        check_samples(spec.validation, "validation")
     elif recipe.train.validate_every:
         raise UserError("train.validate_every needs validation data: give fit a data set as validation")
-    if "loss" in task.measures:
+    if "loss" in spec.measures:
         raise UserError('measures: validation_loss is the mean of the loss itself; call the measure other than "loss"')
-    if task.reduction not in ("mean", "sum"):
-        raise UserError(f'reduction should be "mean" or "sum", not {task.reduction!r}')
-    if task.workers < 0:
-        raise UserError(f"workers should be 0 or more, not {task.workers}")
+    if spec.reduction not in ("mean", "sum"):
+        raise UserError(f'reduction should be "mean" or "sum", not {spec.reduction!r}')
+    if spec.workers < 0:
+        raise UserError(f"workers should be 0 or more, not {spec.workers}")

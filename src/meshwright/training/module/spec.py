@@ -1,4 +1,4 @@
-"""What a script says of its training: the module, the loss, the data."""
+"""What a script defines of its training: the module, the loss, the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ModuleSpec:
     """The arguments of `fit`; see there."""
 
     build: Callable[[], nn.Module]

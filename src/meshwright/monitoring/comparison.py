@@ -1,0 +1,217 @@
+"""Predicted and measured figures of a run side by side: memory by category, time by part, bytes by axis."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.monitoring.step_memory import StepMemory
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.ledger import OF_STATE
+from meshwright.planner.step_time import StepTime
+
+WARM_UP = 2
+"""First steps, which are not typical: they compile, and memory is touched for the first time."""
+KEPT = 1000
+"""Number of last steps of which the median is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of a rank's process by item at its peak RSS."""
+
+    items: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Their sum."""
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted memory, step time and traffic of rank 0.
+
+    memory: bytes by ledger category at the peak and their sum "peak" (without "framework" and "unexplained"); time:
+    None without a hardware profile; process: peak RSS by item, CPU only.
+    """
+
+    memory: Mapping[str, int] | None
+    time: StepTime | None
+    sent_by_axis: Mapping[str, int] | None
+    machine: Cluster | None
+    compiled: bool
+    notes: tuple[str, ...] = ()
+    process: ProcessMemory | None = None
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Entries of `predicted` in the result document."""
+        time, machine = self.time, self.machine
+        calibration = None if machine is None else machine.calibration
+        return {
+            "memory_bytes": None if self.memory is None else {**self.memory, **self._peaks()},
+            "process_memory_bytes": None if self.process is None else dict(self.process.items),
+            "step_seconds": None if time is None else time.seconds,
+            "step_seconds_low": None if time is None else time.low,
+            "step_seconds_high": None if time is None else time.high,
+            "seconds_by_part": None if time is None else dict(time.breakdown),
+            "seconds_by_kind": None if time is None else _split_kinds(time.seconds, _waiting_seconds(time.breakdown)),
+            "sent_bytes_by_axis": None if self.sent_by_axis is None else dict(self.sent_by_axis),
+            "device": None if machine is None else machine.device.name,
+            "calibration": None if calibration is None else calibration.table(),
+            "compile": self.compiled,
+        }
+
+    def _peaks(self) -> dict[str, int | None]:
+        assert self.memory is not None
+        process = self.process
+        return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
+
+    def format_lines(self) -> list[str]:
+        """Lines for the console."""
+        parts = []
+        if self.time is not None:
+            found = None if self.machine is None else self.machine.calibration
+            by = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
+            spread = f"{_format_seconds(self.time.low)} to {_format_seconds(self.time.high)}{by}"
+            parts.append(f"{_format_seconds(self.time.seconds)} a step ({spread})")
+        if self.process is not None and self.memory is not None:
+            parts.append(
+                f"process memory of rank 0 {_format_bytes(self.process.peak)} ({_format_largest(self.process.items)}), "
+                f"of which tensors {_format_bytes(self.memory['peak'])}"
+            )
+        elif self.memory is not None:
+            sizes = {name: size for name, size in self.memory.items() if name not in ("peak", "framework")}
+            parts.append(f"tensors of rank 0 {_format_bytes(_expected_peak(self.memory))} ({_format_largest(sizes)})")
+        if self.sent_by_axis is not None:
+            parts.append(f"{_format_traffic(self.sent_by_axis)} sent a step")
+        return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
+
+
+class _StepTime(NamedTuple):
+    seconds: float
+    parts: Mapping[str, float]
+    waited: float
+
+
+class StepTimes:
+    """Durations (seconds) of the steps of this process: in all, by part, and of the host's waiting in collectives."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_StepTime] = deque(maxlen=KEPT)
+        self._warming = WARM_UP
+
+    def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
+        """Add a step whose update took place."""
+        if self._warming:
+            self._warming -= 1
+        else:
+            self._steps.append(_StepTime(seconds, parts, waited))
+
+    def median_step(self) -> _StepTime | None:
+        """The step of median duration; None where there is none yet."""
+        return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
+
+    def to_json_dict(self, device: torch.device) -> dict[str, Any]:
+        """Entries of `measured` in the result document."""
+        step = self.median_step()
+        if step is None:
+            return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
+        known = device.type == "cpu"  # on CUDA the device waits, not the host
+        return {
+            "step_seconds": statistics.median(each.seconds for each in self._steps),
+            "seconds_by_part": dict(step.parts),
+            "seconds_by_kind": _split_kinds(step.seconds, step.waited) if known else None,
+            "waiting_seconds": step.waited if known else None,
+        }
+
+
+WORKING_PARTS = "compute", "optimizer"
+"""Parts of a predicted step in which its rank works; in all others it waits."""
+
+
+def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
+
+
+def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
+    """Split a step into working and waiting, which predicted and measured steps both have: the planner's parts are
+    those of a program, a run's are phases."""
+    return {"working": max(0.0, seconds - waiting), "waiting": waiting}
+
+
+def collect_measured_memory(
+    states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Collect bytes of the states by category (`Trainer.memory`), the peaks of allocator and process, the growth in the
+    first steps (`peak`), and how much of the headline peak the prediction does not explain: of the process on a CPU, of
+    the allocator on CUDA. prediction: its JSON dict, without what calibration expected."""
+    found: dict[str, Any] = {}
+    for kind, size in states.items():
+        found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
+    predicted = prediction.get("memory_bytes") or {}
+    found |= {
+        "peak": memory.growth_in_first_steps,
+        "allocator_peak": memory.allocator_peak(),
+        "process_peak": memory.process_peak(),
+    }
+    if memory.device.type == "cpu":
+        seen, said = found["process_peak"], predicted.get("process_peak")
+        calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
+    else:
+        seen, said, calibrated = found["allocator_peak"], predicted.get("peak"), 0
+    found["unexplained"] = None if seen is None or said is None else seen - (said - calibrated)
+    return found
+
+
+def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
+    """Format one line for the console: step time, memory and traffic, with the error of the prediction."""
+    parts = []
+    before, after = predicted.get("step_seconds"), measured.get("step_seconds")
+    if after is not None:
+        beside = f" (predicted {_format_seconds(before)}, error {before / after - 1:+.1%})" if before else ""
+        parts.append(f"{_format_seconds(after)} a step{beside}")
+    said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
+    if seen and seen["allocator_peak"] is not None:  # CUDA: the device's memory is what runs out
+        expected = f" (predicted {_format_bytes(_expected_peak(said))})" if said else ""
+        parts.append(f"tensors of rank 0 {_format_bytes(seen['allocator_peak'])}{expected}")
+    elif seen and seen["process_peak"] is not None:
+        wanted = said["process_peak"] if said else None
+        error = (
+            f" (predicted {_format_bytes(wanted)}, error {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
+        )
+        parts.append(f"process memory of rank 0 {_format_bytes(seen['process_peak'])}{error}")
+    if measured.get("sent_bytes_by_axis") is not None:
+        parts.append(f"{_format_traffic(measured['sent_bytes_by_axis'])} sent a step")
+    return f"measured: {'; '.join(parts)}" if parts else None
+
+
+def _expected_peak(memory: Mapping[str, int]) -> int:
+    """The allocator's peak: the ledger's, and what calibration expects beyond it."""
+    return memory["peak"] + memory["unexplained"]
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _format_traffic(axes: Mapping[str, int]) -> str:
+    return f"{_format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
+
+
+def _format_largest(sizes: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{name} {_format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
+    )
+
+
+def _format_bytes(size: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:g} B"

@@ -1,0 +1,332 @@
+"""Reports a run: lines and a progress bar on the console, `metrics.jsonl`, trackers, and the result document."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import Checkpointer
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import Terminated, UserError
+from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
+from meshwright.monitoring.memory import release_freed_memory
+from meshwright.monitoring.metrics import MetricsFile, SlowRankWatch, read_metrics
+from meshwright.monitoring.progress import Progress
+from meshwright.monitoring.records import RunDescription, RunEnd, StepRecord
+from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.monitoring.step_memory import StepMemory
+from meshwright.monitoring.trackers import FAILED, FINISHED, STOPPED
+from meshwright.monitoring.tracking import Tracking
+from meshwright.planner.flops import FLOPS_CONVENTION
+from meshwright.recipe import Recipe
+
+GIB = 2**30
+
+
+class Journal:
+    """The reporter of one run. Every rank has one and calls it alike; only rank 0's prints and writes."""
+
+    run: RunDescription
+    """Set by `begin`."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
+        self.recipe, self.mesh, self.directory = recipe, mesh, directory
+        self.device = torch.device(mesh.device)
+        self.leader = mesh.rank == 0
+        self.progress = Progress(recipe.train.steps, show=show_progress and self.leader)
+        self.metrics: MetricsFile | None = None
+        self.tracking: Tracking | None = None
+        self._metrics_problem = ""
+        self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
+        self.sent_bytes_by_axis: dict[str, int] | None = None
+        self.memory = StepMemory(self.device)
+        self.times = StepTimes()
+        self.prediction: Prediction | None = None  # of rank 0
+        self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
+        self._slow_rank: int | None = None  # named at the end of the last window
+        self._figures: dict[str, list[float]] = {}  # of the steps of this process, by key of metrics.jsonl
+
+    @property
+    def rate_name(self) -> str:
+        """Key of the rate in metrics.jsonl and in the result."""
+        return f"{self.run.unit}_per_second"
+
+    def log(self, line: str) -> None:
+        """Print one line on the console."""
+        self.progress.line(line)
+
+    def begin(
+        self,
+        run: RunDescription,
+        layout: str,
+        done: int,
+        resumed_from: str | None,
+        threads: int | None,
+        predict: Callable[[], Prediction],
+    ) -> None:
+        """Report the run before its first step, and open what later reports go to.
+
+        done: steps that the checkpoint `resumed_from` has. threads: compute threads of a rank, None off the CPU.
+        predict: called on rank 0, once everything else that a process holds between steps is there. `UserError` where
+        the run directory cannot be written.
+        """
+        self.run, recipe = run, self.recipe
+        self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
+        release_freed_memory()
+        kind, count, steps = self.device.type, self.mesh.world_size, recipe.train.steps
+        each = "" if threads is None else f" x {threads} threads"
+        self.log(f"model: {run.model}")
+        self.log(f"layout: {layout} on {count} {kind} process{'es' if count > 1 else ''}{each}")
+        self.log(f"data: {run.data}, {run.units_per_step:,} a step, {steps} steps")
+        for line in run.notes:
+            self.log(line)
+        if resumed_from and done < steps:
+            self.log(f"resumed from {resumed_from}: {done} of {steps} steps are done")
+        elif resumed_from:
+            self.nothing_to_do(resumed_from, done)
+        if self.leader:
+            self.directory.write_recipe(_with_threads(recipe, threads).to_toml())
+            try:
+                self.metrics = MetricsFile(self.directory.metrics, done)
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
+            with self.memory.aside():
+                self.tracking = Tracking(recipe, layout, self.directory, done, self.log)
+        if self.leader:
+            self.prediction = predict()
+            for line in self.prediction.format_lines() if done < steps else ():
+                self.log(line)
+            self._track(done + 1, {"predicted": self.prediction.to_json_dict()})
+        self.progress.begin(done)
+        self.memory.begin()
+
+    def nothing_to_do(self, checkpoint: str, done: int) -> None:
+        """Log that `checkpoint` has the `done` steps that the recipe wants, or more."""
+        steps = self.recipe.train.steps
+        more = f" of train.steps, and {done - steps} more" if done > steps else ""
+        self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Report the end to trackers, restore the terminal, close the file."""
+        if self.tracking is not None:
+            stopped = kind is not None and issubclass(kind, (Terminated, KeyboardInterrupt))
+            self.tracking.finish(FINISHED if kind is None else STOPPED if stopped else FAILED)
+            self.tracking = None
+        self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+
+    # --- while it runs
+
+    def step(self, record: StepRecord) -> None:
+        """Report a step, skipped or not."""
+        if not self.leader:
+            return
+        if record.finite and not record.profiled:
+            self.times.add(record.seconds, record.seconds_by_part, record.waiting_seconds)
+        done, rate = record.step, self.run.units_per_step / record.seconds
+        line: dict[str, Any] = {
+            "step": done,
+            "loss": record.loss,
+            "gradient_norm": record.gradient_norm,
+            "learning_rate": record.learning_rate,
+            self.rate_name: rate,
+            **({} if (mfu := self._mfu(rate)) is None else {"mfu": mfu}),
+            "memory_gib": self.memory.peak_bytes() / GIB,
+            "seconds": record.seconds,
+            "seconds_by_part": record.seconds_by_part,
+        }
+        if record.profiled:
+            line["profiled"] = True
+        if record.loss_scale is not None:
+            line["loss_scale"] = record.loss_scale
+        if not record.finite:
+            line |= {"skipped": True, "skipped_steps": record.skipped_steps}
+            self._log_skipped(record)
+        line |= record.metrics.values
+        if (validation := record.validation) is not None:
+            line |= validation.to_json_dict()
+            self.log(f"step {done}: validation loss {validation.loss:.4f}{validation.metrics.text}")
+        self._keep_figures(line, record)
+        notable = validation is not None or not record.finite or done == self.recipe.train.steps
+        if notable or done % self.recipe.train.log_every == 0:
+            self._write(line)
+        if not record.profiled:
+            self._watch_ranks(done, record.rank_seconds)
+        self.progress.step(done, f"loss {record.loss:.3f}{record.metrics.text}  {self._format_rate(rate)}")
+
+    def _log_skipped(self, record: StepRecord) -> None:
+        after = record.next_loss_scale
+        lower = f"; the loss is scaled by {after:g} from now on" if after != record.loss_scale else ""
+        reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
+        self.log(f"step {record.step} skipped on all ranks: {reason}")
+
+    def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
+        """Keep for the result what a step measured: of a skipped step no loss, of a profiled one no rate."""
+        left_out = {
+            *(() if record.finite else ("loss", *record.metrics.values)),
+            *((self.rate_name,) if record.profiled else ()),
+        }
+        for key, values in self._figures.items():
+            if key in line and key not in left_out:
+                values.append(line[key])
+
+    def saving(self, step: int, stall_seconds: float) -> None:
+        """A save has begun and held training up for so long."""
+        self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """A save could not be completed, and training goes on."""
+        self._write({"event": "save_failed", "step": step, "reason": reason})
+        self.log(f"{reason}; training goes on and the next save tries again")
+
+    def _mfu(self, rate: float) -> float | None:
+        """Model FLOP utilisation of all devices together, against their dense peak; None where FLOPs are unknown."""
+        if self.run.flops_per_unit is None or self.run.peak_flops is None:
+            return None
+        return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
+
+    def _format_rate(self, rate: float) -> str:
+        mfu = self._mfu(rate)
+        return f"{rate:,.0f} {self.run.unit}/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
+
+    def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
+        slow = self._watch.add(rank_seconds)
+        if slow is None:
+            self._slow_rank = None if self._watch.between_windows else self._slow_rank
+            return
+        rank, ratio = slow
+        self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
+        if rank != self._slow_rank:  # said once, not with every window that it stays so
+            others = f"rank {1 - rank}'s" if self.mesh.world_size == 2 else "the median of the others'"
+            steps = f"steps {done - self._watch.window + 1} to {done}"
+            self.log(f"rank {rank} is slow: in {steps} its own work took {ratio:.1f} times as long as {others}")
+        self._slow_rank = rank
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is None:
+            return
+        if self.tracking is not None:
+            self.tracking.line(line)
+        problem = self.metrics.write(line) or ""
+        if problem and not self._metrics_problem:
+            self.log(f"{self.directory.metrics} cannot be written ({problem}): its lines wait until it can")
+        self._metrics_problem = problem
+
+    def _track(self, step: int, values: dict[str, Any]) -> None:
+        if self.tracking is not None:
+            self.tracking.values(step, values)
+
+    # --- after
+
+    def stopped(self, step: int, checkpointer: Checkpointer) -> None:
+        """Report that the run was asked to stop, and has saved."""
+        self._track(step, _checkpoint_paths(checkpointer))
+
+    def result(self, end: RunEnd, checkpointer: Checkpointer, prediction: Prediction | None = None) -> dict[str, Any]:
+        """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`.
+
+        prediction: in place of the one before the first step.
+        """
+        self.prediction = self.prediction if prediction is None else prediction
+        predicted = {} if self.prediction is None else self.prediction.to_json_dict()
+        measured = {
+            "memory_bytes": collect_measured_memory(end.state_bytes, self.memory, predicted),
+            **self.times.to_json_dict(self.device),
+            "sent_bytes_by_axis": self.sent_bytes_by_axis,
+        }
+        if (line := format_comparison(predicted, measured)) is not None and self._figures[self.rate_name]:
+            self.log(line)
+        flops = self.run.flops_per_unit
+        return (
+            self._outcome(end)
+            | {
+                "layout": end.layout,
+                "parameters": self.run.parameters,
+                "predicted": {
+                    "state_bytes": end.predicted_state_bytes,
+                    "sent_bytes_per_step": end.predicted_sent_bytes,
+                    **({} if flops is None else {"flops_per_token": flops}),
+                    **predicted,
+                },
+                "measured": {
+                    "state_bytes": end.state_bytes,
+                    "sent_bytes_per_step": self.sent_bytes,
+                    "peak_memory_bytes": self.memory.peak_bytes(),
+                    **measured,
+                },
+            }
+            | _checkpoint_paths(checkpointer)
+        )
+
+    def _outcome(self, end: RunEnd) -> dict[str, Any]:
+        """Steps, last loss and metrics, median rate and MFU."""
+        figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
+        rates = figures[self.rate_name]
+        rate = statistics.median(rates) if rates else None
+        utilisation: dict[str, Any] = {}
+        if self.run.flops_per_unit is not None:
+            utilisation = {
+                "mfu": None if rate is None else self._mfu(rate),
+                "flops_convention": FLOPS_CONVENTION,
+                "peak_flops_per_device": self.run.peak_flops,
+            }
+        return {
+            "step": end.step,
+            **{key: values[-1] if values else None for key, values in figures.items() if values is not rates},
+            "skipped_steps": end.skipped_steps,
+            self.rate_name: rate,
+            **utilisation,
+        }
+
+    def keep_result(self, result: dict[str, Any]) -> None:
+        """Write the result document into the run directory; where that fails, log the reason."""
+        tracked = ("predicted", "measured", "checkpoint", "best_checkpoint")
+        self._track(result["step"], {key: result[key] for key in tracked})
+        if self.leader:
+            try:
+                self.directory.write_result(result)
+            except UserError as error:
+                self.log(str(error))
+
+    def earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
+        """Read, on rank 0, the result of the run that did all these steps, with its checkpoints where they are now."""
+        result = self.directory.read_result() if self.leader else None
+        if result is None or result.get("step") != step:
+            return None
+        return result | _checkpoint_paths(checkpointer)
+
+    def _earlier_figures(self) -> dict[str, list[float]]:
+        figures: dict[str, list[float]] = {key: [] for key in self._figures}
+        if self.leader:
+            for line in read_metrics(self.directory.metrics):
+                for key, values in figures.items():
+                    if line.get(key) is not None:
+                        values.append(line[key])
+        return figures
+
+
+def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
+    """The recipe with the number of threads that was chosen."""
+    run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
+    return recipe.model_copy(update={"run": run})
+
+
+def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
+    """The newest and the best checkpoint, as the result document names them."""
+    newest, best = checkpointer.newest(), checkpointer.best()
+    return {
+        "checkpoint": str(newest.path) if newest else None,
+        "best_checkpoint": str(best.path) if best else None,
+    }

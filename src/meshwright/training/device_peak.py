@@ -1,0 +1,27 @@
+"""The dense peak of a device, against which MFU is measured."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.planner.devices import peak_flops
+from meshwright.probe.matmul import matmul_flops_per_second
+from meshwright.training.precision import PARAMETER_DTYPES
+
+
+def device_peak_flops(mesh: Mesh, precision: str) -> float:
+    """Dense peak FLOP/s of one device in a precision: published for GPUs, measured for CPUs, on all ranks at once.
+    Collective."""
+    device = torch.device(mesh.device)
+    if device.type == "cuda":
+        published = peak_flops(torch.cuda.get_device_name(device), precision)
+        if published is not None:
+            return published
+    collectives.barrier(mesh.world, "start.peak")
+    rate = torch.tensor(
+        matmul_flops_per_second(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device
+    )
+    collectives.all_reduce(rate, mesh.world, "start.peak")
+    return float(rate) / mesh.world_size

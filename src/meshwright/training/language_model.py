@@ -1,0 +1,271 @@
+"""The training task of a recipe's language model: transformer, sharded parameters, prepared data and objective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PackedExamples, PreparedData, TokenRows
+from meshwright.data.files import canonical_json
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.preference import preference_of
+from meshwright.model.transformer import Transformer
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
+from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.pieces import Piece
+from meshwright.parallel.pipeline import check_same_everywhere
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward
+from meshwright.planner.data_calls import Work
+from meshwright.planner.flops import training_flops_per_token
+from meshwright.planner.traffic import predicted_traffic, predicted_traffic_by_axis
+from meshwright.recipe import Recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_to_huggingface
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+from meshwright.training.objective import NextToken, Objective
+from meshwright.training.precision import PARAMETER_DTYPES, Dtypes, set_matmul_precision
+from meshwright.training.preference import PreferencePairs
+from meshwright.training.task import RunStart
+
+
+class LanguageModelTask:
+    """A language model on one rank of a training run.
+
+    initialise: initialise from the recipe's seed; otherwise the caller loads the parameters. dtypes: those of the
+    layout's precision by default. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
+    accumulates directly into the gradient buffer.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        config: ModelConfig,
+        data: PreparedData,
+        mesh: Mesh,
+        *,
+        initialise: bool = True,
+        dtypes: Dtypes | None = None,
+        fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
+    ) -> None:
+        self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
+        self.table = parameter_table(config)
+        dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
+        set_matmul_precision(layout.precision, mesh.device)
+        program = program_for(layout, config, recipe.data.sequence)
+        check_same_everywhere(program, mesh)
+        partition = Partition.of(program, config, self.table, recipe.data.sequence)
+        # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
+        self.model = Transformer(
+            config,
+            axes=mesh,
+            device="meta",
+            dtype=dtypes.parameters,
+            recompute=layout.recompute,
+            stages=partition.held(mesh.pp.rank),
+        )
+        self.parallel = DataParallel(
+            self.model,
+            self.table,
+            mesh,
+            seed=recipe.run.seed if initialise else None,
+            parameter_dtype=dtypes.parameters,
+            master_dtype=dtypes.masters,
+            partition=partition,
+        )
+        if recipe.train.compile:
+            self.model.compile_blocks()
+        self.tokens: TokenRows = data.split("train")
+        self.validation_tokens: TokenRows = data.split("validation")
+        self.order = data.order()
+        self.objective = make_objective(recipe, {"train": self.tokens, "validation": self.validation_tokens})
+        self.passes = ForwardBackward(
+            self.model,
+            self.parallel,
+            program,
+            fused_accumulation_min_numel=fused_accumulation_min_numel,
+            preference=self.objective.pair_loss,
+        )
+
+    # --- a step
+
+    def load_step(self, step: int) -> list[MicroBatch]:
+        """Load this rank's micro-batches of a step, counted from 0."""
+        samples = self.samples_of_step(step)
+        return [self._load("train", rows) for rows in np.split(samples, self.layout.micro_batches)]
+
+    def samples_of_step(self, step: int) -> NDArray[np.int64]:
+        """This rank's share of a step's samples: rank after rank, micro-batch after micro-batch."""
+        share = self.recipe.train.batch // self.mesh.dp.size
+        first = step * self.recipe.train.batch + self.mesh.dp.rank * share
+        return self.order.sample(first + np.arange(share))
+
+    def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Count the terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
+        return self.objective.count_terms(micro_batches, self.mesh)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
+        """Run forward and backward; see `Task`."""
+        loss = self.passes.train(micro_batches, divisor)
+        return self._shares(loss)
+
+    def discard_step(self) -> None:
+        """Do nothing: a step changes nothing but parameters and optimizer state."""
+
+    def report(self, means: Sequence[float]) -> Metrics:
+        """Name the metrics of a step, given their means."""
+        return self.objective.report(means)
+
+    # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe model and data for the run's report."""
+        config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
+        return RunDescription(
+            model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
+            f"hidden {config.hidden}, vocabulary {config.vocabulary}",
+            data=f"{self.tokens.tokens:,} training tokens",
+            parameters=self.table.numel,
+            unit="tokens",
+            units_per_step=self.recipe.train.batch * sequence,
+            notes=tuple(self.data.packing_lines()),
+            metric_names=(*names, *(f"validation_{name}" for name in names)),
+            flops_per_unit=training_flops_per_token(config, sequence),
+        )
+
+    def prepare(self, start: RunStart) -> None:
+        """Compute or load what the objective needs before the first step."""
+        self.objective.prepare(self, start)
+
+    def validate(self) -> Validation:
+        """Evaluate the first `train.validation_sequences` sequences of the validation split, without an update."""
+        count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
+        mesh, objective = self.mesh, self.objective
+        sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
+        for group in self._split_rows(count, beyond=self.validation_tokens.rows):  # these have no target
+            micro_batches = [self._load("validation", rows, padded=True) for rows in group]
+            shares = self._shares(self.passes.evaluate(micro_batches))
+            sums[0] += shares[0]
+            sums[1] += objective.terms_share(micro_batches, mesh)
+            sums[2:] += shares[1:]
+        collectives.all_reduce(sums, mesh.world, "validation.loss")
+        loss, _, *means = (sums / sums[1]).tolist()
+        return Validation(loss, objective.report(means))
+
+    def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+        """Run forward over the first sequences of a split; see `training.objective.Policy`."""
+        done = 0
+        for group in self._split_rows(sequences, beyond=sequences):
+            # Sequence 0 stands in for those beyond the last: every rank computes as much.
+            micro_batches = [self._load(split, np.where(rows < sequences, rows, 0)) for rows in group]
+            scored = [
+                (row, values_D)
+                for number, found_BD in self.passes.log_probabilities(micro_batches).items()
+                for row, values_D in zip(group[number].tolist(), found_BD, strict=True)
+                if row < sequences
+            ]
+            done += self.mesh.dp.size * sum(map(len, group))
+            yield done, scored
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Data and model by sha256, and the precision."""
+        return {
+            "data_sha256": self.data.sha256,
+            "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
+            "precision": self.layout.precision or "fp32",
+        }
+
+    def load_weights(self, directory: Path) -> None:
+        """Load the weights of a Hugging Face directory in place of initial values."""
+        files = CheckpointFiles(directory)
+        names = match_rows(files, self.table, self.config)
+        for name, pieces in groupby(self.parallel.master_pieces(owned=False), key=lambda piece: piece.name):
+            row = self.table.row(name)
+            value = read_row(files, row, names)
+            flat = (value.t() if row.transposed else value).reshape(-1)
+            for piece in pieces:
+                piece.tensor.copy_(piece.of(flat))
+        self.parallel.publish()
+
+    def state(self) -> dict[str, Any]:
+        """Entries of `state.json` that identify the data and, of preferences, the reference."""
+        return {"data_sha256": self.data.sha256, **self.objective.state()}
+
+    def buffer_pieces(self, owned: bool) -> list[Piece]:
+        """Return none: the model has no buffers to save."""
+        return []
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Return none: the model has no buffers."""
+        return {}
+
+    def predicted_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by call site."""
+        return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
+
+    def predicted_traffic_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by axis of the mesh."""
+        return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
+
+    def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
+        """Positions at which documents begin in each of this rank's sequences of steps [first, first + steps)."""
+        samples = [self.samples_of_step(step) for step in range(first, first + steps)]
+        return tuple(tuple(row.tolist()) for row in self.tokens.batch(np.concatenate(samples)).starts())
+
+    def _work(self) -> Work:
+        return Work(
+            self.recipe.train.batch,
+            self.recipe.data.sequence,
+            parameter_bytes=self.parallel.parameter_dtype.itemsize,
+            master_bytes=self.parallel.master_dtype.itemsize,
+            device=self.mesh.device.type,
+            collectives=self.mesh.communicator.programs.named,
+            pairs=self.objective.most_pairs,
+        )
+
+    def _shares(self, loss: torch.Tensor) -> torch.Tensor:
+        """This rank's shares of a loss sum and of the metric sums that came with it, float64 [1 + metrics]."""
+        metrics = self.passes.figures[: self.objective.metric_sums]
+        return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
+
+    def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Split rows 0 ... `count` - 1 into this rank's micro-batches, one list a forward pass: every rank gets as
+        many, of the same shape, with `beyond` in the place of rows from `count` on."""
+        rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
+        starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
+        for first in range(0, len(starts), self.layout.micro_batches):
+            wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
+            yield [np.where(part < count, part, beyond) for part in wanted]
+
+    def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
+        """Load this rank's part (of cp) of some sequences. padded: rows beyond the last are padding."""
+        batch = (self.tokens if split == "train" else self.validation_tokens).batch(rows, padded=padded)
+        documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
+        parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
+        if self.mesh.device.type == "cuda":
+            parts = [part.pin_memory().to(self.mesh.device, non_blocking=True) for part in parts]
+        return part_of_rows(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
+
+
+def make_objective(recipe: Recipe, splits: Mapping[str, TokenRows]) -> Objective:
+    """The objective that a recipe names."""
+    pair_loss = preference_of(recipe)
+    if pair_loss is None:
+        return NextToken()
+    return PreferencePairs(pair_loss, cast(Mapping[str, PackedExamples], splits))

@@ -1,0 +1,193 @@
+"""The training task of a script's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm import collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
+from meshwright.parallel.data import TARGET_SITE, DataParallel
+from meshwright.parallel.module_table import Derived
+from meshwright.parallel.module_units import ModuleUnits
+from meshwright.parallel.pieces import Piece
+from meshwright.planner.data_calls import Work, by_axis, by_site
+from meshwright.planner.module_traffic import module_calls
+from meshwright.spec.foreign import ModulePartition
+from meshwright.training.module.data import TrainingSamples, draw_from, on_device, seed_for
+from meshwright.training.module.passes import Batch, ModulePasses
+from meshwright.training.module.recipe import ModuleRecipe
+from meshwright.training.module.spec import ModuleSpec
+from meshwright.training.module.values import KeptValues
+from meshwright.training.precision import PARAMETER_DTYPES, set_matmul_precision
+from meshwright.training.task import RunStart
+
+
+class ModuleTask:
+    """A foreign module on one rank of a training run.
+
+    module: with its initial values, on the mesh's device; its trained parameters become views of flat buffers. derived:
+    what `parallel.module_table.derive` found in it.
+    """
+
+    def __init__(
+        self, spec: ModuleSpec, recipe: ModuleRecipe, layout: Layout, mesh: Mesh, module: nn.Module, derived: Derived
+    ) -> None:
+        self.recipe, self.layout, self.mesh, self.spec = recipe, layout, mesh, spec
+        self.module, self.table, self.derived = module, derived.table, derived
+        set_matmul_precision(layout.precision, mesh.device)
+        dtype = parameter_dtype(module, layout)
+        self.parallel = DataParallel(
+            module,
+            derived.table,
+            mesh,
+            seed=None,
+            parameter_dtype=dtype,
+            master_dtype=torch.promote_types(dtype, torch.float32),
+            partition=ModulePartition.whole(derived.table),
+            stage_units=ModuleUnits,  # type: ignore[arg-type]
+        )
+        train, seed = recipe.train, recipe.run.seed
+        self.values = KeptValues(module, mesh)
+        self.passes = ModulePasses(module, spec, self.parallel, seed)
+        named = dict(module.named_parameters())
+        unit_of = {id(named[row.name]): row.unit for row in derived.table.rows}
+        self.passes.units.attach(derived.units, unit_of)
+        self.samples = TrainingSamples(
+            spec.data, seed, train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches, spec.collate, spec.workers
+        )
+
+    # --- a step
+
+    def load_step(self, step: int) -> list[Batch]:
+        """Load this rank's micro-batches of a step, counted from 0; buffers are remembered as they are now."""
+        self.values.begin_step()
+        return [self._make_batch(number, samples, content) for number, samples, content in self.samples.step(step)]
+
+    def count_terms(self, micro_batches: Sequence[Batch]) -> int:
+        """Count the items of the step over all ranks, at least 1."""
+        items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
+        collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
+        return max(1, int(items))
+
+    def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
+        """Run forward and backward, and make changed buffers equal on all ranks; see `Task`."""
+        loss = self.passes.train(micro_batches, divisor)
+        self.values.end_step()
+        return loss.reshape(1)
+
+    def discard_step(self) -> None:
+        """Give buffers the values from before the step."""
+        self.values.take_back()
+
+    def report(self, means: Sequence[float]) -> Metrics:
+        """Return no metrics: measures are those of validation."""
+        return Metrics()
+
+    # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe module and data for the run's report; nothing is known of the module's FLOPs."""
+        units = len(self.table.units)
+        sharded = f", in {units} unit{'s' if units > 1 else ''}" if self.layout.zero else ""
+        return RunDescription(
+            model=f"{type(self.module).__name__}, {self.table.numel / 1e6:.2f} M trained parameters{sharded}",
+            data=f"{len(self.spec.data):,} samples",
+            parameters=self.table.numel,
+            unit="samples",
+            units_per_step=self.recipe.train.batch,
+            metric_names=tuple(f"validation_{name}" for name in self.spec.measures),
+        )
+
+    def prepare(self, start: RunStart) -> None:
+        """Do nothing: the module was built."""
+
+    def validate(self) -> Validation:
+        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+        data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
+        assert data is not None
+        count = min(train.validation_sequences, len(data))
+        size = max(1, train.batch // (self.layout.dp * self.layout.micro_batches))
+        names = list(self.spec.measures)
+        sums = torch.zeros(2 + len(names), dtype=torch.float64, device=mesh.device)
+        training = [inner for inner in self.module.modules() if inner.training]
+        self.module.eval()
+        for first in range(0, count, size * mesh.dp.size):  # every rank as often: all-gathers of units are collective
+            start = first + mesh.dp.rank * size
+            wanted = range(start, min(start + size, count)) or range(1)  # beyond the end: one that does not count
+            draw_from(seed_for(self.recipe.run.seed, "validation", start), mesh.device)
+            batch = self._make_batch(start, len(wanted), self.spec.collate([data[index] for index in wanted]))
+            found = self.passes.evaluate(batch)
+            if start < count and batch.items:
+                sums += torch.stack([torch.as_tensor(each, device=mesh.device).double() for each in found])
+        for inner in training:
+            inner.training = True
+        collectives.all_reduce(sums, mesh.world, "validation.loss")
+        loss_sum, items, *measured = sums.tolist()
+        means = {name: value / max(1.0, items) for name, value in zip(names, measured, strict=True)}
+        text = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+        return Validation(loss_sum / max(1.0, items), Metrics(means, text))
+
+    def state(self) -> dict[str, Any]:
+        """The number of training samples, which a resumed run compares."""
+        return {"data_samples": len(self.spec.data)}
+
+    def buffer_pieces(self, owned: bool) -> list[Piece]:
+        """Buffers and frozen parameters to save."""
+        return self.values.pieces(owned)
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes of buffers and frozen parameters."""
+        return {"buffers": self.values.nbytes()}
+
+    def predicted_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by call site."""
+        return by_site(self._calls())
+
+    def predicted_traffic_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by axis of the mesh."""
+        return by_axis(self._calls())
+
+    def _calls(self) -> dict[tuple[str, str], int]:
+        averaged, copied = self.values.numbers()
+        work = Work(
+            self.recipe.train.batch,
+            1,
+            parameter_bytes=self.parallel.parameter_dtype.itemsize,
+            master_bytes=self.parallel.master_dtype.itemsize,
+            device=self.mesh.device.type,
+            collectives=self.mesh.communicator.programs.named,
+        )
+        return module_calls(
+            self.table,
+            self.layout,
+            work,
+            self.mesh.rank,
+            held=self.passes.units.held,
+            averaged=averaged,
+            copied=copied,
+            looked_at=self.values.looked_at(),
+        )
+
+    def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
+        count = self.spec.count
+        items = samples if count is None else int(count(content))
+        if items < 0:
+            raise UserError(f"count gives {items} items for a batch: there cannot be fewer than none")
+        return Batch(number, on_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
+
+
+def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
+    """The dtype in which the module computes: the layout's, else float32, or float64 where the module has that."""
+    if layout.precision is not None:
+        if layout.precision not in PARAMETER_DTYPES:
+            raise UserError(f'layout "{layout}": a module of your own is trained in {", ".join(PARAMETER_DTYPES)}')
+        return PARAMETER_DTYPES[layout.precision]
+    wide = any(each.dtype == torch.float64 for each in module.parameters() if each.requires_grad)
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,35 @@
+"""Dtypes of a training run, and how CUDA multiplies float32 matrices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meshwright.errors import UserError
+
+PARAMETER_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Parameter dtype of each precision of the layout notation."""
+
+
+class Dtypes(NamedTuple):
+    """dtype of the parameters, in which the model computes, and of master weights, gradients and optimizer state."""
+
+    parameters: torch.dtype
+    masters: torch.dtype = torch.float32
+
+
+def set_matmul_precision(precision: str | None, device: torch.device) -> None:
+    """Switch TF32 on or off for float32 matrix products on CUDA, for the whole process. `UserError` for tf32 on another
+    device."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    elif precision == "tf32":
+        raise UserError(
+            f"tf32 is how CUDA devices multiply float32, and the ranks compute on {device.type}; write fp32"
+        )

@@ -1,0 +1,150 @@
+"""The preference objective: losses of pairs of responses (DPO, IPO) against the policy that training began with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.comm.mesh import Mesh
+from meshwright.data import PackedExamples, TokenBatch
+from meshwright.data.packing.shards import every_few_seconds
+from meshwright.errors import UserError
+from meshwright.model.documents import Documents
+from meshwright.model.pairs import Pairs
+from meshwright.model.preference import REWARDS, Preference, Rewards
+from meshwright.monitoring.records import Metrics
+from meshwright.parallel.data import count_pairs, loss_share
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.planner.traffic import PREFERENCE_FIGURES
+from meshwright.training.objective import Policy
+from meshwright.training.reference import (
+    FILE,
+    Reference,
+    Responses,
+    all_reduce_responses,
+    load_or_compute,
+    read_reference,
+    weights_checksum,
+)
+from meshwright.training.task import RunStart
+
+
+class PreferencePairs:
+    """A loss of pairs of responses (`model.preference.Preference`), a mean over pairs, with the rewards as metrics.
+
+    splits: the sequences of "train" and "validation". reference: log-probabilities under the reference policy, which
+    `prepare` sets before the first step.
+    """
+
+    metric_sums = PREFERENCE_FIGURES
+    metric_names: Sequence[str] = REWARDS
+
+    def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
+        self.pair_loss: Preference | None = pair_loss
+        self.reference: Reference | None = None
+        self._splits = splits
+        self._pairs = {name: sequences.examples_by_row for name, sequences in splits.items()}
+        self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self._pairs.values()), default=0)
+
+    def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
+        """Add the pairs, with the log-probabilities under the reference where it is known."""
+        pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
+        if self.reference is not None:
+            pairs = pairs.known_from(self.reference.splits[split].of_rows(rows, self.most_pairs))
+        return documents.in_pairs(pairs)
+
+    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+        """Count the pairs of all ranks."""
+        return count_pairs(_pairs_of(micro_batches), mesh)
+
+    def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
+        """Pairs over the cp x tp x pp ranks that have the same ones."""
+        pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
+        return pairs / (mesh.tp.size * mesh.pp.size)
+
+    def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        """Sums over the cp x tp ranks that compute the same ones."""
+        return loss_share(sums, mesh, of_pairs=True)
+
+    def report(self, means: Sequence[float]) -> Metrics:
+        """Rewards of the chosen and rejected responses, their margin, and the accuracy."""
+        rewards = Rewards(*means)
+        text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
+        return Metrics(rewards.document(), text)
+
+    def prepare(self, policy: Policy, start: RunStart) -> None:
+        """Load the log-probabilities under the reference from the run directory; a fresh run computes them unless an
+        earlier start of it did. A resumed run whose file is missing, damaged or another's is a `UserError`."""
+        path = start.directory / FILE
+        if start.saved is not None and start.saved["step"]:
+            self.reference = self._read_again(path, start)
+            return
+        identity = {
+            **policy.identity,
+            "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
+            "weights": weights_checksum(policy.parallel.master_pieces(owned=True), policy.mesh),
+        }
+        begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
+
+        def compute() -> Reference:
+            log = every_few_seconds(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
+            return self.compute_reference(policy, identity, log)
+
+        leader = policy.mesh.rank == 0
+        self.reference, earlier = load_or_compute(path, self._pairs, identity, compute, start.agreement, leader)
+        responses = sum(len(each.values) for each in self.reference.splits.values())
+        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
+        start.log(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
+
+    def compute_reference(
+        self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
+    ) -> Reference:
+        """Compute the log-probabilities of all responses under the weights as they are now; `progress` gets the number
+        of sequences done. Collective."""
+        splits = {name: Responses.unknown(pairs) for name, pairs in self._pairs.items()}
+        mesh, before = policy.mesh, 0
+        for name, responses in splits.items():
+            done = 0
+            for done, scored in policy.score_responses(name, responses.rows):
+                if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
+                    for row, values_D in scored:
+                        responses.put(row, values_D)
+                progress(before + done)
+            before += done
+            all_reduce_responses(responses, mesh)
+        return Reference(splits, identity)
+
+    def state(self) -> dict[str, Any]:
+        """The checksum of the reference, which a resumed run compares."""
+        return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
+
+    def _read_again(self, path: Path, start: RunStart) -> Reference:
+        """Read the reference of a run that is resumed."""
+        assert start.saved is not None
+        problem, found = None, None
+        try:
+            found = read_reference(path, self._pairs)
+            if found.sha256 != start.saved.get("reference_sha256"):
+                problem = f"{path} is that of another run"
+        except UserError as error:
+            problem = str(error)
+        if (first := start.agreement.first_text(problem)) is not None:
+            raise UserError(
+                f"{first[1]}: it holds the log-probabilities under the weights that training began with, and a run "
+                "of which some steps are done cannot compute them again; put it back, or begin another run with "
+                "another run.name"
+            )
+        assert found is not None
+        return found
+
+
+def _pairs_of(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
+    found = [documents.pairs for _, _, documents in micro_batches]
+    assert None not in found, "every micro-batch of preference data has pairs"
+    return found  # type: ignore[return-value]

@@ -1,0 +1,95 @@
+"""The interface between `Trainer` and what it trains: a language model of a recipe (training/language_model.py) or a
+module of a script (training/module/module_task.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.monitoring.records import Metrics, RunDescription, Validation
+from meshwright.parallel.data import DataParallel
+from meshwright.parallel.pieces import Piece
+from meshwright.recipe import Recipe
+from meshwright.spec.parameters import ParameterTable
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """Arguments of `Task.prepare`. directory: the run directory; saved: `state.json` of the checkpoint from which the
+    run resumes, None for a fresh run; log: prints a line on rank 0."""
+
+    directory: Path
+    agreement: Agreement
+    saved: Mapping[str, Any] | None
+    log: Callable[[str], None]
+
+
+class Task(Protocol):
+    """Model, data and loss of a training run on one rank.
+
+    table: the parameters. parallel: the sharded parameters and gradients. passes: forward and backward of a step, with
+    the profiler's hook. Micro-batches are opaque to the trainer: `load_step` makes them, the other methods take them.
+    """
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    layout: Layout
+    table: ParameterTable
+    mesh: Mesh
+    parallel: DataParallel
+    passes: Any
+
+    # --- a step
+
+    def load_step(self, step: int) -> Sequence[Any]:
+        """Load this rank's micro-batches of a step, counted from 0."""
+
+    def count_terms(self, micro_batches: Any) -> int:
+        """Count the terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
+
+    def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
+        """Run forward and backward; `parallel.shards` then hold the gradients of the loss sum over `divisor`.
+
+        Returns float64 [1 + metrics]: this rank's share of the loss (of the sum over `divisor`), and of the sums that
+        `report` turns into metrics (undivided). Summed over the world, shares give the whole.
+        """
+
+    def discard_step(self) -> None:
+        """Undo what a step that is skipped has changed beside parameters and optimizer state."""
+
+    def report(self, means: Sequence[float]) -> Metrics:
+        """Name the metrics of a step, given their means over all ranks."""
+
+    # --- around steps
+
+    def describe(self) -> RunDescription:
+        """Describe model and data for the run's report; the peak of the device is left open."""
+
+    def prepare(self, start: RunStart) -> None:
+        """Compute or load what the first step needs. Collective; all ranks raise the same `UserError`."""
+
+    def validate(self) -> Validation:
+        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+
+    def state(self) -> dict[str, Any]:
+        """Entries of `state.json` that identify the data."""
+
+    def buffer_pieces(self, owned: bool) -> list[Piece]:
+        """Values to save beside master weights and optimizer state (buffers, frozen parameters)."""
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes of these values on this rank, by kind."""
+
+    def predicted_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by call site."""
+
+    def predicted_traffic_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by axis of the mesh."""
