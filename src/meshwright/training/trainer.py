@@ -23,6 +23,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference, Rewards, preference_of
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.clock import StepClock
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, loss_share
 from meshwright.parallel.pieces import Piece
@@ -135,10 +136,9 @@ class Trainer:
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
         self.model = Transformer(
             config,
-            axes=mesh,
+            axes=axis_operations(mesh),
             device="meta",
             dtype=dtypes.parameters,
-            recompute=layout.recompute,
             stages=partition.held(mesh.pp.rank),
         )
         self.parallel = DataParallel(
