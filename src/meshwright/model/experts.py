@@ -41,7 +41,7 @@ class Mixture(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's output, and, given how many targets each row has, what balances its experts in the loss."""
         if self.expert_parallel:
-            return self._spread(x_BSH, counted_B)
+            return self._expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
         y_BSH, loss = self._routed(x_BSH, counted_B)
         if self.shared is not None:
@@ -50,7 +50,9 @@ class Mixture(nn.Module):
             loss = loss / self.tensor.size
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 
-    def _spread(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _expert_parallel(
+        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """With expert parallelism: only the shared expert meets the other ranks of tp, as any MLP."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")

@@ -49,9 +49,9 @@ def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
     """The positions in a row of `sequence` tokens that rank `rank` of cp holds, ascending, [C]. `spec.refuse` checks
     that chunks are equal."""
     ring = layout.cp_method == "ring"
-    pieces, held = (2 * layout.cp, held_pieces(rank, layout.cp)) if ring else (layout.cp, (rank,))
-    assert sequence % pieces == 0, f"{sequence} tokens in {pieces} pieces"
-    return torch.cat([piece for index, piece in enumerate(torch.arange(sequence).chunk(pieces)) if index in held])
+    count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
+    assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
+    return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
 
 def part_of_rows(
@@ -65,7 +65,7 @@ def part_of_rows(
     return tokens_BS[:, places_C], targets_BS[:, places_C], documents.at(places_C)
 
 
-def held_pieces(rank: int, ranks: int) -> tuple[int, int]:
+def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """The two of the 2 x `ranks` chunks of a row that a rank holds."""
     return rank, 2 * ranks - 1 - rank
 
@@ -124,12 +124,12 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
     """The pairs of chunks in which queries of `rank` see keys of `source`, each holding `tokens` of a row."""
-    piece = tokens // 2
-    halves = (slice(0, piece), slice(piece, tokens))
+    chunk = tokens // 2
+    halves = (slice(0, chunk), slice(chunk, tokens))
     return [
-        Span(queries, keys, mine * piece, theirs * piece)
-        for queries, mine in zip(halves, held_pieces(rank, ranks), strict=True)
-        for keys, theirs in zip(halves, held_pieces(source, ranks), strict=True)
+        Span(queries, keys, mine * chunk, theirs * chunk)
+        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
+        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
         if theirs <= mine
     ]
 
@@ -347,7 +347,7 @@ def _backward(
     saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
     add = _add_span_gradients_fused if _fused(q_BNCD, first_BC) else _add_span_gradients
     dq = torch.zeros_like(q, dtype=wide)
-    # The gradients follow their keys and values: what a rank adds goes on while it works on the next ones.
+    # Gradients travel with their KV block, sent on while the next block is computed with.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = DONE
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):

@@ -250,7 +250,7 @@ def _apart(at: Local) -> bool:
 
 
 def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
-    """Selective recomputation: what matrix products make, and sums over ranks (`model/recompute.py`)."""
+    """Selective recomputation: what matrix products make, and sums over ranks (`parallel/recompute.py`)."""
     config, layout = at.config, at.layout
     tokens = at.rows, at.tokens
     yield Entry(f"{name}.attention.qkv.output", (*tokens, (at.heads + 2 * at.kv_heads) * config.head_dim), "x")
