@@ -26,10 +26,10 @@ from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.attention import attend, ring_attention, ulysses_attention, visibility
+from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.context import places_of
+from meshwright.parallel.context import context_operations, places_of
 
 ROWS, HEADS, KV_HEADS, SIZE, TOKENS = 1, 8, 4, 64, 4096
 WARM = 2
@@ -66,18 +66,14 @@ class Side:
         *self.leaves, self.direction = (x[:, :, places].contiguous() for x in inputs)
         for leaf in self.leaves:
             leaf.requires_grad_()
-        self.visible = visibility(documents.at(places), tokens, None, device, ring=name == "ring")
+        self.operations = ContextOperations() if name == "one device" else context_operations(self.mesh)
+        self.visible = self.operations.visibility(documents.at(places), len(places), None, device)
 
     def step(self) -> torch.Tensor | None:
         """The result, or None on a rank that has nothing to do."""
-        if self.name == "ring":
-            out = ring_attention(*self.leaves, self.visible, self.mesh.cp)
-        elif self.name == "ulysses":
-            out = ulysses_attention(*self.leaves, self.visible, self.mesh.cp)
-        elif self.mesh.rank == 0:
-            out = attend(*self.leaves, self.visible)
-        else:
+        if self.name == "one device" and self.mesh.rank > 0:
             return None
+        out = self.operations.attend(*self.leaves, self.visible)
         torch.autograd.grad(out, self.leaves, self.direction)
         if out.is_cuda:
             torch.cuda.synchronize()

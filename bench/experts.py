@@ -27,7 +27,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
-from meshwright.comm.mesh import Mesh
+from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
@@ -50,7 +50,7 @@ def config_of(family: str) -> ModelConfig:
 
 
 def ours_of(config: ModelConfig) -> Mixture:
-    mixture = Mixture(config, Mesh.single())
+    mixture = Mixture(config, SINGLE_DEVICE)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in mixture.parameters():

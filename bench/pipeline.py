@@ -40,6 +40,7 @@ from meshwright.model.initialise import initial_value, place_row
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import Recipe
@@ -100,7 +101,7 @@ class Problem(NamedTuple):
 
 def ours(problem: Problem) -> Callable[[], float | None]:
     mesh, partition = problem.mesh, problem.partition
-    model = Transformer(problem.config, axes=mesh, device="meta", stages=partition.held(mesh.pp.rank))
+    model = Transformer(problem.config, axes=axis_operations(mesh), device="meta", stages=partition.held(mesh.pp.rank))
     table = partition.table
     parallel = DataParallel(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
     runtime = ForwardBackward(model, parallel, program_of(problem.layout))

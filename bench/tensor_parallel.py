@@ -34,6 +34,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
@@ -80,7 +81,7 @@ def recipe() -> Recipe:
 
 def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
     mesh = Mesh.create(layout)
-    model = Transformer(config, axes=mesh, dtype=dtype)
+    model = Transformer(config, axes=axis_operations(mesh), dtype=dtype)
     parallel = DataParallel(model, parameter_table(config), mesh, seed=SEED, parameter_dtype=dtype)
     optimizer = Optimizer(parallel.shards, recipe().train)
 

@@ -31,10 +31,12 @@ from cases import Cases, step_seconds
 from meshwright.checkpoint import Checkpointer
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.devices import peak_flops
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.probe.matmul import matmul_flops_per_second
@@ -82,7 +84,8 @@ def gradients(
     config: ModelConfig, device: str, dtype: torch.dtype, packed: bool, compiled: bool = False, recompute: str = "none"
 ) -> dict[str, torch.Tensor]:
     """Loss and every gradient on a device, brought to float64 on the CPU."""
-    model = Transformer(config, device=device, dtype=dtype, recompute=recompute)
+    axes = AxisOperations(recompute=ActivationCheckpointing(recompute))
+    model = Transformer(config, axes=axes, device=device, dtype=dtype)
     initialise(model, parameter_table(config), 0)
     if compiled:
         model.compile_blocks()

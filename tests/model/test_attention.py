@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.model import tiled_attention as tiles
-from meshwright.model.attention import attend, visibility
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.scaled_dot_product import attend, visibility
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.spec.presets import preset
 

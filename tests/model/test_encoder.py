@@ -19,6 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.huggingface import load_encoder, load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
@@ -259,7 +260,10 @@ def test_a_batch_without_a_masked_token_has_no_loss_and_no_gradient():
 def test_recomputation_changes_no_bit(recompute: str):
     tokens = batch(sequence=20)["input_ids"]
     inputs = tokens, masked(tokens), Documents.from_ids(PACKED)
-    want, mine = gradients(build(small()), *inputs), gradients(build(small(), recompute=recompute), *inputs)
+    want, mine = (
+        gradients(build(small()), *inputs),
+        gradients(build(small(), recompute=ActivationCheckpointing(recompute)), *inputs),
+    )
     assert all(torch.equal(mine[name], want[name]) for name in want)
 
 
@@ -473,8 +477,8 @@ def test_an_encoder_without_a_head_says_what_it_gives():
 
 def test_the_loss_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch):
     """The bias of the vocabulary, over several chunks and where logits are made twice."""
-    from meshwright.comm.mesh import Axes
     from meshwright.model import loss
+    from meshwright.model.axis_operations import SINGLE_DEVICE
     from meshwright.spec import chunks
 
     make = torch.Generator().manual_seed(0)
@@ -487,7 +491,7 @@ def test_the_loss_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPat
     for smallest, keep in ((512, True), (16, True), (16, False)):
         monkeypatch.setattr(chunks, "SMALLEST_CHUNK", smallest)
         monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 1)
-        mine = loss.linear_cross_entropy(hidden, weight, targets, Axes.single(), keep=keep, bias_V=bias)
+        mine = loss.linear_cross_entropy(hidden, weight, targets, SINGLE_DEVICE.tensor, keep=keep, bias_V=bias)
         torch.testing.assert_close(mine, want, rtol=1e-12, atol=0)
         for a, b in zip(torch.autograd.grad(0.37 * mine, (hidden, weight, bias)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
@@ -22,6 +23,7 @@ from meshwright.model.grouped_product import grouped_product
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise, take_row
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.flops import forward_flops_per_token
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
@@ -141,7 +143,7 @@ def test_recomputing_changes_no_bit(name: str, recompute: str):
     tokens, targets = tokens_of()
     gradients = []
     for kind in ("none", recompute):
-        model = build(config_of(name), recompute=kind)
+        model = build(config_of(name), axes=AxisOperations(recompute=ActivationCheckpointing(kind)))
         model(tokens, targets).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))

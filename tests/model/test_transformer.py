@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.layers import Embedding
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -32,6 +34,10 @@ def odd(name: str, **changes: Any) -> ModelConfig:
     window = 5 if config.sliding_window else None
     changes["router_loss"] = 0.0  # what balances experts is not in the logits
     return dataclasses.replace(config, layers=5, vocabulary=499, sliding_window=window, **changes)
+
+
+def recomputing(kind: str) -> AxisOperations:
+    return AxisOperations(recompute=ActivationCheckpointing(kind))
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
@@ -158,7 +164,7 @@ class Recorder:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_units_come_and_go_in_order_around_each_block(recompute: str):
-    model = build(odd("llama-tiny"), recompute=recompute)
+    model = build(odd("llama-tiny"), axes=recomputing(recompute))
     units = Recorder()
     blocks = [f"layers.{layer}" for layer in range(5)]
     for layer, block in enumerate(model.layers):
@@ -183,7 +189,7 @@ def test_recomputation_changes_no_bit(name: str, recompute: str):
     config = odd(name)
     inputs = (*batch(), Documents.from_ids(IDS))
     want = gradients(build(config), *inputs)
-    mine = gradients(build(config, recompute=recompute), *inputs)
+    mine = gradients(build(config, axes=recomputing(recompute)), *inputs)
     assert all(torch.equal(mine[name], want[name]) for name in want)
 
 
@@ -206,7 +212,7 @@ def kept_bytes(model: Transformer) -> int:
 
 def test_recomputation_keeps_less():
     config = odd("llama-tiny")
-    none, full = (kept_bytes(build(config, recompute=kind)) for kind in ("none", "full"))
+    none, full = (kept_bytes(build(config, axes=recomputing(kind))) for kind in ("none", "full"))
     assert full < none / 5
 
 
@@ -225,7 +231,7 @@ class Counter(TorchDispatchMode):
 def test_selective_recomputation_repeats_attention_and_activations_but_no_product():
     counts = {}
     for recompute in ("none", "selective", "full"):
-        loss = build(odd("llama-tiny"), recompute=recompute)(*batch())
+        loss = build(odd("llama-tiny"), axes=recomputing(recompute))(*batch())
         with Counter() as counter:
             loss.backward()
         names = ("aten.mm.default", "meshwright.tiled_attention.default", "aten.silu.default")
@@ -256,7 +262,7 @@ def test_the_gradient_of_a_frequent_token_does_not_stall():
 
 
 def test_validation_keeps_nothing_for_a_backward_pass():
-    model = build(odd("qwen3-tiny"), recompute="full")
+    model = build(odd("qwen3-tiny"), axes=recomputing("full"))
     with torch.no_grad():
         assert not model(*batch()).requires_grad
 
@@ -278,7 +284,7 @@ def test_equal_blocks_share_one_compiled_graph(recompute: str, windows: bool, ba
     config = odd("qwen2-tiny")
     if windows:
         config = dataclasses.replace(config, sliding_window=5, windowed_layers=(False, True, False, True, True))
-    model = build(config, recompute=recompute)
+    model = build(config, axes=recomputing(recompute))
     inputs = batch()
     want, loss = gradients(model, *inputs), model(*inputs)
     model.compile_blocks(backend=backend)

@@ -12,9 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, grouped_linear, linear, take_weight_gradients
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
@@ -24,7 +26,7 @@ ROWS, SEQUENCE = 2, 12
 
 def build(name: str, dtype: torch.dtype = torch.float64, recompute: str = "none") -> Transformer:
     config = dataclasses.replace(preset(name), layers=2, vocabulary=97)
-    model = Transformer(config, dtype=dtype, recompute=recompute)
+    model = Transformer(config, dtype=dtype, axes=AxisOperations(recompute=ActivationCheckpointing(recompute)))
     initialise(model, parameter_table(config), seed=1)
     return model
 

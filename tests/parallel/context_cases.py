@@ -11,11 +11,10 @@ import torch.distributed as dist
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model import ring_attention as ring_attention_file
 from meshwright.model import tiled_attention as tiles
-from meshwright.model.attention import ring_attention, ulysses_attention, visibility
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import places_of
+from meshwright.parallel import context
+from meshwright.parallel.context import context_operations, places_of
 
 CPU = torch.device("cpu")
 Case = tuple[tuple[int, int, int, int, int], bool, int | None, int]  # shape, documents, window, queries of a tile
@@ -58,10 +57,9 @@ def attention(mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0) -> list
     wanted = by_definition(*whole, ids, window)
     want = [wanted.detach(), *torch.autograd.grad(wanted, whole, direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
-    ring = layout.cp_method == "ring"
-    attend = ring_attention if ring else ulysses_attention
-    visible = visibility(Documents.from_ids(ids).at(places), shape[1], window, CPU, ring=ring)
-    found = attend(*mine, visible, mesh.cp)
+    operations = context_operations(mesh)
+    visible = operations.visibility(Documents.from_ids(ids).at(places), len(places), window, CPU)
+    found = operations.attend(*mine, visible)
     gradients = torch.autograd.grad(found, mine, direction[:, :, places].to(dtype))
     return list(zip([found.detach(), *gradients], [x[:, :, places] for x in want], strict=True))
 
@@ -78,12 +76,12 @@ def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -
 
 def fused_errors(cases: list[Case], dtype: torch.dtype) -> list[float]:
     """The same where PyTorch's flash attention serves what no mask hides, by its kernel for CPUs."""
-    right = ring_attention_file._fused
-    ring_attention_file._fused = lambda q, first: first is None
+    right = context._fused
+    context._fused = lambda q, first: first is None
     try:
         return errors("ring", cases, dtype)
     finally:
-        ring_attention_file._fused = right
+        context._fused = right
 
 
 def spoilt(method: str, case: Case) -> dict[str, float]:
@@ -111,10 +109,10 @@ def without_gradients(method: str) -> bool:
     """Whether the result is the same, bit for bit, where no gradient is wanted."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     q, k, v, _ = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
-    attend = ring_attention if method == "ring" else ulysses_attention
-    wanted = attend(q, k, v.requires_grad_(), None, mesh.cp)
+    operations = context_operations(mesh)
+    wanted = operations.attend(q, k, v.requires_grad_(), None)
     with torch.no_grad():
-        same = torch.equal(attend(q, k, v, None, mesh.cp), wanted)
+        same = torch.equal(operations.attend(q, k, v, None), wanted)
     mesh.close()
     return same
 

@@ -14,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import Piece
@@ -48,7 +49,7 @@ class Rank:
         self.partition = Partition.of(program, problem.config, self.table, problem.sequence)
         stages = self.partition.held(self.mesh.pp.rank)
         self.model = Transformer(
-            problem.config, axes=self.mesh, device="meta", dtype=dtype, recompute=self.layout.recompute, stages=stages
+            problem.config, axes=axis_operations(self.mesh), device="meta", dtype=dtype, stages=stages
         )
         self.parallel = DataParallel(
             self.model, self.table, self.mesh, seed=3, parameter_dtype=dtype, partition=self.partition,

@@ -12,8 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.model.ring_attention import spans
-from meshwright.parallel.context import part_of_rows, places_of
+from meshwright.parallel.context import part_of_rows, places_of, spans
 from tests.parallel import context_cases as cases
 
 # rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile

@@ -17,6 +17,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -59,7 +60,7 @@ def one_step(
     """Pieces of this rank's reduced gradient of the whole batch."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(LLAMA, axes=mesh, dtype=parameter_dtype, recompute=layout.recompute)
+    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=parameter_dtype)
     parallel = DataParallel(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=parameter_dtype, master_dtype=master_dtype
     )
@@ -105,7 +106,7 @@ def memory_of_zero3(tied: bool) -> None:
     config = GPT2 if tied else LLAMA
     table = parameter_table(config)
     mesh = Mesh.create(Layout(dp=2, zero=3))
-    model = Transformer(config, axes=mesh)
+    model = Transformer(config, axes=axis_operations(mesh))
     parallel = DataParallel(model, table, mesh, seed=1, parameter_dtype=torch.float32)
     watch = Watch(parallel)
     assert watch.note() == set(), "nothing is gathered before it is needed"
@@ -139,7 +140,7 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes sent of one whole step, by site and operation."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(LLAMA, axes=mesh, dtype=torch.bfloat16)
+    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.bfloat16)
     parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.bfloat16)
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     mesh.record.clear()
@@ -155,7 +156,7 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
     mesh = Mesh.create(Layout.parse(layout_text))
-    model = Transformer(LLAMA, axes=mesh)
+    model = Transformer(LLAMA, axes=axis_operations(mesh))
     parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
     for piece in parallel.master_pieces(owned=False):
         row = TABLE.row(piece.name)
@@ -291,7 +292,7 @@ def test_ranks_write_every_element_once_and_start_from_the_seed(ranks, layout):
 
 def test_one_device_calls_nothing_and_copies_no_parameter(truth):
     mesh = Mesh.single()
-    model = Transformer(LLAMA, axes=mesh, dtype=torch.float64)
+    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.float64)
     parallel = DataParallel(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=torch.float64, master_dtype=torch.float64
     )

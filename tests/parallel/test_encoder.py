@@ -15,6 +15,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
 from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
@@ -37,7 +38,7 @@ def reduced(config: Any, layout_text: str) -> list:
     """Pieces of this rank's reduced gradient of the whole batch, and its share of the loss."""
     layout, table = Layout.parse(layout_text), parameter_table(config)
     mesh = Mesh.create(layout)
-    model = Encoder(config, dtype=torch.float64, recompute=layout.recompute)
+    model = Encoder(config, dtype=torch.float64, recompute=ActivationCheckpointing(layout.recompute))
     parallel = DataParallel(model, table, mesh, seed=1, parameter_dtype=torch.float64, master_dtype=torch.float64)
     tokens, targets, starts = batch(config)
     rows = range(mesh.data.rank, ROWS, mesh.data.size)

@@ -14,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright.model import loss
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.pieces import flat_unit, pieces_of
 from meshwright.spec import chunks
@@ -80,7 +81,7 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     """Of each piece whether it has its initial values; whether what only fills up is zero, and stays so."""
     layout = Layout.parse(layout_text)
     mesh, table = Mesh.create(layout), parameter_table(config)
-    model = Transformer(config, axes=mesh, device="meta", dtype=torch.float64)
+    model = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=torch.float64)
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
     right = []
     for piece in parallel.master_pieces(owned=False):
@@ -133,7 +134,7 @@ def calls_of_a_step(
 ) -> dict[tuple[str, str], tuple[int, int]]:
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(config, axes=mesh, dtype=torch.float32, recompute=layout.recompute)
+    model = Transformer(config, axes=axis_operations(mesh), dtype=torch.float32)
     parallel = DataParallel(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)

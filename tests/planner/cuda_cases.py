@@ -137,10 +137,11 @@ if __name__ == "__main__":
     from meshwright.layout import Layout
     from meshwright.model import grouped_product
     from meshwright.model.documents import Documents
-    from meshwright.model.exchange import Exchange, Routes
     from meshwright.model.transformer import Transformer
+    from meshwright.parallel.axes import axis_operations
     from meshwright.parallel.context import part_of_rows
     from meshwright.parallel.data import DataParallel
+    from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.planner.ledger import ledger
     from meshwright.planner.saved import Routed
@@ -347,11 +348,11 @@ if __name__ == "__main__":
             for expert in range(len(ends_E)):
                 yield expert, slice(expert * rows // len(ends_E), (expert + 1) * rows // len(ends_E))
 
-        def agreed(exchange: Exchange, ends_E: torch.Tensor) -> Routes:
+        def agreed(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Routes:
             """As if routers had chosen all experts equally often."""
-            ep, etp, rows = exchange.ep.size, exchange.etp.size, routed.arrived
+            ep, etp, rows = dispatcher.ep.size, dispatcher.etp.size, routed.arrived
             each = [rows // ep] * ep
-            counts_GPL = torch.empty(etp, ep, exchange.held, dtype=torch.int64, device=ends_E.device)
+            counts_GPL = torch.empty(etp, ep, len(ends_E) // ep, dtype=torch.int64, device=ends_E.device)
             return Routes(each, each, [rows] * etp, counts_GPL)
 
         with ExitStack() as stack:
@@ -360,7 +361,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_groups", evenly))
-            enter(mock.patch.object(Exchange, "_agree", agreed))
+            enter(mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", agreed))
             enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(nccl())
             yield
@@ -415,7 +416,7 @@ if __name__ == "__main__":
             partition = Partition.of(program, config, table, case.sequence)
             dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
             model = Transformer(
-                config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute,
+                config, axes=axis_operations(mesh), device="meta", dtype=dtype,
                 stages=partition.held(mesh.pp.rank),
             )  # fmt: skip
             parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, partition=partition)

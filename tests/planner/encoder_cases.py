@@ -17,6 +17,7 @@ from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.data import DataParallel
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.ledger import ledger
 from meshwright.planner.saved import saved_activations
 from meshwright.recipe import TrainRecipe
@@ -61,7 +62,7 @@ def inputs(config: ModelConfig, case: EncoderCase) -> tuple[torch.Tensor, torch.
 
 
 def build(config: ModelConfig, case: EncoderCase) -> Encoder:
-    model = Encoder(config, dtype=getattr(torch, case.dtype), recompute=case.recompute)
+    model = Encoder(config, dtype=getattr(torch, case.dtype), recompute=ActivationCheckpointing(case.recompute))
     initialise(model, parameter_table(config), seed=1)
     return model
 
@@ -145,7 +146,7 @@ def measure(step: EncoderStep) -> Measured:
     of_others = live_bytes()
     layout, dtype, table = Layout.parse(step.layout), getattr(torch, step.dtype), parameter_table(step.config)
     mesh = Mesh.create(layout)
-    model = Encoder(step.config, device="meta", dtype=dtype, recompute=layout.recompute)
+    model = Encoder(step.config, device="meta", dtype=dtype, recompute=ActivationCheckpointing(layout.recompute))
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master)
     optimizer = Optimizer(parallel.shards, TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3))

@@ -12,9 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import grouped_product, tiled_attention
+from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -59,7 +62,9 @@ def count(
 ) -> tuple[int, int]:
     """FLOPs of a forward and of the backward after it, on this rank. The loss makes the head's gradients in its
     forward: they are counted there."""
-    model = Transformer(config, axes=mesh, dtype=torch.float32, recompute=recompute)
+    axes = SINGLE_DEVICE if mesh is None else axis_operations(mesh)
+    axes = dataclasses.replace(axes, recompute=ActivationCheckpointing(recompute))
+    model = Transformer(config, axes=axes, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,12 +17,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.exchange import Exchange
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_pairs, count_targets
+from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.step import ForwardBackward
 from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.saved import Routed
@@ -83,7 +84,7 @@ def _measure(step: Step) -> Measured:
     program = program_for(layout, step.config, step.sequence)
     partition = Partition.of(program, step.config, table, step.sequence)
     model = Transformer(
-        step.config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute,
+        step.config, axes=axis_operations(mesh), device="meta", dtype=dtype,
         stages=partition.held(mesh.pp.rank),
     )  # fmt: skip
     master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -121,10 +122,10 @@ def _measure(step: Step) -> Measured:
     gc.collect()
     before = live_bytes() - of_others
     routed: list[Routed] = []
-    agree = Exchange._agree
+    agree = AllToAllTokenDispatcher._agree_on_routes
 
-    def noted(exchange: Exchange, ends_E: torch.Tensor) -> Any:
-        routes = agree(exchange, ends_E)
+    def noted(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Any:
+        routes = agree(dispatcher, ends_E)
         routed.append(Routed(sum(routes.received), sum(routes.shared)))
         return routes
 
@@ -133,7 +134,7 @@ def _measure(step: Step) -> Measured:
         routed.clear()
         activities = [torch.profiler.ProfilerActivity.CPU]
         with (
-            mock.patch.object(Exchange, "_agree", noted),
+            mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", noted),
             torch.profiler.profile(activities=activities, profile_memory=True) as profile,
         ):
             once()

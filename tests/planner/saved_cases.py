@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.exchange import Exchange
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel
+from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import StageCompute
 from meshwright.planner.saved import Routed, Saved, saved_activations
 from meshwright.spec.config import ModelConfig
@@ -102,7 +103,7 @@ def watch(case: Case) -> Watched:
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
     stages = stages_of(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
-    model = Transformer(case.config, axes=mesh, device="meta", dtype=dtype, recompute=layout.recompute)
+    model = Transformer(case.config, axes=axis_operations(mesh), device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
@@ -134,10 +135,10 @@ def watch(case: Case) -> Watched:
         compute = StageCompute(model, parallel, [batch], 100.0, at_once, queue, objective=objective)
         parallel.begin_step({case.stage: 1})
         storages, packed, counted = Storages(), dict[int, tuple[torch.Tensor, int]](), list[Routed]()
-        agree = Exchange._agree
+        agree = AllToAllTokenDispatcher._agree_on_routes
 
-        def noted(exchange: Exchange, ends_E: torch.Tensor) -> Any:
-            routes = agree(exchange, ends_E)
+        def noted(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Any:
+            routes = agree(dispatcher, ends_E)
             counted.append(Routed(sum(routes.received), sum(routes.shared)))
             return routes
 
@@ -147,7 +148,7 @@ def watch(case: Case) -> Watched:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         watching = storages if case.backend is None else nullcontext()  # it would see into no compiled graph
-        with mock.patch.object(Exchange, "_agree", noted), watching, hooks:
+        with mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", noted), watching, hooks:
             x = None
             if case.stage:
                 x = compute.buffer(case.stage, 0, 0)

@@ -11,9 +11,11 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.compiled_split import queued_bytes
 from meshwright.planner.estimate import evaluate
 from meshwright.planner.saved import local_sizes, saved_activations
@@ -65,7 +67,7 @@ def test_split_backwards_keep_and_queue_what_was_said(recompute: str) -> None:
     check(case, watch(case))
     rows, sequence, dtype = case.rows, case.sequence, torch.bfloat16
     layout, queue = Layout.parse(case.layout), WeightGradients(Sums())
-    parts = Transformer(config, dtype=dtype, recompute=layout.recompute)
+    parts = Transformer(config, dtype=dtype, axes=AxisOperations(recompute=ActivationCheckpointing(layout.recompute)))
     initialise(parts, parameter_table(config), seed=1)
     take_weight_gradients(parts, queue)
     parts.compile_blocks(backend=PARTITIONED)

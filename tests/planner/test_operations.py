@@ -75,7 +75,7 @@ def test_written_scores_are_counted_as_torchs_math_kernel_does(name: str, monkey
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     config = small(name, sliding_window=None, windowed_layers=None)
-    monkeypatch.setattr("meshwright.model.attention.attend", attend)
+    monkeypatch.setattr("meshwright.model.axis_operations.attend", attend)
     assert halves(config, Layout(), attention="scores") == count(config)
 
 

@@ -12,11 +12,11 @@ import torch
 COMPILER = "torch._dynamo"
 
 
-def custom_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `torch.library.custom_op(name, mutates_args=())`."""
+def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """As `torch.library.custom_op(name, mutates_args=(), schema=schema)`; None: the schema of the annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
-        operator = torch.library.custom_op(name, function, mutates_args=())
+        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         # torch keeps the kernel out of graphs that are compiled, for which it loads the compiler at the first call.
         kernels: dict[str | None, Callable[..., Any]] = getattr(operator, "_backend_fns", {})
         for device, kernel in kernels.items():

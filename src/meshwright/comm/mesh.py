@@ -285,6 +285,3 @@ class Mesh:
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []
-
-
-Axes = Mesh

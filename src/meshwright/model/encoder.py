@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.comm.mesh import Axes
 from meshwright.errors import UserError
 from meshwright.model import weight_gradients
-from meshwright.model.attention import Attention, both_ways
+from meshwright.model.attention import Attention
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
-from meshwright.model.recompute import recomputed
+from meshwright.model.scaled_dot_product import both_ways
 from meshwright.model.units import NoUnits, Units
 from meshwright.spec.config import ModelConfig
 
@@ -33,7 +33,7 @@ NO_UNITS = NoUnits()
 class EncoderBlock(nn.Module):
     """norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017, arXiv:1706.03762, section 3.1)."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         self.attention = Attention(config, axes, **options)
         self.attention_norm = norm(config, **options)
@@ -59,7 +59,7 @@ class Encoder(nn.Module):
     `hidden` and `pooled` give what `transformers` gives. There is no dropout.
 
     Its parameters are left unset: `initialise` or `load_encoder` fills them, or an engine. `recompute`: what the
-    backward pass computes again ("none", "selective", "full"), as in `Transformer`.
+    backward pass computes again, as in `AxisOperations`.
     """
 
     def __init__(
@@ -68,20 +68,19 @@ class Encoder(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        recompute: str = "none",
+        recompute: Recompute = SINGLE_DEVICE.recompute,
     ) -> None:
         super().__init__()
         if not config.encoder:
             raise UserError(f"family {config.family} is a decoder: Transformer computes it, not Encoder")
         self.config = config
-        self._axes = axes = Axes.single(device=device or "cpu")
         options: dict[str, Any] = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
         hidden = config.hidden
         self.embedding = Embedding(config.vocabulary, hidden, None, **options)
         self.positions = Embedding(config.max_positions, hidden, None, **options)
         self.token_types = Embedding(config.token_types, hidden, None, **options)
         self.embedding_norm = norm(config, **options)
-        self.layers = nn.ModuleList(EncoderBlock(config, axes, **options) for _ in range(config.layers))
+        self.layers = nn.ModuleList(EncoderBlock(config, SINGLE_DEVICE, **options) for _ in range(config.layers))
         if config.pooled:
             self.pooler = Linear(hidden, hidden, True, **options)
         if config.head == "masked":
@@ -90,7 +89,7 @@ class Encoder(nn.Module):
             self.head = _VocabularyBias(config.vocabulary, **options)
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
-        self._run_block: Callable[..., torch.Tensor] = recomputed(EncoderBlock.__call__, recompute)
+        self._run_block: Callable[..., torch.Tensor] = recompute.wrap(EncoderBlock.__call__)
         self._recompute = recompute
         self.compiled = False
 
@@ -98,7 +97,7 @@ class Encoder(nn.Module):
         """Compile blocks and what is done to each logit (torch.compile; `options` go to it), as of a `Transformer`."""
         weight_gradients.stay_out_of_graphs()
         options = {"dynamic": False, **options}
-        self._run_block = recomputed(EncoderBlock.forward, self._recompute, compile_options=options)
+        self._run_block = self._recompute.wrap(EncoderBlock.forward, options)
         self.compiled = True
 
     def forward(
@@ -122,8 +121,8 @@ class Encoder(nn.Module):
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transformed(x_BSH.flatten(0, 1)[places_M])
             loss = linear_cross_entropy(
-                states_MH, self.embedding.weight, targets.flatten()[places_M], self._axes, bias_V=self.head.bias,
-                compiled=self.compiled,
+                states_MH, self.embedding.weight, targets.flatten()[places_M], SINGLE_DEVICE.tensor,
+                bias_V=self.head.bias, compiled=self.compiled,
             )  # fmt: skip
         elif self.config.head == "classes":
             logits = self._classified(x_BSH, documents)

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.comm.mesh import Axes, Axis
-from meshwright.comm.operators import join_from, reduce_from, split_to
-from meshwright.model.exchange import Exchange, Permuted, inverse
-from meshwright.model.layers import Linear, activate, enter_tensor_parallel, leave_tensor_parallel
+from meshwright.model.axis_operations import AxisOperations, TokenAxis
+from meshwright.model.layers import Linear, activate
+from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import grouped_linear
 from meshwright.spec.config import ModelConfig
@@ -28,9 +27,9 @@ class Mixture(nn.Module):
     """sum over the chosen experts of weight * expert(x), plus the expert that all tokens share (Shazeer et al. 2017,
     arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9)."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.axes = axes
+        self.tensor, self.context, self.expert_parallel = axes.tensor, axes.context, axes.dispatcher is not None
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
         shared = config.shared_intermediate > 0
@@ -41,26 +40,28 @@ class Mixture(nn.Module):
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's output, and, given how many targets each row has, what balances its experts in the loss."""
-        if self.axes.layout.expert_parallel:
-            return self._spread(x_BSH, counted_B)
-        x_BSH = enter_tensor_parallel(x_BSH, self.axes, "mlp.input")
+        if self.expert_parallel:
+            return self._expert_parallel(x_BSH, counted_B)
+        x_BSH = self.tensor.enter(x_BSH, "mlp.input")
         y_BSH, loss = self._routed(x_BSH, counted_B)
         if self.shared is not None:
             y_BSH = y_BSH + self._shared(x_BSH)
         if loss is not None:  # ranks of tp balance the same tokens: each does its part
-            loss = loss / self.axes.tp.size
-        return leave_tensor_parallel(y_BSH, self.axes, "mlp.output"), loss
+            loss = loss / self.tensor.size
+        return self.tensor.leave(y_BSH, "mlp.output"), loss
 
-    def _spread(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _expert_parallel(
+        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """With expert parallelism: only the shared expert meets the other ranks of tp, as any MLP."""
-        slices = self.axes.layout.tensor_sequence_parallel
-        own_BSH = x_BSH if slices else split_to(x_BSH, self.axes.tp, "experts.input", dim=1)
+        slices = self.tensor.sequence_parallel
+        own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._routed(own_BSH, counted_B)
         if not slices:
-            y_BSH = join_from(y_BSH, self.axes.tp, "experts.output", dim=1)
+            y_BSH = self.tensor.join_tokens(y_BSH, "experts.output")
         if self.shared is not None:
-            shared_BSH = self._shared(enter_tensor_parallel(x_BSH, self.axes, "mlp.input"))
-            y_BSH = y_BSH + leave_tensor_parallel(shared_BSH, self.axes, "mlp.output")
+            shared_BSH = self._shared(self.tensor.enter(x_BSH, "mlp.input"))
+            y_BSH = y_BSH + self.tensor.leave(shared_BSH, "mlp.output")
         return y_BSH, loss
 
     def _routed(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -70,7 +71,7 @@ class Mixture(nn.Module):
         y_TH = self.experts(x_TH, weights_TK.to(x_TH.dtype), chosen_TK)
         loss = None
         if counted_B is not None:
-            parts = [self.axes.cp, *([self.axes.tp] if self.axes.layout.expert_parallel else [])]
+            parts = (self.context, self.tensor) if self.expert_parallel else (self.context,)
             loss = self.router.balance(scores_TE, chosen_TK, counted_B, *parts)
         return y_TH.view_as(x_BSH), loss
 
@@ -113,7 +114,7 @@ class Router(nn.Module):
         return weights_TK * self.config.routed_scale, chosen_TK
 
     def balance(
-        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: Axis
+        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
         """This layer's addition to the summed loss, that its experts may be used alike.
 
@@ -133,7 +134,7 @@ class Router(nn.Module):
         if config.router_loss:
             row_load_BE, tokens = load_BE, chosen_BN.shape[1] // config.experts_per_token
             for axis in parts:
-                row_load_BE = reduce_from(row_load_BE, axis, f"router.load.{axis.name}")
+                row_load_BE = axis.reduce(row_load_BE, f"router.load.{axis.name}")
                 tokens *= axis.size
             scores_BE = scores_TE.view(rows, -1, config.experts).sum(dim=1) / tokens
             losses_B = config.experts / tokens * (row_load_BE * scores_BE).sum(dim=1)
@@ -147,27 +148,28 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The MLPs, stacked: `up.weight` is [E x 2F, H], of each expert first gate, then up; `down.weight` [E x H, F]."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        spread = axes.layout.expert_parallel
-        self.experts, self.held, self.activation = config.experts, config.experts // axes.ep.size, config.activation
-        self.exchange = Exchange(config.experts, axes) if spread else None
-        width = config.expert_intermediate // (axes.etp if spread else axes.tp).size
+        self.dispatcher = dispatcher = axes.dispatcher
+        self.experts, self.activation = config.experts, config.activation
+        self.held = config.experts // (1 if dispatcher is None else dispatcher.expert_ranks)
+        width = config.expert_intermediate // (axes.tensor.size if dispatcher is None else dispatcher.width_ranks)
         self.up = Linear(config.hidden, self.held * 2 * width, bias=False, **options)
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
-        inverse_N = inverse(order_N)
+        inverse_N = invert_permutation(order_N)
         experts_E = torch.arange(self.experts, device=x_TH.device)
         ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
         sorted_NH = _ToExperts.apply(x_TH, order_N, inverse_N, chosen)
-        if self.exchange is None:
+        if self.dispatcher is None:
             y_NH = self._mlps(sorted_NH, ends_E)
         else:
-            y_NH = self.exchange(sorted_NH, ends_E, self._mlps)
+            received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
+            y_NH = self.dispatcher.combine(self._mlps(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N).view(tokens, chosen, -1)
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
@@ -184,10 +186,10 @@ def _product(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch
 class SharedExpert(nn.Module):
     """down(activation(gate) * up) for every token; ranks of tp hold columns of it and meet at the layer's end."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         self.activation = config.activation
-        width = config.shared_intermediate // axes.tp.size
+        width = config.shared_intermediate // axes.tensor.size
         self.up = Linear(config.hidden, 2 * width, bias=False, **options)
         self.down = Linear(width, config.hidden, bias=False, **options)
 

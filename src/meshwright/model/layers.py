@@ -1,4 +1,4 @@
-"""Linear maps, norms, the feed-forward network and the embedding, with the places where tensor-parallel ranks meet.
+"""Linear maps, norms, the feed-forward network and the embedding.
 
 Shapes: B rows, S tokens in a row, H hidden, F intermediate, V vocabulary; X and Y any sizes in and out.
 """
@@ -11,25 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.comm.mesh import Axes
-from meshwright.comm.operators import copy_to, gather_from, reduce_from, reduce_scatter_to
+from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
 from meshwright.spec.config import ModelConfig
-
-
-def enter_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
-    """Before a column-parallel product: every rank needs all tokens (with sequence parallelism each holds a slice)."""
-    if axes.layout.tensor_sequence_parallel:
-        return gather_from(x_BSH, axes.tp, site, dim=1)
-    return copy_to(x_BSH, axes.tp, site)
-
-
-def leave_tensor_parallel(x_BSH: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
-    """After a row-parallel product: the ranks' parts are summed (and each keeps its slice of the tokens)."""
-    if axes.layout.tensor_sequence_parallel:
-        return reduce_scatter_to(x_BSH, axes.tp, site, dim=1)
-    return reduce_from(x_BSH, axes.tp, site)
 
 
 class Linear(nn.Module):
@@ -50,15 +35,15 @@ class Linear(nn.Module):
 class RowParallelLinear(Linear):
     """A linear map whose product is summed over tensor-parallel ranks before the bias, which is added once."""
 
-    def __init__(self, x: int, y: int, bias: bool, axes: Axes, site: str, **options: Any) -> None:
+    def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
-        self.axes, self.site = axes, site
+        self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.axes.tp.trivial:
+        if self.tensor.trivial:
             return super().forward(x)
         y = linear(x, self.weight, None, self.weight_gradients, self.taps)
-        y = leave_tensor_parallel(y, self.axes, self.site)
+        y = self.tensor.leave(y, self.site)
         return y if self.bias is None else y + self.bias
 
 
@@ -111,15 +96,15 @@ class FeedForward(nn.Module):
     Gate and up are one product: `up.weight` is [2F, H], gate first.
     """
 
-    def __init__(self, config: ModelConfig, axes: Axes, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.axes, self.gated, self.activation = axes, config.gated, config.activation
-        width = config.intermediate // axes.tp.size
+        self.tensor, self.gated, self.activation = axes.tensor, config.gated, config.activation
+        width = config.intermediate // axes.tensor.size
         self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
-        self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes, "mlp.output", **options)
+        self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        up = self.up(enter_tensor_parallel(x_BSH, self.axes, "mlp.input"))
+        up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
         if not self.gated:
             return self.down(activate(up, self.activation))
         gate_BSF, up_BSF = up.chunk(2, dim=-1)
@@ -129,18 +114,18 @@ class FeedForward(nn.Module):
 class Embedding(nn.Module):
     """Rows of a table by number. Their gradients are summed in float32 at least: a frequent token has thousands.
 
-    With `axes` each tensor-parallel rank holds a slice of the table and gives zeros for numbers outside it.
+    With `tensor` each tensor-parallel rank holds a slice of the table and gives zeros for numbers outside it.
     """
 
-    def __init__(self, rows: int, hidden: int, axes: Axes | None, **options: Any) -> None:
+    def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden, **options))
-        self.axes = axes
+        self.tensor = tensor
 
     def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
-        if self.axes is None or self.axes.tp.trivial:
+        if self.tensor is None or self.tensor.trivial:
             return _Lookup.apply(self.weight, numbers_BS)
-        places_BS = numbers_BS - self.axes.tp.rank * self.weight.shape[0]
+        places_BS = numbers_BS - self.tensor.rank * self.weight.shape[0]
         elsewhere_BS = (places_BS < 0) | (places_BS >= self.weight.shape[0])
         rows_BSH = _Lookup.apply(self.weight, places_BS.masked_fill(elsewhere_BS, 0))
         return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm import collectives
-from meshwright.comm.mesh import Axes
+from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.chunks import loss_chunks
 
@@ -30,7 +29,7 @@ def linear_cross_entropy(
     hidden_TH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets_T: torch.Tensor,
-    axes: Axes,
+    tensor: TensorOperations,
     *,
     first_token: int = 0,
     widest: int | None = None,
@@ -46,7 +45,7 @@ def linear_cross_entropy(
     them, one of the weight's size among them; without it the backward pass makes the logits a second time. Both give
     the same gradients, bit for bit, and meet other ranks in the forward pass alone.
     """
-    head = _Head(weight_VH, bias_V, first_token, axes, compiled, widest or len(weight_VH))
+    head = _Head(weight_VH, bias_V, first_token, tensor, compiled, widest or len(weight_VH))
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, targets_T, head, torch.is_grad_enabled(), keep)
 
 
@@ -54,7 +53,7 @@ def token_cross_entropy(
     hidden_TH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets_T: torch.Tensor,
-    axes: Axes,
+    tensor: TensorOperations,
     *,
     first_token: int = 0,
     widest: int | None = None,
@@ -65,7 +64,7 @@ def token_cross_entropy(
     As `linear_cross_entropy` without `keep`: the backward pass, in which every token has a gradient of its own, makes
     the logits a second time; kept until then are `hidden_TH` and two numbers a token.
     """
-    head = _Head(weight_VH, None, first_token, axes, compiled, widest or len(weight_VH))
+    head = _Head(weight_VH, None, first_token, tensor, compiled, widest or len(weight_VH))
     return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
@@ -75,7 +74,7 @@ class _Head(NamedTuple):
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
     first_token: int
-    axes: Axes
+    tensor: TensorOperations
     compiled: bool
     widest: int
 
@@ -225,20 +224,20 @@ class _Chunk:
         # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
 
-        self.log_sum_C, self.target_C = self._found(head.axes) if known_2C is None else (known_2C[0], known_2C[1])
+        self.log_sum_C, self.target_C = self._found(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
-    def _found(self, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
+    def _found(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's log of the sum of exponentials, and its target's logit, over the whole vocabulary."""
         logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
         target_C = logits_CV[self._targets].to(self._counted_C.dtype) * self._here_C
-        collectives.all_reduce(target_C, axes.tp, "loss.target_logit")
+        tensor.all_reduce(target_C, "loss.target_logit")
         highest_C = maximum_C.clone()
-        collectives.all_reduce(highest_C, axes.tp, "loss.maximum", op="max")
+        tensor.all_reduce(highest_C, "loss.maximum", op="max")
         sum_C = sum_C * (maximum_C - highest_C).exp()
-        collectives.all_reduce(sum_C, axes.tp, "loss.sum")
+        tensor.all_reduce(sum_C, "loss.sum")
         return highest_C + sum_C.log(), target_C
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
@@ -273,10 +272,10 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 
-def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor, axes: Axes) -> _Chunk:
+def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
     """Loss chunk for given logits [C, V] and targets [C], without the head matmul; used by the probe."""
     vocabulary = logits_CV.shape[1]
-    head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, axes, compiled=False, widest=vocabulary)
+    head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, SINGLE_DEVICE.tensor, compiled=False, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 

@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.comm.mesh import Axis
-from meshwright.comm.operators import reduce_from
-
 RESPONSES_SITE = "loss.responses"
 
 
@@ -57,12 +54,12 @@ class Pairs:
         """How many pairs there are."""
         return self.counted_BP.sum()
 
-    def log_probabilities(self, losses_T: torch.Tensor, cp: Axis) -> torch.Tensor:
+    def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
         """Of each response, [B, D]: the sum over its tokens of log p(token | those before it), in float64.
 
-        `losses_T`: minus that of each token; tokens of a response that are on other ranks of `cp` count. A row's last
-        responses are 0 where it has fewer."""
+        `losses_T`: minus that of each token. With context parallelism the sum over this rank's tokens of a response. A
+        row's last responses are 0 where it has fewer."""
         rows, responses = self.reference_BD.shape
         sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
         sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))
-        return reduce_from(sums[:, :responses].contiguous(), cp, RESPONSES_SITE)
+        return sums[:, :responses].contiguous()

@@ -1,7 +1,7 @@
 """The decoder-only transformer: every family from one description.
 
-It computes on local tensors and knows nothing of parallelism but the named calls where ranks meet (axes of size 1
-return their input) and the units whose parameters come and go (model/units.py). Parameter names are those of the
+It computes on local tensors and knows nothing of parallelism but the operations it is given (model/axis_operations.py)
+and the units whose parameters come and go (model/units.py). Parameter names are those of the
 parameter table (spec/parameters.py).
 
 Shapes: B rows, S tokens in a row, T = B x S, H hidden, V vocabulary.
@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.comm.mesh import Axes
-from meshwright.comm.operators import gather_from, reduce_from
-from meshwright.model import exchange, weight_gradients
-from meshwright.model.attention import Attention, visibility
+from meshwright.model import weight_gradients
+from meshwright.model.attention import Attention
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
-from meshwright.model.layers import Embedding, FeedForward, Linear, enter_tensor_parallel, leave_tensor_parallel, norm
+from meshwright.model.layers import Embedding, FeedForward, Linear, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy, token_cross_entropy
-from meshwright.model.recompute import recomputed, recomputed_parts
+from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
 from meshwright.model.units import NoUnits, Units
 from meshwright.model.weight_gradients import tapping
@@ -41,7 +40,7 @@ class Block(nn.Module):
     Also returns what a mixture adds to the loss to balance its experts, if `counted_B` (targets in each row) is given.
     """
 
-    def __init__(self, config: ModelConfig, axes: Axes, layer: int, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
         self.attention_norm = norm(config, **options)
         self.attention = Attention(config, axes, **options)
@@ -94,50 +93,47 @@ class StageOutput(NamedTuple):
 class Transformer(nn.Module):
     """A language model. Its parameters are left unset: `initialise`, `load_huggingface` or an engine fills them.
 
+    `axes`: the operations where its ranks meet, and what is recomputed (`parallel.axes.axis_operations` of a mesh).
     `stages`: those that it holds of a model cut into several (the whole unless given). Names do not change with them.
-    `recompute`: what the backward pass computes again instead of keeping it: "none", "selective" (everything between
-    the matrix products: norms, activations, attention) or "full" (whole blocks).
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        axes: Axes | None = None,
+        axes: AxisOperations = SINGLE_DEVICE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        recompute: str = "none",
         stages: Iterable[Stage] | None = None,
     ) -> None:
         super().__init__()
         assert config.planning_only is None, config.planning_only
         self.config = config
-        self.axes = axes if axes is not None else Axes.single(device=device or "cpu")
+        self.axes = axes
         dtype = torch.get_default_dtype() if dtype is None else dtype
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = -(-config.vocabulary // self.axes.tp.size)  # of this rank's slice of the vocabulary
-        self._first_token = self.axes.tp.rank * width
+        width = -(-config.vocabulary // axes.tensor.size)  # of this rank's slice of the vocabulary
+        self._first_token = axes.tensor.rank * width
         stages = (whole_model(config),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
         held = {layer for stage in stages for layer in stage.layers}
         self._whole = len(held) == config.layers and first and last
         looked_up = first or (last and config.tied)
-        self.embedding: Any = Embedding(width, config.hidden, self.axes, **options) if looked_up else None
+        self.embedding: Any = Embedding(width, config.hidden, axes.tensor, **options) if looked_up else None
         learned = config.positions == "learned"
         self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned and first else None
         self.layers: Any = nn.ModuleList()
         for layer in range(config.layers):  # None holds the place of one that is on another stage
-            block = Block(config, self.axes, layer, **options) if layer in held else None
+            block = Block(config, axes, layer, **options) if layer in held else None
             self.layers.add_module(str(layer), block)
         self.final_norm = norm(config, **options) if last else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._rotary = None if learned else RotaryTable(config, dtype)
-        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = recomputed(Block.__call__, recompute)
+        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap(Block.__call__)
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
-        self._recompute = recompute
         self.compiled = False
         self._loss_options: dict[str, Any] = {
-            "axes": self.axes,
+            "tensor": axes.tensor,
             "first_token": self._first_token,
             "widest": min(width, config.vocabulary),
         }
@@ -190,7 +186,7 @@ class Transformer(nn.Module):
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
-                counted_B = reduce_from(counted_B, self.axes.cp, "router.targets")
+                counted_B = self.axes.context.reduce(counted_B, "router.targets")
         x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
         balance = torch.stack(balances).sum() if balances else None
         if not stage.last:
@@ -199,10 +195,10 @@ class Transformer(nn.Module):
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, self.head_weight, targets_T, **self._loss_options)
-            responses_BD = pairs.log_probabilities(losses_T, self.axes.cp)
+            responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
             return StageOutput(units.leave("head", responses_BD), balance)
         widest, layers = self._loss_options["widest"], len(stage.layers)
-        keep = keeps_head_gradient(len(targets_T), widest, layers, self._recompute, at_once)
+        keep = keeps_head_gradient(len(targets_T), widest, layers, self.axes.recompute.kind, at_once)
         loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=keep, **self._loss_options)
         if balance is not None:
             loss = loss + (balance - balance.detach())
@@ -241,24 +237,23 @@ class Transformer(nn.Module):
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Scores of the tokens that follow, [B, S, V], given what the head reads."""
         local_BSV = nn.functional.linear(hidden_BSH, self._head.weight)
-        return gather_from(local_BSV, self.axes.tp, "head.output", dim=2)[..., : self.config.vocabulary]
+        return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made
         for one shape; a batch of another shape, or the first one that packs several documents, adds another."""
-        exchange.stay_out_of_graphs()
         weight_gradients.stay_out_of_graphs()
         options = {"dynamic": False, **options}
-        self._run_block = recomputed(Block.forward, self._recompute, options, self._with_taps)
-        if self.axes.layout.expert_parallel:
-            self._run_block = _apart_from_exchanges(self._run_block, self._recompute, options, self._with_taps)
+        self._run_block = self.axes.recompute.wrap(Block.forward, options, self._with_taps)
+        if self.axes.dispatcher is not None:
+            self._run_block = _apart_from_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._loss_options["compiled"] = True
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Compiled blocks whose products give their weight gradients to a queue, where there is one."""
-        ranks = self.axes.tp.size if self.axes.layout.tensor_sequence_parallel else 1
+        ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
             with tapping(block.products(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
@@ -298,7 +293,7 @@ class Transformer(nn.Module):
         if stage.first:
             assert x is None and self.embedding is not None
             units.enter("embedding", None)
-            x = units.leave("embedding", leave_tensor_parallel(self.embedding(tokens_BS), self.axes, "embedding"))
+            x = units.leave("embedding", self.axes.tensor.leave(self.embedding(tokens_BS), "embedding"))
             if self.positions is not None:
                 x = units.enter("positions", x)
                 x = x + self._learned_positions(positions_BS, cached, cached + sequence, tokens_BS.device)
@@ -323,10 +318,9 @@ class Transformer(nn.Module):
         self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device, cached: int
     ) -> dict[int | None, torch.Tensor | None]:
         """What each token may see, by window; `sequence` tokens of every row are on this rank."""
-        ranks = self.axes.cp.size
-        assert ranks == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
-        ring = not self.axes.cp.trivial and self.axes.layout.cp_method == "ring"
-        return {window: visibility(documents, ranks * sequence, window, device, cached, ring) for window in windows}
+        context = self.axes.context
+        assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
+        return {window: context.visibility(documents, sequence, window, device, cached) for window in windows}
 
     def _learned_positions(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
@@ -335,24 +329,25 @@ class Transformer(nn.Module):
         assert self.positions is not None
         if positions_BS is None:
             positions_BS = torch.arange(start, stop, device=device)[None]
-        if self.axes.layout.tensor_sequence_parallel:
-            positions_BS = positions_BS.chunk(self.axes.tp.size, dim=1)[self.axes.tp.rank]
+        tensor = self.axes.tensor
+        if tensor.sequence_parallel:
+            positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
         return self.positions(positions_BS)
 
     def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        return enter_tensor_parallel(self._norm(self.final_norm, x_BSH), self.axes, "head.input")
+        return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
-def _apart_from_exchanges(
+def _apart_from_dispatch(
     run_dense: Callable[..., Any],
-    recompute: str,
+    recompute: Recompute,
     options: dict[str, Any],
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Runs a block whose experts have ranks of their own: what comes before the mixture is compiled, the mixture is
     not. A graph that breaks inside of a checkpoint leaves all of the block to be run as it is, and again in the
     backward pass. `run_dense` runs the others; `around` is what is to be around something compiled."""
-    before, mixture = recomputed_parts(Block.attend, Mixture.__call__, recompute, options, around)
+    before, mixture = recompute.wrap_parts(Block.attend, Mixture.__call__, options, around)
 
     def apart(
         block: Block,
@@ -365,7 +360,7 @@ def _apart_from_exchanges(
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return x_BSH + y_BSH, balance
 
-    spread = recomputed(apart, "full") if recompute == "full" else apart
+    spread = recompute.wrap(apart) if recompute.kind == "full" else apart
 
     def run(block: Block, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = spread if isinstance(block.mlp, Mixture) else run_dense

@@ -1,35 +1,382 @@
-"""Context parallelism: which tokens of a row each rank of cp has.
+"""Context parallelism: the tokens of each row are split over ranks, and attention alone communicates.
 
-The ring (model/ring_attention.py) cuts a row into 2 cp pieces and gives rank c the pieces c and 2 cp - 1 - c, so that
-all have equal work under a causal mask; Ulysses (model/attention.py) into cp, in their order. Attention alone sees the
-other ranks' tokens; every gradient is then a sum over `data`, which is dp x cp.
+Idea: ring attention keeps a rank's queries in place while KV blocks travel around the ring of ranks (Liu et al. 2023,
+arXiv:2310.01889). Under a causal mask, ranks with contiguous slices would have unequal work: a row is cut into 2 cp
+chunks, and rank c holds c and 2 cp - 1 - c (zig-zag; as balanced as the stripes of Brandon et al. 2023,
+arXiv:2311.09431).
+Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole rows with N / cp of the
+heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); its ranks hold contiguous slices.
+Mathematics: partial results over some keys are merged by their log-sum-exps; backward recomputes probabilities from the
+log-sum-exp of the whole row (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
+Communication: in each of cp - 1 ring steps a rank passes the KV block on; in backward the gradients of a block travel
+with it and are home after cp steps. Ulysses: two all-to-alls forward, two backward.
+Overlap: a KV block is sent while the one before is computed with, a gradient while the next one is.
+
+Every other gradient is a sum over `data`, which is dp x cp.
+
+Shapes: B rows, C tokens of a row on this rank, S of the whole row, N query heads, K key-value heads, G = N / K, D head
+size. In a tile: P pairs of a row and a key-value head, X = G x queries of the tile, L keys that the tile sees.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 import torch
 
-from meshwright.comm.mesh import Mesh
+from meshwright.comm import collectives
+from meshwright.comm.custom_operator import custom_operator
+from meshwright.comm.handle import DONE
+from meshwright.comm.mesh import Axis, Mesh, axis_of
+from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
+from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
-from meshwright.model.ring_attention import held_pieces
+from meshwright.model.precision import at_least_float32
+from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.tiled_attention import Span, by_kv_head, groups, like_queries, pairs, scores
+
+SITE = "attention.ring"
+aten = torch.ops.aten
+
+
+# --- idea: which tokens a rank holds, and how it attends
 
 
 def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """The places in a row of `sequence` tokens of those that the rank at place `rank` of cp has, in their order there.
-    `model.refuse` sees to it that pieces are equal."""
+    """The positions in a row of `sequence` tokens that rank `rank` of cp holds, ascending, [C]. `spec.refuse` checks
+    that chunks are equal."""
     ring = layout.cp_method == "ring"
-    pieces, held = (2 * layout.cp, held_pieces(rank, layout.cp)) if ring else (layout.cp, (rank,))
-    assert sequence % pieces == 0, f"{sequence} tokens in {pieces} pieces"
-    return torch.cat([piece for index, piece in enumerate(torch.arange(sequence).chunk(pieces)) if index in held])
+    count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
+    assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
+    return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
 
 def part_of_rows(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Of whole rows what this rank has: tokens and targets [B, S / cp], and the documents, which know where they are.
-    Without context parallelism everything, as it is."""
+    """This rank's tokens and targets of whole rows, [B, S / cp], and the documents with their positions. Without
+    context parallelism the arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = places_of(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
     return tokens_BS[:, places_C], targets_BS[:, places_C], documents.at(places_C)
+
+
+def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """The two of the 2 x `ranks` chunks of a row that a rank holds."""
+    return rank, 2 * ranks - 1 - rank
+
+
+class ContextParallel(ContextOperations):
+    """What the operations of both methods share."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.size = axis, axis.size
+
+    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return reduce_from(x, self.axis, site)
+
+
+class RingAttention(ContextParallel):
+    """Ring attention over zig-zag chunks."""
+
+    def visibility(
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
+    ) -> torch.Tensor | None:
+        """The first visible position of each token on this rank, [B or 1, C]."""
+        assert cached == 0 and documents.places_C is not None
+        first_BS = documents.first_visible_BS(self.size * tokens, window, device)
+        return None if first_BS is None else first_BS[:, documents.places_C]
+
+    def attend(
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
+    ) -> torch.Tensor:
+        return ring_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
+
+
+class UlyssesAttention(ContextParallel):
+    """DeepSpeed-Ulysses over contiguous slices."""
+
+    def visibility(
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
+    ) -> torch.Tensor | None:
+        """As of one device with whole rows."""
+        return visibility(documents, self.size * tokens, window, device, cached)
+
+    def attend(
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
+    ) -> torch.Tensor:
+        return ulysses_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
+
+
+def context_operations(mesh: Mesh) -> ContextOperations:
+    """The operations of a layout's context parallelism; without it those of one device."""
+    if mesh.cp.trivial:
+        return ContextOperations()
+    return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
+
+
+# --- mathematics: attention over some keys, merged
+
+
+def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
+    """The pairs of chunks in which queries of `rank` see keys of `source`, each holding `tokens` of a row."""
+    chunk = tokens // 2
+    halves = (slice(0, chunk), slice(chunk, tokens))
+    return [
+        Span(queries, keys, mine * chunk, theirs * chunk)
+        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
+        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
+        if theirs <= mine
+    ]
+
+
+def _add_span(
+    out_BKGCD: torch.Tensor,
+    log_sum_BKGC: torch.Tensor,
+    q_BKGCD: torch.Tensor,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    first_BC: torch.Tensor | None,
+    span: Span,
+) -> None:
+    """Merge the attention of a span's queries over its keys into the result, in place."""
+    for rows, heads, tiles in groups(q_BKGCD, span, first_BC):
+        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+        wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
+        for tile in tiles:
+            at = (rows, heads, slice(None), tile.queries)
+            part = q_BKGCD[at]
+            scores_PXL = scores(pairs(part), wide_k_PCD, tile, part.shape)
+            p_PXL = torch.softmax(scores_PXL, dim=-1)
+            # The greatest probability is exp(greatest score - log sum).
+            here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
+            o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
+            _merge(out_BKGCD[at], log_sum_BKGC[at], o_PXD.view(part.shape), here)
+
+
+def _add_span_fused(
+    out_BKGCD: torch.Tensor,
+    log_sum_BKGC: torch.Tensor,
+    q_BKGCD: torch.Tensor,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    span: Span,
+) -> None:
+    """`_add_span` by PyTorch's flash attention."""
+    part = q_BKGCD[..., span.queries, :]
+    q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
+    o, here = _flash(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
+    into = out_BKGCD[..., span.queries, :], log_sum_BKGC[..., span.queries]
+    _merge(*into, o.view(part.shape), here.view(part.shape[:-1]))
+
+
+def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+    """Merge results over some keys in place into those over others, each weighted by its log-sum-exp."""
+    both = torch.logaddexp(log_sum, log_sum_more)
+    out.mul_((log_sum - both).exp_()[..., None])
+    out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
+    log_sum.copy_(both)
+
+
+class _SavedQueries(NamedTuple):
+    """This rank's queries in backward. `inner_BKGC`: the result times its gradient, summed over D; `first_BC`: the
+    first position that each sees."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    d_out: torch.Tensor
+    log_sum_BKGC: torch.Tensor
+    inner_BKGC: torch.Tensor
+    first_BC: torch.Tensor | None
+
+
+def _add_span_gradients(
+    dq_BKGCD: torch.Tensor,
+    d_keys_values: torch.Tensor,
+    saved: _SavedQueries,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    span: Span,
+) -> None:
+    """Add a span's gradients, in place."""
+    dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
+    for rows, heads, tiles in groups(saved.q, span, saved.first_BC):
+        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+        dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
+        wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
+        for tile in tiles:
+            at = (rows, heads, slice(None), tile.queries)
+            part = saved.q[at]
+            q_PXD, d_out_PXD = pairs(part), pairs(saved.d_out[at])
+            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(saved.log_sum_BKGC[at])).exp_()
+            dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
+            less_PX1, v_PDL = _column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            if dtype == less_PX1.dtype:
+                dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
+            else:
+                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - less_PX1
+            ds_PXL = p_PXL.mul_(dp_PXL).to(dtype)
+            dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
+            dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
+            dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
+
+
+def _add_span_gradients_fused(
+    dq_BKGCD: torch.Tensor,
+    d_keys_values: torch.Tensor,
+    saved: _SavedQueries,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    span: Span,
+) -> None:
+    """`_add_span_gradients` by PyTorch's flash attention, given the result and log-sum-exp of the whole row."""
+    q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
+    log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
+    k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
+    tokens, causal = q.shape[2], span.query_place == span.key_place
+    if q.is_cuda:
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+        between = None, None, tokens, tokens, 0.0, causal, seed, seed
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(d_out, q, k, v, out, log_sum, *between)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(d_out, q, k, v, out, log_sum, 0.0, causal)
+    dq_BKGCD[..., span.queries, :] += by_kv_head(dq, k_BKCD)
+    d_keys_values[0, :, :, span.keys] += dk
+    d_keys_values[1, :, :, span.keys] += dv
+
+
+def _fused(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
+    """True if PyTorch's flash attention is used: it takes no mask and no head over 256; on a CPU tiles are faster."""
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _flash(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    on_cuda = device.type == "cuda"
+    return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _column(x: torch.Tensor) -> torch.Tensor:
+    """[P, X, 1] of [rows, heads, G, X]."""
+    return pairs(x[..., None])
+
+
+# --- communication and overlap
+
+
+def ring_attention(
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, axis: Axis
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D) v over the keys of all ranks of `axis`, from the position `first_BC` of the row (None: 0) to
+    the query's own. Result [B, N, C, D], laid out in memory as [B, C, N, D]."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _attend(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]  # an operator's first call loads the compiler
+    return torch.ops.meshwright.ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]
+
+
+def ulysses_attention(
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
+) -> torch.Tensor:
+    """Causal attention over whole rows, of which each rank of `axis` holds a contiguous slice and computes N / cp
+    heads, [B, N, C, D]; `visible` is that of whole rows. Where there are more ranks than key-value heads, neighbours
+    share one."""
+    copies = max(1, axis.size // k_BKCD.shape[1])
+    three = q_BNCD, k_BKCD.repeat_interleave(copies, dim=1), v_BKCD.repeat_interleave(copies, dim=1)
+    by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
+    mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
+    q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
+    out = attend(q, k, v, visible)
+    return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
+
+
+def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Every rank's KV block [2, B, K, C, D], this rank's first, with its source rank. The next block is in transfer
+    while the caller computes."""
+    here = torch.stack([k_BKCD, v_BKCD])
+    spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
+    for distance in range(axis.size):
+        handle, following = DONE, here
+        if distance < axis.size - 1:
+            following = spare[distance % 2]
+            handle = collectives.rotate(following, here, axis, site, async_op=True)
+        yield (axis.rank - distance) % axis.size, here
+        handle.wait()
+        here = following
+
+
+def _attend(
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the log of each query's sum of exponentials, [B, N, C]."""
+    axis, wide = axis_of(key), at_least_float32(q_BNCD.dtype)
+    q = by_kv_head(q_BNCD, k_BKCD)
+    out = q.new_zeros(q.shape, dtype=wide)
+    log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+    for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
+        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+            if _fused(q, first_BC):
+                _add_span_fused(out, log_sum, q, k, v, span)
+            else:
+                _add_span(out, log_sum, q, k, v, first_BC, span)
+    return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
+
+
+_forward = custom_operator("meshwright::ring_attention")(_attend)
+
+
+@custom_operator("meshwright::ring_attention_backward")
+def _backward(
+    d_out_BNCD: torch.Tensor,
+    q_BNCD: torch.Tensor,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    out_BNCD: torch.Tensor,
+    log_sum_BNC: torch.Tensor,
+    first_BC: torch.Tensor | None,
+    key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    axis, wide = axis_of(key), log_sum_BNC.dtype
+    inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
+    of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
+    q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
+    saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
+    add = _add_span_gradients_fused if _fused(q_BNCD, first_BC) else _add_span_gradients
+    dq = torch.zeros_like(q, dtype=wide)
+    # Gradients travel with their KV block, sent on while the next block is computed with.
+    arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
+    handle = DONE
+    for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
+        mine = torch.zeros_like(arriving)
+        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+            add(dq, mine, saved, k, v, span)
+        handle.wait()
+        leaving, arriving = arriving.add_(mine), leaving
+        handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
+    handle.wait()
+    dk, dv = (like_queries(k_BKCD).copy_(each) for each in arriving)
+    return like_queries(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
+
+
+_forward.register_fake(
+    lambda q, k, v, first, key: (like_queries(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
+)
+_backward.register_fake(lambda d_out, q, k, v, *_: (like_queries(q), like_queries(k), like_queries(v)))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
+    ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    operator = torch.ops.meshwright.ring_attention_backward
+    return (*operator(d_out_BNCD, *ctx.saved_tensors, ctx.first_BC, ctx.key), None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)

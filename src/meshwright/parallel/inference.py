@@ -18,6 +18,7 @@ from meshwright.layout import Layout
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.pieces import flat_unit
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
@@ -61,7 +62,9 @@ class SplitModel:
         self.stages = partition.stages
         self._pipeline = Pipeline(program, mesh.pp)
         held = partition.held(mesh.pp.rank)
-        self.model = Transformer(self.config, axes=mesh, device=mesh.device, dtype=dtype, stages=held).eval()
+        self.model = Transformer(
+            self.config, axes=axis_operations(mesh), device=mesh.device, dtype=dtype, stages=held
+        ).eval()
         names = match_rows(files, table, self.config)
         coordinates = mesh.layout.coordinates(mesh.rank)
         with torch.no_grad():

@@ -1,10 +1,16 @@
-"""Tensor parallelism beside the model: the gradients of which each rank of tp has only a part.
+"""Tensor parallelism: ranks split the matrix products of each layer (Shoeybi et al. 2019, arXiv:1909.08053).
 
-The model itself splits the products and meets where they end (model/layers.py, attention.py, loss.py; Shoeybi et al.
-2019, arXiv:1909.08053; with sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198). Left over are tensors
-that several ranks hold alike and that each of them uses for its own tokens or heads alone: norms, learned positions
-and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value heads that ranks share.
-The parameter table says which; here they are summed, once a step, all units together.
+Idea: the first product of a layer is split by columns, the second by rows, so that the ranks meet twice: all need the
+layer's input, and their partial results are summed. With sequence parallelism (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2) each rank holds a slice of the tokens between those products.
+Communication: conjugate pairs of operators (comm/operators.py); what one does forward, the other does backward:
+
+    enter: identity     | all-reduce         leave: all-reduce     | identity        (f and g of arXiv:1909.08053)
+    enter: all-gather   | reduce-scatter     leave: reduce-scatter | all-gather      (g and its conjugate, with slices)
+
+Gradients: tensors that several ranks replicate and use for their own tokens or heads alone get partial gradients:
+norms, learned positions and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value
+heads that ranks share. The parameter table lists them; `PartialGradients` sums them once a step, all units together.
 """
 
 from __future__ import annotations
@@ -15,11 +21,42 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
+from meshwright.comm.operators import copy_to, gather_from, join_from, reduce_from, reduce_scatter_to, split_to
+from meshwright.model.axis_operations import TensorOperations
 from meshwright.parallel.units import UnitBuffers
 from meshwright.spec.parameters import ParameterTable
 
 GRADIENT_SITE = "tensor.gradients"
 SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
+
+
+class TensorParallel(TensorOperations):
+    """The tensor-parallel operations of one rank; on an axis of size 1 they return their input."""
+
+    def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
+
+    def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
+
+    def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
+
+    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return reduce_from(x, self.axis, site)
+
+    def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
+        return gather_from(x, self.axis, site, dim)
+
+    def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        return split_to(x_BSH, self.axis, site)
+
+    def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        return join_from(x_BSH, self.axis, site)
+
+    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
+        all_reduce(x, self.axis, site, op)
 
 
 class PartialGradients:

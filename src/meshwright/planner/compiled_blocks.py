@@ -1,6 +1,6 @@
 """A compiled block: what its forward keeps, and the kernels of its forward and backward with what they read and make.
 
-The engine says what a compiled block keeps (`model/recompute.py`): results of matrix products, attention and
+The engine says what a compiled block keeps (`parallel/recompute.py`): results of matrix products, attention and
 collectives, as far as the backward reads them; everything between them is computed again inside of the backward's
 kernels. Of blocks that are computed again whole ("full") the partitioner of torch.compile chooses what lives from the
 second forward to the backward. The order of kernels is inductor's, as it came out for every shape that was looked at

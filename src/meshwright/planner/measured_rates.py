@@ -29,7 +29,7 @@ HEAD_SIZES = (32, 128)
 
 RING_PIECES = (32, 128)
 """Tokens of the pieces of rings that are measured. What a score costs in a ring lies on a line over the inverse of
-that: results are merged for each query and piece of keys (model/ring_attention.py)."""
+that: results are merged for each query and piece of keys (parallel/context.py)."""
 
 BACKWARD = "-backward"
 

@@ -169,7 +169,7 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
 
 
 def repeats(at: Local, window: int | None) -> bool:
-    """Whether keys and values are repeated for every query head (`model/attention.py`, `takes_groups`)."""
+    """Whether keys and values are repeated for every query head (`model/scaled_dot_product.py`, `takes_groups`)."""
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)
@@ -250,7 +250,7 @@ def _apart(at: Local) -> bool:
 
 
 def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
-    """Selective recomputation: what matrix products make, and sums over ranks (`model/recompute.py`)."""
+    """Selective recomputation: what matrix products make, and sums over ranks (`parallel/recompute.py`)."""
     config, layout = at.config, at.layout
     tokens = at.rows, at.tokens
     yield Entry(f"{name}.attention.qkv.output", (*tokens, (at.heads + 2 * at.kv_heads) * config.head_dim), "x")

@@ -16,9 +16,9 @@ from torch import nn
 from meshwright.comm.mesh import Mesh
 from meshwright.model.layers import RMSNorm, activate
 from meshwright.model.loss import loss_chunk_from_logits
-from meshwright.model.ring_attention import ring_attention
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
+from meshwright.parallel.context import ring_attention
 from meshwright.planner import elementwise
 from meshwright.planner.engines import ENGINES
 from meshwright.planner.measured_rates import (
@@ -132,7 +132,7 @@ def _loss(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> 
     """The loss of some tokens' logits, or its gradient in the logits' place."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
-    forward = partial(loss_chunk_from_logits, logits_CV, targets_C, Mesh.single())
+    forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
     return forward().differentiate if back else forward
 
 

@@ -13,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.stage_compute import MicroBatch
@@ -63,7 +64,7 @@ class _Run:
         partition = Partition.of(program, model.config, table, model.sequence)
         dtype = DTYPES[layout.precision or "fp32"]
         stages = partition.held(0)
-        module = Transformer(model.config, axes=self.mesh, device="meta", dtype=dtype, stages=stages)
+        module = Transformer(model.config, axes=axis_operations(self.mesh), device="meta", dtype=dtype, stages=stages)
         self.parallel = DataParallel(module, table, self.mesh, seed=0, parameter_dtype=dtype, partition=partition)
         self.passes = ForwardBackward(module, self.parallel, program)
         self.batch = self._batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)

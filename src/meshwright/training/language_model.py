@@ -22,6 +22,7 @@ from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.preference import preference_of
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pieces import Piece
@@ -73,10 +74,9 @@ class LanguageModelTask:
         # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
         self.model = Transformer(
             config,
-            axes=mesh,
+            axes=axis_operations(mesh),
             device="meta",
             dtype=dtypes.parameters,
-            recompute=layout.recompute,
             stages=partition.held(mesh.pp.rank),
         )
         self.parallel = DataParallel(

@@ -29,6 +29,7 @@ from meshwright.monitoring.memory import (
     reset_peak_rss,
     resident_bytes,
 )
+from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.step import ForwardBackward
@@ -68,7 +69,7 @@ class _Run:
         table, program = parameter_table(config), program_for(layout, config, sequence)
         partition = Partition.of(program, config, table, sequence)
         dtype = PARAMETER_DTYPES[precision]
-        module = Transformer(config, axes=mesh, device="meta", dtype=dtype, stages=partition.held(0))
+        module = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=dtype, stages=partition.held(0))
         self.parallel = DataParallel(module, table, mesh, seed=0, parameter_dtype=dtype, partition=partition)
         train: Any = SimpleNamespace(
             optimizer="adamw", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.1, momentum=0.0, router_bias_rate=0.0

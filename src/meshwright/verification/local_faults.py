@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from meshwright.data.order import SampleOrder
-from meshwright.model import ring_attention, tiled_attention
+from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
+from meshwright.parallel import context
 from meshwright.parallel.data import DataParallel
 from meshwright.parallel.gradients import GradientSums
 from meshwright.parallel.units import UnitBuffers
@@ -285,5 +286,5 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "attention not masked across documents": LocalFaultSpec("updates", Documents, "from_ids", _no_documents),
     "causal mask off by one": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _sees_next),
     "attention tile drops a key": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _tile_forgets),
-    "ring attention drops a KV block": LocalFaultSpec("long sequences", ring_attention, "spans", _ring_forgets),
+    "ring attention drops a KV block": LocalFaultSpec("long sequences", context, "spans", _ring_forgets),
 }

@@ -1,4 +1,9 @@
-"""Computing activations again in the backward pass instead of keeping them (Chen et al. 2016, arXiv:1604.06174)."""
+"""Activation checkpointing: backward recomputes activations from fewer saved ones (Chen et al. 2016, arXiv:1604.06174).
+
+Full recomputation saves the input of each block. Selective recomputation saves the results of matrix products and of
+sums over ranks, and recomputes norms, activations and attention, which are large and cheap (Korthikanti et al. 2022,
+arXiv:2205.05198, section 5).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import meshwright.comm.operators
 import meshwright.model.grouped_product
-import meshwright.model.ring_attention
-import meshwright.model.tiled_attention  # noqa: F401  (these define the operators that are named below)
+import meshwright.model.tiled_attention
+import meshwright.parallel.context  # noqa: F401  (these define the operators that are named below)
+from meshwright.model.axis_operations import Function, Recompute
 
 aten = torch.ops.aten
 EXPERTS = torch.ops.meshwright.grouped_product.default
@@ -29,9 +35,9 @@ ATTENTION = frozenset(
     }
 )
 
-# What ranks have summed, or found in a ring, is small and came over the wire: it is kept, and so are tokens that
-# travelled to their experts and back. What sequence parallelism gathered is as large as the ranks' slices together: it
-# is gathered again (Korthikanti et al. 2022, section 4.2.2), and what ranks traded is traded again.
+# Sums over ranks and results of ring attention are small and cost communication: they are saved, and so are dispatched
+# and combined tokens. What sequence parallelism gathers is as large as the ranks' slices together: it is gathered again
+# (Korthikanti et al. 2022, section 4.2.2), and so are the all-to-alls of Ulysses repeated.
 SUMS = frozenset(
     {
         torch.ops.meshwright.reduce_from.default,
@@ -50,46 +56,46 @@ GATHERED = frozenset(
     }
 )
 
-Function = Callable[..., Any]
 
+class ActivationCheckpointing(Recompute):
+    """Saved activations of a block by `kind`:
 
-def recomputed(
-    function: Function,
-    kind: str,
-    compile_options: dict[str, Any] | None = None,
-    around: Callable[[Function], Function] = lambda compiled: compiled,
-) -> Function:
-    """`function`, compiled if there are options for torch.compile, with what is to be `around` it then, that keeps of
-    its activations:
-
-    "none": what its backward pass needs; compiled, the results of matrix products and attention, because everything
-    else is elementwise, and fused into the kernels of the backward pass it costs less again than it costs to keep;
+    "none": those that its backward needs; compiled, the results of matrix products and attention, because everything
+    else is elementwise, and fused into the kernels of backward it costs less to recompute than to save;
     "selective": the results of matrix products, and of sums over ranks, from which norms, activations and attention are
-    computed again (after Korthikanti et al. 2022, arXiv:2205.05198, section 5); "full": its inputs alone.
+    recomputed; "full": its inputs alone.
     """
-    assert kind in ("none", "selective", "full"), kind
-    if kind == "selective":
-        function = _keeping(function, MATRIX_PRODUCTS | SUMS)
-    elif kind == "none" and compile_options is not None:
-        function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
-    if compile_options is not None:
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
-        function = around(torch.compile(function, **compile_options))
-    return _checkpointed(function) if kind == "full" else function
 
+    def __init__(self, kind: str) -> None:
+        assert kind in ("none", "selective", "full"), kind
+        self.kind = kind
 
-def recomputed_parts(
-    first: Function,
-    second: Function,
-    kind: str,
-    compile_options: dict[str, Any],
-    around: Callable[[Function], Function],
-) -> tuple[Function, Function]:
-    """Two parts of a function, of which the first alone is compiled, each as `recomputed` would have it; where all of
-    it is computed again ("full"), that is for both together, by who calls them."""
-    if kind == "full":
-        return around(torch.compile(first, **compile_options)), second
-    return recomputed(first, kind, compile_options, around), recomputed(second, kind)
+    def wrap(
+        self,
+        function: Function,
+        compile_options: dict[str, Any] | None = None,
+        around: Callable[[Function], Function] = lambda compiled: compiled,
+    ) -> Function:
+        if self.kind == "selective":
+            function = _keeping(function, MATRIX_PRODUCTS | SUMS)
+        elif self.kind == "none" and compile_options is not None:
+            function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
+        if compile_options is not None:
+            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
+            function = super().wrap(function, compile_options, around)
+        return _checkpointed(function) if self.kind == "full" else function
+
+    def wrap_parts(
+        self,
+        first: Function,
+        second: Function,
+        compile_options: dict[str, Any],
+        around: Callable[[Function], Function],
+    ) -> tuple[Function, Function]:
+        """As of `Recompute`; with "full" the caller wraps both parts together."""
+        if self.kind == "full":
+            return Recompute.wrap(self, first, compile_options, around), second
+        return super().wrap_parts(first, second, compile_options, around)
 
 
 def _keeping(function: Function, operators: frozenset[Any]) -> Function:

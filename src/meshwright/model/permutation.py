@@ -1,0 +1,26 @@
+"""Permutations of rows whose backward is a permutation too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def invert_permutation(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes `order` [N]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class Permuted(torch.autograd.Function):
+    """x[order]. Backward gathers too, by the inverse: no sum whose order is undefined."""
+
+    @staticmethod
+    def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(inverse_N)
+        return x_NH.index_select(0, order_N)
+
+    @staticmethod
+    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse_N,) = context.saved_tensors
+        return d_NH.index_select(0, inverse_N), None, None

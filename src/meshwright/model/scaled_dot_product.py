@@ -1,0 +1,84 @@
+"""Scaled dot-product attention of one device, and which tokens of a batch each token may attend to.
+
+Shapes: B rows, S tokens in a row, N query heads, K key-value heads, D head size, C tokens in a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.model.documents import Documents
+from meshwright.model.tiled_attention import tiled_attention
+
+
+def visibility(
+    documents: Documents, sequence: int, window: int | None, device: torch.device, cached: int = 0
+) -> torch.Tensor | None:
+    """What attention needs to know of documents, window and `cached` earlier tokens; None: everything before a token.
+
+    Made once per batch and shared by all layers with the same window. Without a cache on a CPU it is the first visible
+    place of each of the `sequence` tokens of whole rows, [B or 1, S]; else a mask [B or 1, 1, S, C] that is true where
+    a token may look.
+    """
+    if cached == 0:
+        first_BS = documents.first_visible_BS(sequence, window, device)
+        if first_BS is None or device.type == "cpu":
+            return first_BS
+        places_S = torch.arange(sequence, device=device)
+        return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
+    assert documents.starts_BS is None, "a cache holds one document per row"
+    if sequence == 1:
+        return None  # the cache hands out exactly what a single token may see
+    places_C = torch.arange(cached + sequence, device=device)
+    now_S1 = places_C[cached:, None]
+    mask_SC = places_C <= now_S1
+    if window is not None:
+        mask_SC &= places_C > now_S1 - window
+    return mask_SC[None, None]
+
+
+def attend(
+    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D) v of the last S of C tokens, over what `visibility` allows; [B, N, S, D]."""
+    same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
+    if same_length and q_BNSD.device.type == "cpu":
+        return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
+    causal = same_length and visible is None
+    groups = q_BNSD.shape[1] // k_BKCD.shape[1]
+    if groups > 1 and q_BNSD.device.type == "cuda" and not takes_groups(q_BNSD.dtype, visible is not None):
+        k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(
+        q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
+    )
+
+
+def takes_groups(dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused kernel of PyTorch on CUDA takes fewer key-value heads than query heads: flash attention does,
+    which has neither wide types nor masks. Without such a kernel all scores of a row would be there at once
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return dtype in (torch.bfloat16, torch.float16) and not masked
+
+
+def attend_both_ways(
+    q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, added: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D + added) v over all tokens of a row; [B, N, S, D]. `added` [B or 1, 1, S or 1, S] hides keys
+    (`both_ways`); None: every token sees every other."""
+    return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=added)
+
+
+def both_ways(documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores of an encoder: nothing where a token may look, the lowest number there is elsewhere
+    (finite: a row may be padding from end to end). A token sees those of its document whose `attention_mask_BS` is not
+    0. Made once per batch and shared by all layers; None where nothing is hidden."""
+    starts_BS, visible = documents.starts_BS, None
+    if starts_BS is not None:
+        visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]
+    if attention_mask_BS is not None:
+        real = (attention_mask_BS != 0)[:, None, None]
+        visible = real if visible is None else visible & real
+    if visible is None:
+        return None
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)

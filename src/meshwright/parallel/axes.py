@@ -1,0 +1,22 @@
+"""The parallelism of a model in one place: the operations along each axis of a mesh that it is built with."""
+
+from __future__ import annotations
+
+from meshwright.comm.mesh import Mesh
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.parallel.context import context_operations
+from meshwright.parallel.expert import AllToAllTokenDispatcher
+from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.parallel.tensor import TensorParallel
+
+
+def axis_operations(mesh: Mesh) -> AxisOperations:
+    """The operations of this rank; data and pipeline parallelism are outside of the model
+    (`parallel/data.py`, `parallel/pipeline.py`)."""
+    layout = mesh.layout
+    return AxisOperations(
+        tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),
+        context=context_operations(mesh),
+        dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if layout.expert_parallel else None,
+        recompute=ActivationCheckpointing(layout.recompute),
+    )
