@@ -7,6 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from meshwright.planner.machine_profile import has_bf16_instructions
 from meshwright.probe import matmul
 
 
@@ -20,14 +21,14 @@ from meshwright.probe import matmul
         ("model name\t: a bf16 machine", False),
     ],
 )
-def test_the_kernel_says_whether_the_processor_multiplies_bf16(tmp_path, line, expected):
+def test_has_bf16_instructions_reads_the_kernels_cpu_flags(tmp_path, line, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
-    assert matmul._has_bf16_instructions(tmp_path / "cpuinfo") is expected
-    assert not matmul._has_bf16_instructions(tmp_path / "none")
+    assert has_bf16_instructions(tmp_path / "cpuinfo") is expected
+    assert not has_bf16_instructions(tmp_path / "none")
 
 
 def test_without_such_instructions_no_timing_can_choose_bf16(monkeypatch):
-    monkeypatch.setattr(matmul, "_has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: False)
     monkeypatch.setattr(matmul, "_timed_products", lambda *_: pytest.fail("measured"))
     assert not matmul.bf16_is_faster("cpu")
 
@@ -42,7 +43,7 @@ def test_load_does_not_flip_the_choice(monkeypatch, loaded, bf16_seconds, expect
         alone = bf16_seconds if dtype is torch.bfloat16 else 1.0
         return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in shapes]
 
-    monkeypatch.setattr(matmul, "_has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: True)
     monkeypatch.setattr(matmul, "_timed_products", timed)
     assert matmul.bf16_is_faster("cpu") is expected
 

@@ -112,13 +112,38 @@ def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layo
     assert asked[0]["axes"] == axes
 
 
-def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(asked: list[dict[str, Any]]):
+def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
     started(Layout.parse("dp2 fp32"))
     started(Layout.parse("dp2"))
     assert [each["precisions"] for each in asked] == [["fp32"], ["bf16", "fp32"]]
     for layout in ("dp2", "dp2 fp32", "dp2 bf16"):
         started(Layout.parse(layout))
     assert len(asked) == 2
+
+
+def test_layout_without_precision_is_measured_in_fp32_alone_without_bf16_instructions(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: False)
+    started(Layout.parse("dp2"))
+    assert [each["precisions"] for each in asked] == [["fp32"]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "instructions", "warned"),
+    [
+        ("dp2 bf16", "cpu", False, True), ("fp16", "cpu", False, True), ("dp2 bf16", "cuda", False, False),
+        ("dp2 bf16", "cpu", True, False), ("dp2", "cpu", False, False), ("fp32", "cpu", False, False),
+    ],
+)  # fmt: skip
+def test_precision_without_instructions_for_it_is_warned_of(layout, device, instructions, warned, monkeypatch):
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
+    warning = first_start.slow_precision_warning(Layout.parse(layout), device)
+    assert (warning is not None) is warned
+    assert warning is None or "takes the faster one" in warning
 
 
 def test_failed_measurement_is_a_line_and_not_kept(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
@@ -210,9 +235,12 @@ def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any
     assert machine_of(trainer).name == f"2 x {threads}"
 
 
-def test_automatic_layout_measures_an_unfind_hardware_profile_if_it_may(asked: list[dict[str, Any]]):
+def test_automatic_layout_measures_a_missing_hardware_profile_if_it_may(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
     from tests.training.test_automatic import TABLES, Recipe
 
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
     recipe = Recipe.from_tables(TABLES)
     with pytest.raises(UserError, match="no hardware profile"):
         chosen_layout(recipe, None, print)

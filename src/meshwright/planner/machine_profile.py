@@ -27,6 +27,9 @@ VERSION = 2
 LOCK_SECONDS = 120.0
 """How long a start waits for another that measures, which may have been stopped."""
 
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""CPU flags of bf16 multiplication: of x86 two, of Arm one."""
+
 PROBE_VARIABLE = "MESHWRIGHT_PROBE"
 """An environment variable: "0" has no start measure anything, as --no-probe does for one."""
 
@@ -187,6 +190,17 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if the kernel lists instructions that multiply bf16; False where there is no such file."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    lines = (line.partition(":") for line in text.splitlines())
+    flags = next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
+    return not BF16_FLAGS.isdisjoint(flags)
 
 
 def torch_version() -> str:

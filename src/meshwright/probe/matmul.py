@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+
+from meshwright.planner.machine_profile import has_bf16_instructions
 
 # Shapes of a small transformer's products (tokens, out, in); large enough to be limited by arithmetic on a few cores.
 SHAPES = ((1024, 1024, 1024), (2048, 1536, 512), (2048, 512, 1536))
 DECIDING_SHAPES = ((512, 512, 512), (512, 1024, 256))  # smaller: many products, of which some have the machine alone
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, Arm
 TURNS = 4
 
 
@@ -34,7 +34,7 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
     device = torch.device(device)
     if device.type == "cuda":
         return True
-    if not _has_bf16_instructions():
+    if not has_bf16_instructions():
         return False
     rate = dict.fromkeys((torch.float32, torch.bfloat16), 0.0)
     for _ in range(TURNS):
@@ -42,17 +42,6 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
             products = _timed_products(dtype, device, DECIDING_SHAPES, 0.04)
             rate[dtype] = max(rate[dtype], *(flops / min(times) for flops, times in products))
     return rate[torch.bfloat16] >= 1.2 * rate[torch.float32]
-
-
-def _has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the kernel says that the processor multiplies bf16; False where there is no such file."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    lines = (line.partition(":") for line in text.splitlines())
-    flags = next((said.split() for name, _, said in lines if name.strip().lower() in ("flags", "features")), [])
-    return not BF16_FLAGS.isdisjoint(flags)
 
 
 def _timed_products(

@@ -18,6 +18,7 @@ from meshwright.planner.machine_profile import (
     PROBE_VARIABLE,
     HardwareProfile,
     HardwareProfileKey,
+    has_bf16_instructions,
     may_measure,
     measurement_lock,
     read_profile,
@@ -31,8 +32,24 @@ SYNCHRONOUS_AXES = ("tp", "cp")
 """Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
 (`planner/reference_step.py`)."""
 
-CANDIDATE_PRECISIONS = ("bf16", "fp32")
-"""Of a layout that names no precision the ranks take one of these, whichever is faster: both are measured."""
+SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
+"""Precisions whose products of matrices take several times as long as float32's on processors without instructions for
+them."""
+
+
+def candidate_precisions() -> tuple[str, ...]:
+    """Precisions of which the ranks take the faster one where the layout names none: all of them are measured."""
+    return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
+
+
+def slow_precision_warning(layout: Layout, device: str) -> str | None:
+    """Warning for a precision that this machine's processor computes slowly, or None. device: the recipe's."""
+    if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not on_processors(device) or has_bf16_instructions():
+        return None
+    return (
+        f"warning: precision {layout.precision}: this processor has no instructions for 16-bit matrix products, which "
+        "may take many times as long as in fp32; a layout without a precision takes the faster one"
+    )
 
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
@@ -76,7 +93,7 @@ def measure_first_start(
         return
     ranks = ranks or layout.world_size
     axes = _synchronous(layout) if axes is None else axes
-    precisions = CANDIDATE_PRECISIONS if layout.precision is None else (layout.precision,)
+    precisions = candidate_precisions() if layout.precision is None else (layout.precision,)
     key = HardwareProfileKey.here(available_cores(), ranks, threads)
     processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
 

@@ -17,7 +17,7 @@ from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
 from meshwright.terminal import print_message
-from meshwright.training.first_start import measure_run, on_processors
+from meshwright.training.first_start import measure_run, on_processors, slow_precision_warning
 
 WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not from the current directory
 
@@ -64,6 +64,8 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     )
     if probe:
         spec = replace(spec, before_ranks=partial(measure_run, recipe, threads.count, spec.log))
+    if warning := slow_precision_warning(recipe.parsed_layout, recipe.run.device):
+        spec.log(warning)
     if threads.note and on_processors(recipe.run.device):
         spec.log(threads.note)
     return launch(spec)
