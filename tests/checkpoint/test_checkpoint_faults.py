@@ -22,7 +22,7 @@ from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from tests.training import checkpoint_cases as cases
 
 CONFIG = cases.tiny("llama")
@@ -194,7 +194,7 @@ def test_a_snapshot_is_one_copy_into_memory_that_is_there():
     """What holds training up for a save (how long, `bench/save_stall.py` says): no fresh memory, and neighbours in one
     long copy."""
     buffers, flat = SnapshotBuffers(), torch.randn(200_000)
-    pieces = [Piece("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
+    pieces = [TensorSlice("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
     buffers.reserve(pieces)
     with profile(profile_memory=True) as seen:
         first = buffers.take(pieces)

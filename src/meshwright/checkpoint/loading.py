@@ -29,7 +29,7 @@ from meshwright.checkpoint.slices import (
     read_index,
 )
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 _DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
 _THREADS = 4
@@ -44,7 +44,7 @@ class _Task:
     copies: Sequence[tuple[Read, int, int, int]]
 
 
-def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
+def load_slices(path: Path, pieces: Sequence[TensorSlice], rank: int, ranks: int) -> None:
     """Read the checkpoint directory `path` into `pieces` and check every byte that is read, and this rank's share of
     the rest. Raises `Damaged` (pieces are then partly overwritten), `UserError` for a kind of state it does not hold.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.checkpoint.files import json_bytes
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable, Row
 
 DTYPE_CODES = {

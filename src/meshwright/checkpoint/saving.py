@@ -38,7 +38,7 @@ from meshwright.checkpoint.meeting import Meeting
 from meshwright.checkpoint.model_files import DTYPE_CODES, ModelFiles, safetensors_header, write_piece
 from meshwright.checkpoint.slices import Slice, slice_file, tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
 
 _CAST_ELEMENTS = 4 * 2**20

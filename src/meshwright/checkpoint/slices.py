@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.checkpoint.files import json_bytes
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.model_files import ITEM_BYTES
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
 from meshwright.untrusted import read_json
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Snapshot:
     `ready`: on CUDA the event after the last copy; the buffers may be read once it has happened.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
     ready: torch.cuda.Event | None
 
@@ -33,15 +33,15 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorSlice]) -> None:
         """Allocate what a snapshot of such pieces needs, pages touched."""
         for dtype, group in _by_dtype(pieces).items():
             self._buffer(dtype, group).fill_(0)  # pages are made when they are first written
 
-    def take(self, pieces: Sequence[Piece]) -> Snapshot:
+    def take(self, pieces: Sequence[TensorSlice]) -> Snapshot:
         """Copy the pieces. On CUDA the copies are queued on the current stream, before whatever changes the state
         next; nothing waits here."""
-        copied: list[Piece] = []
+        copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
         ready: torch.cuda.Event | None = None
         for dtype, group in _by_dtype(pieces).items():
@@ -62,7 +62,7 @@ class SnapshotBuffers:
             ready.record()
         return Snapshot(tuple(copied), tuple(used), ready)
 
-    def _buffer(self, dtype: torch.dtype, group: Sequence[Piece]) -> torch.Tensor:
+    def _buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
         pinned = any(piece.tensor.is_cuda for piece in group)
         size = sum(piece.stop - piece.start for piece in group)
         buffer = self._buffers.get((dtype, pinned))
@@ -73,15 +73,15 @@ class SnapshotBuffers:
         return buffer
 
 
-def _by_dtype(pieces: Sequence[Piece]) -> dict[torch.dtype, list[Piece]]:
+def _by_dtype(pieces: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
     """Pieces by dtype, wider ones first, so that every element in a file lies at a multiple of its size."""
-    groups: dict[torch.dtype, list[Piece]] = {}
+    groups: dict[torch.dtype, list[TensorSlice]] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.tensor.element_size()):
         groups.setdefault(piece.tensor.dtype, []).append(piece)
     return groups
 
 
-def _neighbours_joined(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+def _neighbours_joined(pieces: Sequence[TensorSlice]) -> list[torch.Tensor]:
     """The pieces' tensors, those that follow each other in the same memory as one: fewer, longer copies."""
     joined: list[torch.Tensor] = []
     for piece in pieces:

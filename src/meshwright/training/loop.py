@@ -176,7 +176,7 @@ class Run:
         made_of = {
             "data_sha256": trainer.data.sha256,
             "rows": " ".join(tokens.rows_sha256 for tokens in trainer.pair_rows.values()),
-            "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
+            "weights": weights_checksum(trainer.parallel.master_slices(owned=True), self.mesh),
             "model": hashlib.sha256(canonical_json(dict(trainer.config.to_huggingface()))).hexdigest(),
             "precision": trainer.layout.precision or "fp32",
         }

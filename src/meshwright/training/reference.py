@@ -25,7 +25,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data.files import sync_directory
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 FILE = "reference.safetensors"
 FORMAT = 1
@@ -129,7 +129,7 @@ def together(responses: Responses, mesh: Mesh) -> None:
     responses.values[:] = values.cpu().numpy()
 
 
-def weights_checksum(owned: Iterable[Piece], mesh: Mesh) -> str:
+def weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     """64 bits that any layout finds alike of the same masters: the sum over all elements of their bits times an odd
     number that depends on row and place, modulo 2^64. `owned`: the pieces of which each element is one rank's."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)

@@ -21,21 +21,17 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference, Rewards, preference_of
-from meshwright.model.transformer import Transformer
 from meshwright.monitoring.clock import StepClock
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, loss_share
-from meshwright.parallel.pieces import Piece
-from meshwright.parallel.pipeline import check_same_everywhere
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward, count_terms
+from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward, count_terms, loss_share
 from meshwright.planner.data_calls import Work
 from meshwright.planner.traffic import PREFERENCE_FIGURES, predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import Optimizer
@@ -129,30 +125,16 @@ class Trainer:
         self.table = parameter_table(config)
         dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
         choose_products(layout.precision, self.device)
-        program = program_for(layout, config, recipe.data.sequence)
-        check_same_everywhere(program, mesh)
-        partition = Partition.of(program, config, self.table, recipe.data.sequence)
-        # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
-        self.model = Transformer(
+        self.model, self.parallel, program = parallelize(
             config,
-            axes=mesh,
-            device="meta",
-            dtype=dtypes.parameters,
-            recompute=layout.recompute,
-            stages=partition.held(mesh.pp.rank),
-        )
-        self.parallel = DataParallel(
-            self.model,
-            self.table,
             mesh,
+            recipe.data.sequence,
             seed=recipe.run.seed if initialise else None,
             parameter_dtype=dtypes.parameters,
             master_dtype=dtypes.masters,
-            partition=partition,
+            compile_blocks=recipe.train.compile,
         )
         self._stand_by()
-        if recipe.train.compile:
-            self.model.compile_blocks()
         self.tokens: TokenRows = data.split("train")
         self.validation_tokens: TokenRows = data.split("validation")
         self.preference = preference_of(recipe)
@@ -199,7 +181,7 @@ class Trainer:
         clock.mark("agree")
         if verdict.finite:
             self.optimizer.step(learning_rate(self.steps_done, train), self._gradient_scale(verdict))
-            self.parallel.publish()
+            self.parallel.all_gather_parameters()
         else:
             self._take_back()
             self.skipped += 1
@@ -281,11 +263,11 @@ class Trainer:
             "recipe": self.recipe.to_toml(),
         }
 
-    def pieces(self, owned: bool) -> list[Piece]:
+    def pieces(self, owned: bool) -> list[TensorSlice]:
         """Masters and optimizer state as pieces: what this rank writes (`owned`) or everything that it must read."""
-        pieces = self.parallel.master_pieces(owned)
+        pieces = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
-            pieces += self.parallel.pieces_like(kind, tensors, owned)
+            pieces += self.parallel.slices_like(kind, tensors, owned)
         return pieces
 
     def memory(self) -> dict[str, int]:
@@ -322,13 +304,13 @@ class Trainer:
         """Start from the weights of a Hugging Face directory instead of initial values."""
         files = CheckpointFiles(directory)
         names = match_rows(files, self.table, self.config)
-        for name, pieces in groupby(self.parallel.master_pieces(owned=False), key=lambda piece: piece.name):
+        for name, pieces in groupby(self.parallel.master_slices(owned=False), key=lambda piece: piece.name):
             row = self.table.row(name)
             value = read_row(files, row, names)
             flat = (value.t() if row.transposed else value).reshape(-1)
             for piece in pieces:
                 piece.tensor.copy_(piece.of(flat))
-        self.parallel.publish()
+        self.parallel.all_gather_parameters()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
@@ -336,7 +318,7 @@ class Trainer:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
-        self.parallel.publish()
+        self.parallel.all_gather_parameters()
 
     def _terms(self, micro_batches: list[MicroBatch]) -> int:
         """What the loss of the step is divided by, over all ranks."""

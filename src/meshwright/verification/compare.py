@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.rows import Part
 from meshwright.verification.patterns import backward_order, describe_pattern
 from meshwright.verification.problem import Problem
@@ -162,7 +162,7 @@ class _Comparing:
         """Parameter entries that the optimizer updates; biases that balance experts follow a rule of their own."""
         return {row.name for row in self.reference.table.rows if not row.balances}
 
-    def _last(self, result: RankResult) -> list[Piece]:
+    def _last(self, result: RankResult) -> list[TensorSlice]:
         return result.steps[max(result.steps)].weights
 
     def _note(self, errors: dict[str, float]) -> dict[str, float]:
@@ -213,7 +213,7 @@ def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     ]
 
 
-def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
+def _copies(layout: Layout, pieces: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
     """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
     of tp or pp hold is once that of each of them. Of experts there may be more copies, or fewer, than of all else."""
     parts: tuple[Part, Part] = ("dense", "experts")
@@ -223,7 +223,7 @@ def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Refere
     ]
 
 
-def _copies_of(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference, part: Part) -> list[Rows]:
+def _copies_of(layout: Layout, pieces: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part) -> list[Rows]:
     names = [row.name for row in reference.table.rows if row.part(layout) == part]
     if not names:
         return [{}]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.verification.reference import Reference
 
 NO_PATTERN = "no recognized pattern"
@@ -36,7 +36,7 @@ def backward_order(reference: Reference) -> list[str]:
 
 
 def describe_pattern(
-    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str
+    reference: Reference, pieces: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
     """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
     truth = reference.gradients[step][name]
@@ -78,7 +78,7 @@ def describe_pattern(
 
 
 def _apart_on_tp(
-    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor, name: str
+    reference: Reference, pieces: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
     row = reference.table.row(name)
@@ -95,7 +95,7 @@ def _apart_on_tp(
     return True
 
 
-def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor) -> bool:
+def _apart_on_pp(pieces: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Whether the ranks of pp that hold a row have the right gradient together but not each."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
@@ -110,7 +110,7 @@ def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch
     return True
 
 
-def _of_another(reference: Reference, step: int, piece: Piece) -> str | None:
+def _of_another(reference: Reference, step: int, piece: TensorSlice) -> str | None:
     """Whether a piece holds what belongs to another row of the same size."""
     size = float(piece.tensor.norm())
     for name, values in reference.gradients[step].items():

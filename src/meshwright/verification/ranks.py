@@ -20,7 +20,7 @@ from meshwright.data import PreparedData
 from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import CollectivesRecipe
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.trainer import Dtypes, Trainer, Verdict
@@ -39,8 +39,8 @@ class StepResult:
     loss: float
     norm: float
     scale: float
-    gradients: list[Piece]
-    weights: list[Piece]
+    gradients: list[TensorSlice]
+    weights: list[TensorSlice]
 
 
 @dataclass
@@ -52,8 +52,8 @@ class RankResult:
     noticed a fault by themselves went no further."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
-    optimizer: list[Piece] = field(default_factory=list)
-    parameters: list[Piece] = field(default_factory=list)
+    optimizer: list[TensorSlice] = field(default_factory=list)
+    parameters: list[TensorSlice] = field(default_factory=list)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
     not_restored: list[str] = field(default_factory=list)
     final_loss: float = math.nan
@@ -113,12 +113,12 @@ def run_rank(
 class _WatchedTrainer(Trainer):
     """The trainer, which keeps the gradients of a step as they are before the optimizer sees them."""
 
-    gradients: list[Piece]
+    gradients: list[TensorSlice]
 
     def _agree(self, loss_sum: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> Verdict:
         verdict = super()._agree(loss_sum, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
-        self.gradients = self.parallel.pieces_like("gradient", unscaled, owned=False)
+        self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict
 
 
@@ -148,7 +148,7 @@ class _Run:
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
             with _poison(trainer.model) if poisoned else nullcontext():
                 verdict = trainer.step()
-            weights = _copied(trainer.parallel.master_pieces(owned=False))
+            weights = _copied(trainer.parallel.master_slices(owned=False))
             result.steps[step] = StepResult(
                 verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
             )
@@ -160,7 +160,7 @@ class _Run:
         result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
         result.calls = self.mesh.record.table()
         result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
-        result.parameters = trainer.parallel.parameter_pieces()
+        result.parameters = trainer.parallel.parameter_slices()
         result.counters[problem.steps] = _counters(trainer)
         return result
 
@@ -224,5 +224,5 @@ def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> 
     ]
 
 
-def _copied(pieces: list[Piece]) -> list[Piece]:
+def _copied(pieces: list[TensorSlice]) -> list[TensorSlice]:
     return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]

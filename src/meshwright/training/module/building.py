@@ -9,7 +9,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.parallel.module_table import Derived, check_values, derive
+from meshwright.parallel.module.table import ModuleDescription, check_values, describe_module
 from meshwright.training.module.data import draw_from, seed_for
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.task import Task
@@ -21,7 +21,7 @@ def build_trainer(task: Task, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTrainer
     """This rank's trainer, with the values that rank 0's `build` gave. Every rank calls it."""
     layout = recipe.parsed_layout
     module = _built(task, recipe.run.seed, layout, torch.device(mesh.device))
-    derived = derive(module, task.units, task.decays)
+    derived = describe_module(module, task.units, task.decays)
     _check_alike(derived, mesh)
     same_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
@@ -52,7 +52,7 @@ def _built(task: Task, seed: int, layout: Layout, device: torch.device) -> nn.Mo
     return module
 
 
-def _check_alike(derived: Derived, mesh: Mesh) -> None:
+def _check_alike(derived: ModuleDescription, mesh: Mesh) -> None:
     """`UserError` on all ranks where one has built another module than rank 0."""
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
     mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -12,11 +12,12 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.parallel.data import TARGET_SITE, DataParallel
-from meshwright.parallel.module_table import Derived
-from meshwright.parallel.module_units import ModuleUnits
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.module.prefetch import ModulePrefetcher
+from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.pipeline import Compute
+from meshwright.parallel.step import TARGET_SITE
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.data_calls import Work, by_axis, by_site
 from meshwright.planner.module_traffic import module_calls
 from meshwright.schedules.library import program_of
@@ -41,7 +42,7 @@ class ModulePasses:
     each part of the work that has ended. `seed`: of what the module draws (dropout)."""
 
     def __init__(
-        self, module: nn.Module, task: Task, parallel: DataParallel, seed: int, mark: Callable[[str], None]
+        self, module: nn.Module, task: Task, parallel: ZeroEngine, seed: int, mark: Callable[[str], None]
     ) -> None:
         self.module, self.parallel, self.mark = module, parallel, mark
         self._task, self.seed = task, seed
@@ -49,10 +50,8 @@ class ModulePasses:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         (self.stage,) = parallel.partition.stages
-        units = parallel.stage_units(self.stage)
-        assert isinstance(units, ModuleUnits)
-        self.units = units
-        parallel.gradients.completed, parallel.gradients.reducing = units.completed, units.reducing
+        units = self.units = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
+        parallel.gradients.on_complete, parallel.gradients.on_reduce = units.on_complete, units.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """`parallel.shards` have the true gradients afterwards. targets: what the sum of losses is divided by. Returns
@@ -83,7 +82,7 @@ class ModulePasses:
         with torch.no_grad(), self.units.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._task.measures.values()]
-        self.units.release()
+        self.units.reshard()
         return [loss, batch.items, *measured]
 
 
@@ -129,18 +128,24 @@ class ModuleTrainer(Trainer):
     """`Trainer` for a foreign module.
 
     module: with the values that it starts from, on the mesh's device; its trained parameters become views of flat
-    buffers. derived: what `parallel.module_table.derive` found in it.
+    buffers. derived: what `parallel.module.table.describe_module` found in it.
     """
 
     def __init__(
-        self, task: Task, recipe: ModuleRecipe, layout: Layout, mesh: Mesh, module: nn.Module, derived: Derived
+        self,
+        task: Task,
+        recipe: ModuleRecipe,
+        layout: Layout,
+        mesh: Mesh,
+        module: nn.Module,
+        derived: ModuleDescription,
     ) -> None:
         self.recipe, self.layout, self.mesh, self.task = recipe, layout, mesh, task
         self.device = torch.device(mesh.device)
         self.module, self.table, self.derived = module, derived.table, derived
         choose_products(layout.precision, self.device)
         dtype = parameter_dtype(module, layout)
-        self.parallel = DataParallel(
+        self.parallel = ZeroEngine(
             module,
             derived.table,
             mesh,
@@ -148,7 +153,7 @@ class ModuleTrainer(Trainer):
             parameter_dtype=dtype,
             master_dtype=torch.promote_types(dtype, torch.float32),
             partition=ModulePartition.whole(derived.table),
-            stage_units=ModuleUnits,  # type: ignore[arg-type]
+            prefetcher=ModulePrefetcher,  # type: ignore[arg-type]
         )
         self._stand_by()
         train, seed = recipe.train, recipe.run.seed
@@ -204,7 +209,7 @@ class ModuleTrainer(Trainer):
             "recipe": self.recipe.to_toml(),
         }
 
-    def pieces(self, owned: bool) -> list[Piece]:
+    def pieces(self, owned: bool) -> list[TensorSlice]:
         """Masters and optimizer state, and what is kept beside them."""
         return super().pieces(owned) + self.values.pieces(owned)
 
