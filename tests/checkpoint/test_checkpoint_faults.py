@@ -200,9 +200,9 @@ def test_a_snapshot_is_one_copy_into_memory_that_is_there():
         first = buffers.take(pieces)
     copies = [event for event in seen.events() if event.name == "aten::copy_"]
     assert len(copies) == 1 and not any(event.cpu_memory_usage > 0 for event in seen.events())
-    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(first.pieces, pieces, strict=True))
-    places = [copy.tensor.data_ptr() for copy in first.pieces]
-    assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).pieces] == places
+    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(first.slices, pieces, strict=True))
+    places = [copy.tensor.data_ptr() for copy in first.slices]
+    assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).slices] == places
 
 
 def test_a_hole_in_the_state_is_a_fault_and_not_a_checkpoint(tmp_path):

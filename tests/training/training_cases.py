@@ -100,7 +100,7 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
         pass
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.pieces(owned=True)]
+    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.slices(owned=True)]
     mesh.close()
     return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
 

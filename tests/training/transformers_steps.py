@@ -263,4 +263,4 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
 
 def owned(trainer: Trainer) -> list[TensorSlice]:
     """Copies of what a rank would write to a checkpoint."""
-    return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.pieces(owned=True)]
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.slices(owned=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -158,11 +159,14 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[Row], torch.Tensor]) -> None:
-        """Write values into a shard that begins at `start`. value_of: the unsharded value of a row, as on disk."""
-        for part, first, last in self.within(start, start + shard.numel()):
-            value = value_of(part.row)
-            mine = part.of((value.t() if part.row.transposed else value).reshape(-1))
-            shard[first - start : last - start].copy_(mine[first - part.offset : last - part.offset])
+        """Write values into a shard that begins at `start`. value_of: the unsharded value of a row, as on disk; it is
+        called once for each row of which the shard has elements."""
+        for row, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].row):
+            value = value_of(row)
+            flat = (value.t() if row.transposed else value).reshape(-1)
+            for part, first, last in found:
+                mine = part.of(flat)[first - part.offset : last - part.offset]
+                shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Write the values that the model's parameters have now (before `bind`) into a shard that begins at `start`."""

@@ -37,10 +37,7 @@ class GradientAccumulator:
     bound to them."""
 
     def __init__(
-        self,
-        units: Mapping[str, FsdpUnit],
-        parameters: Mapping[str, Sequence[nn.Parameter]],
-        reducer: GradientReducer,
+        self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
     ) -> None:
         self._units, self._parameters, self._reducer = units, parameters, reducer
         self._place = {

@@ -1,4 +1,4 @@
-"""What is applied to a model on one rank, in which order: the assembly that trainer, probe and tests share."""
+"""Parallelize a model: everything that is applied to it on one rank, in order, for trainer, probe and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of a pipeline program are for a model: forward and backward of one micro-batch through one stage."""
+"""Forward and backward of one micro-batch through one stage: the compute steps of a pipeline program."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StageCompute:
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The same, but what the weights of products get is left for later."""
+        """The gradient of the stage's input (B pass); weight gradients of products are queued for `weight_gradient`."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -95,7 +95,7 @@ class StageCompute:
         return d_x
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """What was left."""
+        """The queued weight gradients (W pass)."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -105,7 +105,7 @@ class StageCompute:
         self.mark("backward")
 
     def _arrived(self) -> None:
-        """What the next step reads is there."""
+        """Mark the end of waiting for another stage."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
 
@@ -130,7 +130,7 @@ class StageCompute:
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves for its backward."""
+    """Tensors that a forward keeps for its backward."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -80,8 +80,8 @@ class ForwardBackward:
         return compute.loss
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Of the responses of micro-batches whose documents come in pairs, as many as a step has or fewer: by their
-        number, [B, D]; of those whose last stage is here."""
+        """Log-probabilities [B, D] of the responses of micro-batches whose documents come in pairs, as many as a step
+        has or fewer: by number of the micro-batch, for those whose last stage is here."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -111,8 +111,8 @@ class ForwardBackward:
 
 
 def count_terms(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """What the loss of a step is a mean over, given this rank's micro-batches: the target tokens of all ranks, or,
-    where documents come in pairs, their pairs. At least 1."""
+    """Terms that the loss of a step is a mean over, given this rank's micro-batches: the target tokens of all ranks,
+    or, where documents come in pairs, their pairs. At least 1."""
     pairs = [documents.pairs for _, _, documents in micro_batches if documents.pairs is not None]
     if not pairs:
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
@@ -127,7 +127,7 @@ def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
-    """The same of pairs of responses, of which ranks of cp have parts of the same ones."""
+    """Pairs of responses of the whole step, likewise; ranks of cp have slices of the same ones."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 

@@ -175,23 +175,13 @@ class UnshardedGradient:
         return self.views[index], stale
 
 
-@dataclass(slots=True)
-class _Reduction:
-    """A reduction in flight: from `unsharded` to `output` (None: an all-reduce in place); `last` of the step."""
-
-    unit: FsdpUnit
-    handle: Handle
-    output: torch.Tensor | None = None
-    unsharded: torch.Tensor | None = None
-    last: bool = True
-
-
 class GradientReducer:
     """Sums the gradients of a rank's FSDP units over ranks, each as soon as a backward pass has completed it."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
-        self._in_flight: deque[_Reduction] = deque()
+        self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
+        """Reductions, oldest first, and what is to be done when they have ended."""
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -226,32 +216,32 @@ class GradientReducer:
         if unit.zero == 0:
             if not axes.data.trivial:
                 handle = all_reduce(gradient.buffer, axes.data, GRADIENT_SITE, async_op=True)
-                self._in_flight.append(_Reduction(unit, handle))
+                self._in_flight.append((handle, lambda: None))
             return
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
-            self._complete(self._in_flight.popleft())
+            self._wait_for_oldest()
         output = unit.gradient if first else torch.empty_like(unit.gradient)
         handle = reduce_scatter(output, gradient.buffer, axes.shard, GRADIENT_SITE, async_op=True)
-        self._in_flight.append(_Reduction(unit, handle, output, gradient.buffer, last))
+        self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
 
-    def _complete(self, reduction: _Reduction) -> None:
-        """Wait for a reduction, add it to the shard, and start the sum over replicas after the last one."""
-        reduction.handle.wait()
-        if reduction.output is None:
-            return
-        unit = reduction.unit
+    def _wait_for_oldest(self) -> None:
+        handle, complete = self._in_flight.popleft()
+        handle.wait()
+        complete()
+
+    def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
+        """Add a reduction's output to the unit's shard; after the last one start the sum over replicas."""
         if unit.zero >= 2:
-            assert reduction.unsharded is not None
-            self._pool.release(reduction.unsharded)
-        if reduction.output is not unit.gradient:
-            unit.gradient.add_(reduction.output)
-        if reduction.last and not unit.axes.replica.trivial:
+            self._pool.release(buffer)
+        if output is not unit.gradient:
+            unit.gradient.add_(output)
+        if last and not unit.axes.replica.trivial:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
         """Wait for the reductions, and sum what several pipeline stages have of one unit."""
         while self._in_flight:
-            self._complete(self._in_flight.popleft())
+            self._wait_for_oldest()
         for handle in self._replica_sums:
             handle.wait()
         self._replica_sums.clear()

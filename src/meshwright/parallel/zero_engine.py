@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccu
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
 from meshwright.planner.states import flats_of, states
-from meshwright.spec.parameters import ParameterTable
+from meshwright.spec.parameters import ParameterTable, Row
 from meshwright.spec.partition import Partition
 from meshwright.spec.rows import Part
 from meshwright.spec.stages import Stage
@@ -199,8 +199,12 @@ class ZeroEngine:
 
     def initialise(self, seed: int) -> None:
         """Start from initial values, which depend on (seed, parameter name) alone."""
+        self.load(partial(initial_value, seed=seed))
+
+    def load(self, value_of: Callable[[Row], torch.Tensor]) -> None:
+        """Start from other values. value_of: the unsharded value of a row of the table, as on disk."""
         for unit in self._units.values():
-            unit.flat.fill(unit.master, unit.start, partial(initial_value, seed=seed))
+            unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
 
     def all_gather_parameters(self) -> None:
@@ -217,7 +221,7 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """The same for other state: `tensors`, one per shard, as long as its master."""
+        """Slices, as of the masters, of other state: `tensors`, one per shard, as long as its master."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
@@ -258,7 +262,7 @@ class ZeroEngine:
         return sizes
 
     def predicted_bytes(self) -> dict[str, int]:
-        """The same as the planner computes it from the table, between steps."""
+        """`memory` between steps, as the planner computes it from the table."""
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))

@@ -140,7 +140,7 @@ class Run:
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
-                self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
+                self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
         if self.trainer.preference is not None:
             with self.journal.memory.aside():
                 self._know_reference(RunDirectory(self.recipe.run_directory).path / REFERENCE)
@@ -210,7 +210,7 @@ class Run:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
             self.journal.memory.start()
             self.trainer = Trainer(self.recipe, resolved, config, data, self.mesh, initialise=False)
-            loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
+            loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
             if loaded is None:
                 if self.recipe.model.load_weights:
                     self.trainer.load_weights(Path(self.recipe.model.from_path or ""))
@@ -264,7 +264,7 @@ class Run:
         if (reason := self._settle()) is not None:
             self.journal.save_failed(step, reason)
         self.checkpointer.save(
-            step, self.trainer.pieces(owned=True), self.trainer.state(), validation_loss=validation_loss
+            step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
         self.journal.saving(step, self.checkpointer.stall_seconds)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -263,12 +262,12 @@ class Trainer:
             "recipe": self.recipe.to_toml(),
         }
 
-    def pieces(self, owned: bool) -> list[TensorSlice]:
-        """Masters and optimizer state as pieces: what this rank writes (`owned`) or everything that it must read."""
-        pieces = self.parallel.master_slices(owned)
+    def slices(self, owned: bool) -> list[TensorSlice]:
+        """Masters and optimizer state as slices: what this rank writes (`owned`) or everything that it must read."""
+        slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
-            pieces += self.parallel.slices_like(kind, tensors, owned)
-        return pieces
+            slices += self.parallel.slices_like(kind, tensors, owned)
+        return slices
 
     def memory(self) -> dict[str, int]:
         """Bytes of state that this rank holds, by kind."""
@@ -304,16 +303,10 @@ class Trainer:
         """Start from the weights of a Hugging Face directory instead of initial values."""
         files = CheckpointFiles(directory)
         names = match_rows(files, self.table, self.config)
-        for name, pieces in groupby(self.parallel.master_slices(owned=False), key=lambda piece: piece.name):
-            row = self.table.row(name)
-            value = read_row(files, row, names)
-            flat = (value.t() if row.transposed else value).reshape(-1)
-            for piece in pieces:
-                piece.tensor.copy_(piece.of(flat))
-        self.parallel.all_gather_parameters()
+        self.parallel.load(lambda row: read_row(files, row, names))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
+        """Go on from a checkpoint whose tensors were just read into `slices(owned=False)`."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))

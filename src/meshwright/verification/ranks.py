@@ -159,7 +159,7 @@ class _Run:
             return result
         result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
         result.calls = self.mesh.record.table()
-        result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
+        result.optimizer = [item for item in _copied(trainer.slices(owned=False)) if item.kind != "master"]
         result.parameters = trainer.parallel.parameter_slices()
         result.counters[problem.steps] = _counters(trainer)
         return result
@@ -180,14 +180,14 @@ class _Run:
         return trainer
 
     def _save(self, trainer: Trainer) -> None:
-        self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
+        self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
 
     def _resumed(self) -> _WatchedTrainer:
         """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
         trainer = self._trainer(initialise=False)
-        loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
+        loaded = self._checkpointer.load_newest(trainer.slices(owned=False))
         if loaded is None:
             raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
         trainer.restore(loaded[1])
@@ -224,5 +224,5 @@ def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> 
     ]
 
 
-def _copied(pieces: list[TensorSlice]) -> list[TensorSlice]:
-    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+def _copied(slices: list[TensorSlice]) -> list[TensorSlice]:
+    return [replace(item, tensor=item.tensor.clone()) for item in slices]

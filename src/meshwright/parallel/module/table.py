@@ -21,7 +21,7 @@ ChooseUnit = Callable[[str, nn.Module], bool]
 """True for a module (given its name and itself) that is a unit of its own."""
 
 SMALL = 1 / 32
-"""Of all parameters: a module with less stays in `REST`, unless it is one of a list of modules."""
+"""Share of all parameters below which a module stays in `REST`, unless it is one of a list of modules."""
 LARGE = 1 / 4
 """A list's module with more, and with a list inside, is not one unit: its inner modules are."""
 

@@ -50,8 +50,8 @@ class ModulePasses:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         (self.stage,) = parallel.partition.stages
-        units = self.units = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
-        parallel.gradients.on_complete, parallel.gradients.on_reduce = units.on_complete, units.on_reduce
+        prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
+        parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """`parallel.shards` have the true gradients afterwards. targets: what the sum of losses is divided by. Returns
@@ -79,10 +79,10 @@ class ModulePasses:
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
         """The sum of the batch's losses, its items, and the sums of what is measured beside, without gradients."""
-        with torch.no_grad(), self.units.forward(self.parallel.mesh.shard, backward_follows=False):
+        with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._task.measures.values()]
-        self.units.reshard()
+        self.prefetcher.reshard()
         return [loss, batch.items, *measured]
 
 
@@ -98,7 +98,7 @@ class _ModuleCompute:
         passes, batch = self._passes, self._micro_batches[micro_batch]
         draw_from(seed_for(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
-        with passes.units.forward(passes.parallel.mesh.shard):
+        with passes.prefetcher.forward(passes.parallel.mesh.shard):
             if batch.items:
                 self._loss = passes.loss_sum(batch) / self._targets
                 self.total += self._loss.detach()
@@ -107,7 +107,7 @@ class _ModuleCompute:
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> None:
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
-        with passes.units.backward(parallel.gradients):
+        with passes.prefetcher.backward(parallel.gradients):
             if self._loss is not None:
                 self._loss.backward()  # type: ignore[no-untyped-call]
         self._loss = None
@@ -161,7 +161,7 @@ class ModuleTrainer(Trainer):
         passes = ModulePasses(module, task, self.parallel, seed, self.clock.mark)
         named = dict(module.named_parameters())
         unit_of = {id(named[row.name]): row.unit for row in derived.table.rows}
-        passes.units.attach(derived.units, unit_of)
+        passes.prefetcher.attach(derived.units, unit_of)
         self.passes = passes  # type: ignore[assignment]
         self.samples = TrainingSamples(
             task.data, seed, train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches, task.collate, task.workers
@@ -209,9 +209,9 @@ class ModuleTrainer(Trainer):
             "recipe": self.recipe.to_toml(),
         }
 
-    def pieces(self, owned: bool) -> list[TensorSlice]:
+    def slices(self, owned: bool) -> list[TensorSlice]:
         """Masters and optimizer state, and what is kept beside them."""
-        return super().pieces(owned) + self.values.pieces(owned)
+        return super().slices(owned) + self.values.slices(owned)
 
     def memory(self) -> dict[str, int]:
         """Bytes of state that this rank holds, by kind."""
@@ -237,7 +237,7 @@ class ModuleTrainer(Trainer):
             self.layout,
             self._work(),
             self.mesh.rank,
-            held=passes.units.held,
+            held=passes.prefetcher.held,
             averaged=averaged,
             copied=copied,
             looked_at=self.values.looked_at(),
