@@ -29,6 +29,7 @@ from meshwright.model import experts, layers, loss, rope, tiled_attention
 from meshwright.recipe import Recipe
 from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.precision import PARAMETER_DTYPES, Dtypes
 from meshwright.training.trainer import Trainer
 
 MODULES = [Path(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "ast.py", "inspect.py")]
@@ -78,13 +79,14 @@ def recipe(size: str, seed: int, cache: str) -> Recipe:
 def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[float], float]:
     """The loss of each step, and the validation loss after the last."""
     data = prepare(recipe.data, recipe.run.seed)
-    options = {"master_dtype": torch.bfloat16} if fault == "master weights" else {}
+    masters = torch.bfloat16 if fault == "master weights" else torch.float32
+    dtypes = Dtypes(PARAMETER_DTYPES[precision], masters)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(contextlib.closing(Mesh.create(Layout.parse(f"mb4 {precision}"), "cpu")))
         if fault in NARROW:
             stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
         trainer = Trainer(
-            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, **options)
+            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, dtypes=dtypes)
         )
         if fault in ROUNDED:
             ROUNDED[fault](trainer)
@@ -94,26 +96,26 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
 
 def round_updates(trainer: Trainer) -> None:
     """Master weights are float32, and rounded after each update."""
-    publish = trainer.parallel.publish
+    all_gather_parameters = trainer.parallel.all_gather_parameters
 
     def rounded() -> None:
         round_to_bfloat16(shard.master for shard in trainer.parallel.shards)
-        publish()
+        all_gather_parameters()
 
-    trainer.parallel.publish = rounded  # type: ignore[method-assign]
+    trainer.parallel.all_gather_parameters = rounded  # type: ignore[method-assign]
 
 
 def round_sums(trainer: Trainer) -> None:
     """The gradient is rounded after each micro-batch."""
     sums = trainer.parallel.gradients
-    reached = sums._reached
+    note = sums._note
 
     def rounded(running: Any, parameter: Any) -> None:
         name, index = sums._place[parameter]
-        round_to_bfloat16([sums._whole(name).views[index]])
-        reached(running, parameter)
+        round_to_bfloat16([sums._reducer.unsharded(name).views[index]])
+        note(running, parameter)
 
-    sums._reached = rounded  # type: ignore[method-assign]
+    sums._note = rounded  # type: ignore[method-assign]
 
 
 def round_moments(trainer: Trainer) -> None:

@@ -31,7 +31,8 @@ from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.step import count_targets
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -64,20 +65,20 @@ def recipe() -> Recipe:
 def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
     mesh = Mesh.create(layout)
     model = Transformer(config, axes=axis_operations(mesh), dtype=dtype)
-    parallel = DataParallel(model, parameter_table(config), mesh, seed=0, parameter_dtype=dtype)
+    parallel = ZeroEngine(model, parameter_table(config), mesh, seed=0, parameter_dtype=dtype)
     optimizer = Optimizer(parallel.shards, recipe().train)
 
     def step(batch: Any) -> float:
         tokens, goals = batch
         targets = count_targets([goals], mesh)
         parallel.begin_step(1)
-        loss = model(tokens, goals, units=parallel) / targets
+        loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
         parallel.backward(loss)
         parallel.finish()
         verdict = torch.stack([loss.detach().double(), parallel.squared_norm_share()])
         all_reduce(verdict, mesh.world, "step.verdict")
         optimizer.step(1e-4, min(1.0, 1.0 / (float(verdict[1]) ** 0.5 + 1e-6)))
-        parallel.publish()
+        parallel.all_gather_parameters()
         return float(verdict[0])
 
     return step

@@ -41,8 +41,8 @@ from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.data import DataParallel
 from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of
 from meshwright.spec.config import ModelConfig
@@ -103,7 +103,7 @@ def ours(problem: Problem) -> Callable[[], float | None]:
     mesh, partition = problem.mesh, problem.partition
     model = Transformer(problem.config, axes=axis_operations(mesh), device="meta", stages=partition.held(mesh.pp.rank))
     table = partition.table
-    parallel = DataParallel(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
+    parallel = ZeroEngine(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
     runtime = ForwardBackward(model, parallel, program_of(problem.layout))
     optimizer = Optimizer(parallel.shards, problem.settings.train)
     micro_batches = [
@@ -115,7 +115,7 @@ def ours(problem: Problem) -> Callable[[], float | None]:
     def step() -> float | None:
         loss = runtime.train(micro_batches, problem.targets.numel())
         optimizer.step(RATE, 1.0)
-        parallel.publish()
+        parallel.all_gather_parameters()
         return float(loss) if last else None
 
     return step

@@ -28,7 +28,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(2)
     trainer = synthetic_trainer(SHAPE, "bf16", compile_blocks=False)
-    pieces = trainer.pieces(owned=True)
+    pieces = trainer.slices(owned=True)
     copies = [torch.zeros_like(piece.tensor) for piece in pieces]
     plain: list[float] = []
     stalls: list[float] = []

@@ -129,9 +129,9 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
     """On one rank: losses and norms of three steps, and the slices of all parameters' updates that it holds."""
     device = place(device)
     found = trainer(model, Layout.parse(layout_text), device, SEQUENCE, BATCH, trivial_calls, **SGD, compile=compiled)
-    before = [piece.tensor.clone() for piece in found.parallel.master_pieces(owned=True)]
+    before = [piece.tensor.clone() for piece in found.parallel.master_slices(owned=True)]
     verdicts = [found.step() for _ in range(STEPS)]
-    pieces = found.parallel.master_pieces(owned=True)
+    pieces = found.parallel.master_slices(owned=True)
     updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece, old in zip(pieces, before, strict=True):
         # Where in the row the piece lies: the row's own element numbers, cut like the row.

@@ -127,12 +127,12 @@ def check_resume(device: str, compiled: bool) -> bool:
             for _ in range(3):
                 first.step()
             saver = Checkpointer(Path(directory), first.mesh, first.config)
-            saver.save(3, first.pieces(owned=True), first.state())
+            saver.save(3, first.slices(owned=True), first.state())
             saver.wait()
             second = trainer()
             found = saver.newest()
             assert found is not None
-            second.restore(saver.load(found, second.pieces(owned=False)))
+            second.restore(saver.load(found, second.slices(owned=False)))
             for _ in range(3):
                 next(second.tokens._batches)  # the synthetic stream goes on where it stopped
                 second_step = None
@@ -185,7 +185,7 @@ def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
     """How long background saves hold up training, and how long they write; bytes of the state."""
     trainer = synthetic_trainer(shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device))
     trainer.step()
-    pieces, stalls, writing = trainer.pieces(owned=True), [], []
+    pieces, stalls, writing = trainer.slices(owned=True), [], []
     with tempfile.TemporaryDirectory() as directory:
         saver = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, keep=1)
         for step in range(1, 4):

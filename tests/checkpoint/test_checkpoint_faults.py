@@ -22,7 +22,7 @@ from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from tests.training import checkpoint_cases as cases
 
 CONFIG = cases.tiny("llama")
@@ -194,15 +194,15 @@ def test_a_snapshot_is_one_copy_into_memory_that_is_there():
     """What holds training up for a save (how long, `bench/save_stall.py` says): no fresh memory, and neighbours in one
     long copy."""
     buffers, flat = SnapshotBuffers(), torch.randn(200_000)
-    pieces = [Piece("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
+    pieces = [TensorSlice("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
     buffers.reserve(pieces)
     with profile(profile_memory=True) as seen:
         first = buffers.take(pieces)
     copies = [event for event in seen.events() if event.name == "aten::copy_"]
     assert len(copies) == 1 and not any(event.cpu_memory_usage > 0 for event in seen.events())
-    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(first.pieces, pieces, strict=True))
-    places = [copy.tensor.data_ptr() for copy in first.pieces]
-    assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).pieces] == places
+    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(first.slices, pieces, strict=True))
+    places = [copy.tensor.data_ptr() for copy in first.slices]
+    assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).slices] == places
 
 
 def test_a_hole_in_the_state_is_a_fault_and_not_a_checkpoint(tmp_path):

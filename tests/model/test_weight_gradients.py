@@ -43,13 +43,13 @@ class Grads:
     def __init__(self) -> None:
         self.come: list[torch.nn.Parameter] = []
 
-    def collect(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         self.come.append(parameter)
         assert gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def collect_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        self.collect(parameter, dy_NY.T @ x_NX)
+    def accumulate_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+        self.accumulate(parameter, dy_NY.T @ x_NX)
 
 
 def split(model: Transformer, queue: WeightGradients, sums: Grads, batches: list[Any]) -> dict[str, torch.Tensor]:

@@ -13,17 +13,13 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.pieces import Piece
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import model_config
 from meshwright.training.trainer import Trainer
@@ -39,23 +35,18 @@ def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Do
 
 
 class Rank:
-    """Model, data parallel state and passes of this rank, and its micro-batches of the first step."""
+    """Model, ZeRO engine and passes of this rank, and its micro-batches of the first step."""
 
     def __init__(self, problem: Problem, layout_text: str, dtype: torch.dtype = torch.float64) -> None:
         self.layout = Layout.parse(layout_text)
         self.mesh = Mesh.create(self.layout)
         self.table = parameter_table(problem.config)
-        program = program_for(self.layout, problem.config, problem.sequence)
-        self.partition = Partition.of(program, problem.config, self.table, problem.sequence)
-        stages = self.partition.held(self.mesh.pp.rank)
-        self.model = Transformer(
-            problem.config, axes=axis_operations(self.mesh), device="meta", dtype=dtype, stages=stages
+        master = torch.float64 if dtype == torch.float64 else torch.float32
+        self.model, self.engine, program = parallelize(
+            problem.config, self.mesh, problem.sequence, seed=3, parameter_dtype=dtype, master_dtype=master
         )
-        self.parallel = DataParallel(
-            self.model, self.table, self.mesh, seed=3, parameter_dtype=dtype, partition=self.partition,
-            master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-        )  # fmt: skip
-        self.passes = ForwardBackward(self.model, self.parallel, program)
+        self.partition = self.engine.partition
+        self.passes = ForwardBackward(self.model, self.engine, program)
         mine = share_of(make_batch(problem, 0), self.mesh.dp.rank, self.mesh.dp.size, self.layout.micro_batches)
         self.micro_batches: list[Any] = [tensors_of(batch, self.mesh) for batch in mine]
         self.targets = count_targets((targets for _, targets, _ in self.micro_batches), self.mesh)
@@ -67,25 +58,25 @@ def names_and_holdings(problem: Problem, layout_text: str) -> dict[str, Any]:
     rank.passes.train(rank.micro_batches, rank.targets)
     found = {
         "names": [name for name, _ in rank.model.named_parameters()],
-        "owned": [(piece.name, piece.start, piece.stop) for piece in rank.parallel.master_pieces(owned=True)],
-        "masters": [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.parallel.master_pieces(False)],
-        "memory": rank.parallel.memory(),
-        "predicted": rank.parallel.predicted_bytes(),
+        "owned": [(piece.name, piece.start, piece.stop) for piece in rank.engine.master_slices(owned=True)],
+        "masters": [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.engine.master_slices(False)],
+        "memory": rank.engine.memory(),
+        "predicted": rank.engine.predicted_bytes(),
         "calls": {(call["site"], call["operation"]): call["calls"] for call in rank.mesh.record.table()},
     }
     rank.mesh.close()
     return found
 
 
-def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None = None) -> list[Piece]:
+def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None = None) -> list[TensorSlice]:
     """What this rank holds of the summed gradients; `backend`: of torch.compile, for the blocks."""
     rank = Rank(problem, layout_text)
     if backend is not None:
         rank.model.compile_blocks(backend=backend)
         rank.model._loss_options["compiled"] = False  # the loss alone would go through inductor
     rank.passes.train(rank.micro_batches, rank.targets)
-    gradients = [shard.gradient for shard in rank.parallel.shards]
-    found = rank.parallel.pieces_like("gradient", gradients, owned=False)
+    gradients = [shard.gradient for shard in rank.engine.shards]
+    found = rank.engine.slices_like("gradient", gradients, owned=False)
     rank.mesh.close()
     return [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in found]
 
@@ -93,14 +84,14 @@ def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None 
 def gathered_under_zero3(problem: Problem, layout_text: str) -> dict[str, Any]:
     """Which units have memory between the steps of a program and, at most, within them; whole gradient buffers too."""
     rank = Rank(problem, layout_text)
-    units = rank.parallel._units
+    units = rank.engine._units
     seen: dict[str, list[set[str]]] = {"between": [], "within": []}
 
     def there() -> set[str]:
         return {name for name, unit in units.items() if unit.parameters.untyped_storage().nbytes() > 0}
 
-    for stage_units in rank.parallel._stages.values():
-        enter = stage_units.enter
+    for prefetcher in rank.engine.prefetchers.values():
+        enter = prefetcher.enter
 
         def watched(name: str, x: Any, enter: Any = enter) -> Any:
             result = enter(name, x)
@@ -108,7 +99,7 @@ def gathered_under_zero3(problem: Problem, layout_text: str) -> dict[str, Any]:
             seen["within"].append(there())
             return result
 
-        stage_units.enter = watched  # type: ignore[method-assign]
+        prefetcher.enter = watched  # type: ignore[method-assign]
     run = rank.passes._pipeline
     steps: list[str] = []
     _watch_steps(run, lambda kind: (steps.append(kind), seen["between"].append(there())))
@@ -141,10 +132,10 @@ def bf16_copies(problem: Problem, layout_text: str) -> list[tuple[str, int, torc
     rank = Rank(problem, layout_text, torch.bfloat16)
     for _ in range(2):
         rank.passes.train(rank.micro_batches, rank.targets)
-        for shard in rank.parallel.shards:
+        for shard in rank.engine.shards:
             shard.master.sub_(shard.gradient, alpha=0.2)
-        rank.parallel.publish()
-    held = [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.parallel.master_pieces(owned=False)]
+        rank.engine.all_gather_parameters()
+    held = [(piece.name, piece.start, piece.tensor.clone()) for piece in rank.engine.master_slices(owned=False)]
     rank.mesh.close()
     return held
 
@@ -216,12 +207,12 @@ def gathers_under_way_after_a_step(problem: Problem, layout_text: str) -> dict[s
     counts = {}
     for what in ("published", "idle", "trained"):
         if what == "idle":
-            rank.parallel.begin_step(0)
-            rank.parallel.finish()
+            rank.engine.begin_step(0)
+            rank.engine.finish()
         elif what == "trained":
-            rank.parallel.publish()
+            rank.engine.all_gather_parameters()
             rank.passes.train(rank.micro_batches, rank.targets)
-        counts[what] = sum(unit.gathering is not None for unit in rank.parallel._units.values())
+        counts[what] = sum(unit.pending_all_gather is not None for unit in rank.engine._units.values())
     rank.mesh.close()
     return counts
 
@@ -234,7 +225,7 @@ def trainer_of_another_program(text: str) -> str:
     read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
     data = prepare(recipe.data, recipe.run.seed)
     try:
-        with mock.patch("meshwright.training.language_model.program_for", lambda *arguments: read):
+        with mock.patch("meshwright.parallel.parallelize.program_for", lambda *arguments: read):
             Trainer(LanguageModelTask(recipe, layout, model_config(recipe, data), data, mesh))
     except UserError as error:
         return str(error)

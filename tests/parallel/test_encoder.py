@@ -14,8 +14,9 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
-from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.parallel.step import count_targets
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
@@ -39,7 +40,7 @@ def reduced(config: Any, layout_text: str) -> list:
     layout, table = Layout.parse(layout_text), parameter_table(config)
     mesh = Mesh.create(layout)
     model = Encoder(config, dtype=torch.float64, recompute=ActivationCheckpointing(layout.recompute))
-    parallel = DataParallel(model, table, mesh, seed=1, parameter_dtype=torch.float64, master_dtype=torch.float64)
+    parallel = ZeroEngine(model, table, mesh, seed=1, parameter_dtype=torch.float64, master_dtype=torch.float64)
     tokens, targets, starts = batch(config)
     rows = range(mesh.data.rank, ROWS, mesh.data.size)
     parts = [list(rows)[number :: layout.micro_batches] for number in range(layout.micro_batches)]
@@ -48,10 +49,10 @@ def reduced(config: Any, layout_text: str) -> list:
         parallel.begin_step(len(parts))
         for part in parts:
             documents = Documents.from_starts([starts[row] for row in part], SEQUENCE)
-            parallel.backward(model(tokens[part], targets[part], documents, parallel) / count)
+            parallel.backward(model(tokens[part], targets[part], documents, parallel.prefetchers[0]) / count)
         parallel.finish()
     mesh.close()
-    return parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)
+    return parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)
 
 
 def on_one_device(config: Any) -> dict[str, torch.Tensor]:

@@ -15,8 +15,9 @@ from meshwright.model import loss
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.pieces import flat_unit, pieces_of
+from meshwright.parallel.flat_buffers import flat_layout, slices_of
+from meshwright.parallel.step import count_targets
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -48,14 +49,14 @@ def test_every_element_is_written_once_and_held_as_often_as_the_table_says(confi
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         for name in table.units:
-            unit = flat_unit(table, name, shards, layout, coordinates)
+            unit = flat_layout(table, name, shards, layout, coordinates)
             assert unit.numel == table.unit_numel(name, layout)
             length = unit.padded // shards
             start = coordinates["dp"] * length
             stop = min(start + length, unit.numel)
             flat = torch.ones(length)
             for counts, position in ((written, coordinates["tp"]), (held, None)):
-                for piece in pieces_of(unit, "master", flat, start, start, stop, position):
+                for piece in slices_of(unit, "master", flat, start, start, stop, position):
                     place = piece.of(torch.arange(counts[piece.name].numel()))
                     assert len(place) == piece.tensor.numel() == piece.stop - piece.start > 0
                     counts[piece.name][place] += 1
@@ -66,9 +67,9 @@ def test_every_element_is_written_once_and_held_as_often_as_the_table_says(confi
 
 def test_a_piece_says_which_columns_of_a_row_it_holds():
     table, layout = parameter_table(LLAMA), Layout(tp=2)
-    unit = flat_unit(table, "layers.0", 1, layout, {"tp": 1})
+    unit = flat_layout(table, "layers.0", 1, layout, {"tp": 1})
     row = table.row("model.layers.0.mlp.down_proj.weight")
-    (piece,) = [p for p in pieces_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == row.name]
+    (piece,) = [p for p in slices_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == row.name]
     values = torch.arange(row.numel)
     assert torch.equal(piece.of(values), values.view(row.engine_shape)[:, 20:].reshape(-1))
     piece.tensor.fill_(7)
@@ -82,9 +83,9 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     layout = Layout.parse(layout_text)
     mesh, table = Mesh.create(layout), parameter_table(config)
     model = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=torch.float64)
-    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
+    parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
     right = []
-    for piece in parallel.master_pieces(owned=False):
+    for piece in parallel.master_slices(owned=False):
         row = table.row(piece.name)
         value = initial_value(row, 3).double()
         right.append(
@@ -93,7 +94,7 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     one_step(parallel, model, mesh, config)
     for shard in parallel.shards:
         shard.master.sub_(shard.gradient)
-    parallel.publish()
+    parallel.all_gather_parameters()
     rows = -(-config.vocabulary // layout.tp)
     filling = model.embedding.weight[max(0, config.vocabulary - mesh.tp.rank * rows) :]
     untouched = not bool(filling.any())
@@ -101,14 +102,14 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     return right, untouched
 
 
-def one_step(parallel: DataParallel, model: Transformer, mesh: Mesh, config: Any, micro_batches: int = 1) -> None:
+def one_step(parallel: ZeroEngine, model: Transformer, mesh: Mesh, config: Any, micro_batches: int = 1) -> None:
     batches = share_of(
         make_batch(Problem(config, batch=4, sequence=SEQUENCE), 0), mesh.data.rank, mesh.data.size, micro_batches
     )
     targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
     parallel.begin_step(len(batches))
     for batch in batches:
-        parallel.backward(model(*tensors_of(batch, mesh), parallel) / targets)
+        parallel.backward(model(*tensors_of(batch, mesh), parallel.prefetchers[0]) / targets)
     parallel.finish()
 
 
@@ -135,7 +136,7 @@ def calls_of_a_step(
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(config, axes=axis_operations(mesh), dtype=torch.float32)
-    parallel = DataParallel(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
+    parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)
         model._loss_options["compiled"] = False  # the loss alone would go through inductor
@@ -224,6 +225,6 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
 def test_flat_buffers_are_as_long_as_the_table_says():
     table, layout = parameter_table(LLAMA), Layout(tp=4)
     for name in table.units:
-        units = [flat_unit(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
+        units = [flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
         assert len({(unit.numel, unit.padded, unit.decay_numel) for unit in units}) == 1, "equal on all ranks"
         assert units[0].padded == padded_numel(units[0].numel, 2)

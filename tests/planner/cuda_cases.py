@@ -140,9 +140,9 @@ if __name__ == "__main__":
     from meshwright.model.transformer import Transformer
     from meshwright.parallel.axes import axis_operations
     from meshwright.parallel.context import part_of_rows
-    from meshwright.parallel.data import DataParallel
     from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
     from meshwright.parallel.step import ForwardBackward
+    from meshwright.parallel.zero_engine import ZeroEngine
     from meshwright.planner.ledger import ledger
     from meshwright.planner.saved import Routed
     from meshwright.recipe import TrainRecipe
@@ -419,7 +419,7 @@ if __name__ == "__main__":
                 config, axes=axis_operations(mesh), device="meta", dtype=dtype,
                 stages=partition.held(mesh.pp.rank),
             )  # fmt: skip
-            parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, partition=partition)
+            parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, partition=partition)
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
             optimizer = Optimizer(parallel.shards, train)
             passes = ForwardBackward(model, parallel, program)
@@ -436,7 +436,7 @@ if __name__ == "__main__":
             def once() -> None:
                 passes.train(micro_batches, 1000.0)
                 optimizer.step(1e-3)
-                parallel.publish()
+                parallel.all_gather_parameters()
                 parallel.zero_gradients()
 
             once()

@@ -16,8 +16,8 @@ from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
-from meshwright.parallel.data import DataParallel
 from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.ledger import ledger
 from meshwright.planner.saved import saved_activations
 from meshwright.recipe import TrainRecipe
@@ -148,7 +148,7 @@ def measure(step: EncoderStep) -> Measured:
     mesh = Mesh.create(layout)
     model = Encoder(step.config, device="meta", dtype=dtype, recompute=ActivationCheckpointing(layout.recompute))
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master)
+    parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master)
     optimizer = Optimizer(parallel.shards, TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3))
     rows = step.batch // (layout.dp * layout.micro_batches)
     case = EncoderCase(step.config.head, rows=rows, sequence=step.sequence, starts=step.starts)
@@ -162,10 +162,10 @@ def measure(step: EncoderStep) -> Measured:
     def once() -> None:
         parallel.begin_step(layout.micro_batches)
         for tokens, targets, documents in micro_batches:
-            parallel.backward(model(tokens, targets, documents, parallel) / 10)
+            parallel.backward(model(tokens, targets, documents, parallel.prefetchers[0]) / 10)
         parallel.finish()
         optimizer.step(1e-3)
-        parallel.publish()
+        parallel.all_gather_parameters()
         parallel.zero_gradients()
 
     for _ in range(2):

@@ -19,19 +19,14 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
-from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_pairs, count_targets
 from meshwright.parallel.expert import AllToAllTokenDispatcher
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.step import ForwardBackward, count_pairs, count_targets
 from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 from meshwright.training.optimizer import Optimizer
 
 WATCHED = 2
@@ -80,21 +75,17 @@ def _measure(step: Step) -> Measured:
     gc.collect()
     of_others = live_bytes()
     layout, dtype = Layout.parse(step.layout), getattr(torch, step.dtype)
-    mesh, table = Mesh.create(layout), parameter_table(step.config)
-    program = program_for(layout, step.config, step.sequence)
-    partition = Partition.of(program, step.config, table, step.sequence)
-    model = Transformer(
-        step.config, axes=axis_operations(mesh), device="meta", dtype=dtype,
-        stages=partition.held(mesh.pp.rank),
-    )  # fmt: skip
+    mesh = Mesh.create(layout)
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
+    model, engine, program = parallelize(
+        step.config, mesh, step.sequence, seed=3, parameter_dtype=dtype, master_dtype=master
+    )
     train = TrainRecipe(steps=3, batch=step.batch, learning_rate=1e-3, optimizer=step.optimizer, momentum=step.momentum)
-    optimizer = Optimizer(parallel.shards, train)
+    optimizer = Optimizer(engine.shards, train)
     if step.compiled:
         torch._dynamo.reset()
         model.compile_blocks()
-    passes = ForwardBackward(model, parallel, program, preference=Preference() if step.pairs else None)
+    passes = ForwardBackward(model, engine, program, preference=Preference() if step.pairs else None)
     rows = step.batch // (layout.dp * layout.micro_batches)
     micro_batches: list[Any] = []
     for _ in range(layout.micro_batches):
@@ -114,8 +105,8 @@ def _measure(step: Step) -> Measured:
             terms = count_targets((targets for _, targets, _ in micro_batches), mesh)
         passes.train(micro_batches, terms)
         optimizer.step(1e-3)
-        parallel.publish()
-        parallel.zero_gradients()
+        engine.all_gather_parameters()
+        engine.zero_gradients()
 
     for _ in range(2):
         once()
@@ -138,10 +129,14 @@ def _measure(step: Step) -> Measured:
             torch.profiler.profile(activities=activities, profile_memory=True) as profile,
         ):
             once()
-            for unit in parallel._units.values():
-                if unit.gathering is not None:  # a call that ends after the profile corrupts the heap (torch 2.13)
-                    unit.need()
-        layers = [at for part in partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)]
+            for unit in engine._units.values():
+                if (
+                    unit.pending_all_gather is not None
+                ):  # a call that ends after the profile corrupts the heap (torch 2.13)
+                    unit.unshard()
+        layers = [
+            at for part in engine.partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)
+        ]
         came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
         return *highest(profile), came
 
@@ -159,7 +154,7 @@ def _measure(step: Step) -> Measured:
     found = [watched() for _ in range(WATCHED)]
     peak, where, came = min(found, key=lambda each: each[0])
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
-    states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
+    states = engine.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
     mesh.close()
     return Measured(before + peak, before, states, said(came), where)
 

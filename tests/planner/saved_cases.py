@@ -21,9 +21,9 @@ from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import StageCompute
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.saved import Routed, Saved, saved_activations
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -105,7 +105,7 @@ def watch(case: Case) -> Watched:
     partition = Partition(table, stages, ((0,) * case.stages,))
     model = Transformer(case.config, axes=axis_operations(mesh), device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    parallel = DataParallel(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
+    parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
     if case.backend is None or case.queued:
         take_weight_gradients(model, queue)

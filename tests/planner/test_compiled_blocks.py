@@ -33,10 +33,10 @@ PARTITIONED = "aot_eager"
 class Sums:
     """Where nothing comes before it is asked for."""
 
-    def collect(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         raise AssertionError
 
-    def collect_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+    def accumulate_product(self, parameter: torch.nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
         raise AssertionError
 
 

@@ -9,7 +9,6 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.parallel import buffers
 from meshwright.planner import moments, states, temporaries
 from meshwright.planner.estimate import evaluate
 from meshwright.planner.ledger import CATEGORIES, Ledger, ledger
@@ -119,7 +118,6 @@ def test_ranks_hold_what_was_said(steps: list[Step]) -> None:
 
 
 def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
-    assert states.REDUCTIONS_IN_FLIGHT == buffers.REDUCTIONS_IN_FLIGHT
     assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
     assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
     from meshwright.model import loss, tiled_attention

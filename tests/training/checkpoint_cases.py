@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint import Checkpointer, saving
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece, flat_unit, part_of, pieces_of
+from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
 from meshwright.recipe import ModelRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -38,31 +38,31 @@ def row_values(kind: str, row: Row, salt: int = 0) -> torch.Tensor:
 
 def state_pieces(
     config: ModelConfig, rank: int, ranks: int, salt: int = 0, kinds: tuple[str, ...] = KINDS
-) -> list[Piece]:
+) -> list[TensorSlice]:
     """A rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal parts, rows cut anywhere."""
     table = parameter_table(config)
     pieces = []
     for kind in kinds:
         for name in table.units:
-            unit = flat_unit(table, name)
+            unit = flat_layout(table, name)
             whole = torch.zeros(unit.padded)
-            for part in unit.parts:
+            for part in unit.slices:
                 whole[part.offset : part.offset + part.numel] = part.of(row_values(kind, part.row, salt))
-            low, high = part_of(0, unit.numel, rank, ranks)
+            low, high = even_share(0, unit.numel, rank, ranks)
             shard = whole[low:high].clone()
-            pieces += pieces_of(unit, kind, shard, low, low, high)
+            pieces += slices_of(unit, kind, shard, low, low, high)
     return pieces
 
 
-def empty_like(pieces: list[Piece]) -> list[Piece]:
+def empty_like(pieces: list[TensorSlice]) -> list[TensorSlice]:
     """The same pieces, to be read."""
     return [
-        Piece(piece.kind, piece.name, piece.start, piece.stop, torch.full_like(piece.tensor, math.nan))
+        TensorSlice(piece.kind, piece.name, piece.start, piece.stop, torch.full_like(piece.tensor, math.nan))
         for piece in pieces
     ]
 
 
-def equal(a: list[Piece], b: list[Piece]) -> bool:
+def equal(a: list[TensorSlice], b: list[TensorSlice]) -> bool:
     """Whether the pieces hold the same bits."""
     return all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b, strict=True))
 

@@ -268,7 +268,7 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
             "norms": [verdict.gradient_norm for verdict in verdicts],
             "pieces": [
                 (piece.name, piece.start, piece.stop, piece.tensor.clone())
-                for piece in trainer.pieces(owned=True)
+                for piece in trainer.slices(owned=True)
                 if piece.kind == "master"
             ],
             "sent": sent[1:],  # the first step finds out what units are used for
@@ -276,7 +276,7 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
             "memory": trainer.memory(),
             "predicted_memory": trainer.predicted_bytes(),
             "units": trainer.task.table.units,
-            "held": trainer.passes.units.held,
+            "held": trainer.passes.prefetcher.held,
         }
 
 
@@ -328,7 +328,7 @@ def run(
             return {}
         pieces = [
             (piece.kind, piece.name, piece.start, piece.stop, piece.tensor.clone())
-            for piece in running.trainer.pieces(owned=True)
+            for piece in running.trainer.slices(owned=True)
         ]
         return {"result": result, "pieces": pieces}
 
@@ -427,7 +427,7 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
         whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
         first = trainer.validate().metrics.values["norm"]
         assert trainer.validate().metrics.values["norm"] == first
-        return first, whole, trainer.passes.units.held
+        return first, whole, trainer.passes.prefetcher.held
 
 
 class Straight(nn.Module):

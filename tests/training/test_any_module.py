@@ -13,7 +13,7 @@ import torch
 from meshwright.checkpoint import newest, verify_checkpoint
 from meshwright.errors import UserError
 from meshwright.monitoring.report import write_report
-from meshwright.parallel.module_table import derive
+from meshwright.parallel.module.table import describe_module
 from meshwright.training.module import fit, load
 from tests.monitoring.test_profile import Trace, read
 from tests.training import module_cases as cases
@@ -76,13 +76,13 @@ def test_what_is_measured_may_reach_where_the_loss_does_not(two):
 
 
 def test_a_unit_is_a_module_of_a_list_or_a_large_one_and_shares_nothing():
-    assert derive(cases.Tied()).table.units == ("(rest)", *(f"blocks.{number}" for number in range(4)))
-    assert derive(cases.convolution()).table.units == ("(rest)", "0", "4")
-    assert derive(cases.Recurrent()).table.units == ("(rest)", "lstm")
+    assert describe_module(cases.Tied()).table.units == ("(rest)", *(f"blocks.{number}" for number in range(4)))
+    assert describe_module(cases.convolution()).table.units == ("(rest)", "0", "4")
+    assert describe_module(cases.Recurrent()).table.units == ("(rest)", "lstm")
 
 
 def test_a_script_may_choose_the_units():
-    assert derive(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
+    assert describe_module(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 
 
 # --- runs that are cut off

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.parallel.data import Shard
+from meshwright.parallel.zero_engine import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.training.optimizer import Optimizer
 

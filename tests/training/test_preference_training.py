@@ -21,7 +21,7 @@ from meshwright.data import prepare
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.pieces import Columns, Piece
+from meshwright.parallel.flat_buffers import Columns, TensorSlice
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.loop import model_config
 from meshwright.training.reference import weights_checksum
@@ -227,17 +227,21 @@ def test_the_checksum_of_weights_sees_every_element_and_no_layout():
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 8, generator=generator)
 
-    def pieces(values: torch.Tensor) -> list[Piece]:
-        return [Piece("master", "w", 0, 48, values.reshape(-1))]
+    def pieces(values: torch.Tensor) -> list[TensorSlice]:
+        return [TensorSlice("master", "w", 0, 48, values.reshape(-1))]
 
-    def checksum(owned: list[Piece]) -> str:
+    def checksum(owned: list[TensorSlice]) -> str:
         return weights_checksum(owned, Mesh.single())
 
     expected = checksum(pieces(whole))
     flat = whole.reshape(-1)
-    parts = [Piece("master", "w", start, start + 12, flat[start : start + 12].clone()) for start in (36, 0, 24, 12)]
+    parts = [
+        TensorSlice("master", "w", start, start + 12, flat[start : start + 12].clone()) for start in (36, 0, 24, 12)
+    ]
     assert checksum(parts) == expected, "ZeRO"
-    halves = [Piece("master", "w", 0, 24, whole[:, at : at + 4].reshape(-1), Columns(at, at + 4, 8)) for at in (0, 4)]
+    halves = [
+        TensorSlice("master", "w", 0, 24, whole[:, at : at + 4].reshape(-1), Columns(at, at + 4, 8)) for at in (0, 4)
+    ]
     assert checksum(halves) == expected, "row parallel"
     for index in range(48):
         changed = flat.clone()
@@ -246,7 +250,7 @@ def test_the_checksum_of_weights_sees_every_element_and_no_layout():
     swapped = flat.clone()
     swapped[[3, 4]] = swapped[[4, 3]]
     assert checksum(pieces(swapped)) != expected
-    assert checksum([Piece("master", "v", 0, 48, flat)]) != expected
+    assert checksum([TensorSlice("master", "v", 0, 48, flat)]) != expected
 
 
 def test_the_checksum_in_the_file_is_the_same_on_every_layout(home: Path, alone: Path):

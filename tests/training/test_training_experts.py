@@ -11,7 +11,7 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.data import prepare
 from meshwright.evaluation.evaluation import run_evaluation
-from meshwright.parallel.data import Shard
+from meshwright.parallel.zero_engine import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.serving.generate import Generator
 from meshwright.serving.sampling import Sampling

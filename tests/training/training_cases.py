@@ -19,8 +19,8 @@ from meshwright.comm.mesh import Mesh, calls_under_way
 from meshwright.monitoring.metrics import read_metrics
 from meshwright.monitoring.records import Validation
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
@@ -103,7 +103,7 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
         pass
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.pieces(owned=True)]
+    state = [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.slices(owned=True)]
     mesh.close()
     return {"result": result, "state": state, "said": said, "error": error, "layout": str(run.trainer.layout)}
 
@@ -150,7 +150,7 @@ def assert_same_state(outcomes: list[dict[str, Any]], expected: Values, least_no
 
 def whole_state(outcomes: list[dict[str, Any]]) -> Values:
     """The state of a run, put together from what its ranks own: every element is some rank's, and one's alone."""
-    pieces: dict[tuple[str, str], list[Piece]] = {}
+    pieces: dict[tuple[str, str], list[TensorSlice]] = {}
     for outcome in outcomes:
         for piece in outcome["state"]:
             pieces.setdefault((piece.kind, piece.name), []).append(piece)
@@ -182,7 +182,7 @@ def on_rank(run: loop.Run, rank: int) -> bool:
     return run.mesh.rank == rank
 
 
-def _at_finish(run: loop.Run, spoil: Callable[[DataParallel, int], None]) -> None:
+def _at_finish(run: loop.Run, spoil: Callable[[ZeroEngine, int], None]) -> None:
     parallel, finish = run.trainer.parallel, run.trainer.parallel.finish
 
     def spoilt() -> None:
@@ -195,7 +195,7 @@ def _at_finish(run: loop.Run, spoil: Callable[[DataParallel, int], None]) -> Non
 def nan_gradient_in_step_2(run: loop.Run) -> None:
     """Rank 1 finds one NaN in its gradients in step 2, and infinity in step 4."""
 
-    def spoil(parallel: DataParallel, step: int) -> None:
+    def spoil(parallel: ZeroEngine, step: int) -> None:
         if step in (2, 4) and on_rank(run, 1):
             parallel.shards[2].gradient[7] = torch.nan if step == 2 else torch.inf
 
@@ -209,7 +209,7 @@ def nan_parameter_from_step_3(run: loop.Run) -> None:
     def spoilt(**options: Any) -> Any:
         if run.trainer.steps_done == 2 and on_rank(run, 1):
             run.trainer.parallel.shards[1].master[5] = torch.nan
-            run.trainer.parallel.publish()
+            run.trainer.parallel.all_gather_parameters()
         return step(**options)
 
     run.trainer.step = spoilt  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     return told, tuple(found)
 
 
-def train_and_show(text: str) -> list[Piece]:
+def train_and_show(text: str) -> list[TensorSlice]:
     """Train on this rank: all masters that it holds."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)
@@ -340,7 +340,7 @@ def train_and_show(text: str) -> list[Piece]:
     run = loop.Run(wanted, mesh, directory, show_progress=False)
     run.run()
     mesh.close()
-    return [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.parallel.master_pieces(owned=False)]
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in run.trainer.parallel.master_slices(owned=False)]
 
 
 def trackers_hang_after_step_3(run: loop.Run) -> None:
@@ -388,7 +388,7 @@ def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
     keep_states(run)
     step = run.trainer.step
 
-    def spoil(parallel: DataParallel, number: int) -> None:
+    def spoil(parallel: ZeroEngine, number: int) -> None:
         if number == 3 and on_rank(run, 1):
             parallel.shards[0].gradient[1] = torch.inf
 

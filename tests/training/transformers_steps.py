@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch, prepare
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
@@ -264,6 +264,6 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
         }
 
 
-def owned(trainer: Trainer) -> list[Piece]:
+def owned(trainer: Trainer) -> list[TensorSlice]:
     """Copies of what a rank would write to a checkpoint."""
-    return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.pieces(owned=True)]
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.slices(owned=True)]

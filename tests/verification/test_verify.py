@@ -18,7 +18,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.initialise import initial_value
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.planner.data_calls import Work
 from meshwright.planner.traffic import predicted_traffic
 from meshwright.spec.config import ModelConfig
@@ -53,11 +53,11 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
     results = []
     for rank in range(ranks):
 
-        def cut(kind: str, rows: dict[str, torch.Tensor], part: int = rank % shards) -> list[Piece]:
+        def cut(kind: str, rows: dict[str, torch.Tensor], part: int = rank % shards) -> list[TensorSlice]:
             pieces = []
             for name, values in rows.items():
                 low, high = values.numel() * part // shards, values.numel() * (part + 1) // shards
-                pieces.append(Piece(kind, name, low, high, values[low:high].clone()))
+                pieces.append(TensorSlice(kind, name, low, high, values[low:high].clone()))
             return pieces
 
         steps = {

@@ -16,14 +16,14 @@ from meshwright.checkpoint import catalogue
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.catalogue import CheckpointPath, read_state
 from meshwright.checkpoint.files import json_bytes
-from meshwright.checkpoint.loading import load_pieces
+from meshwright.checkpoint.loading import load_slices
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, model_files
 from meshwright.checkpoint.saving import GivenUp, Save, SaveFailed, Target
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -101,21 +101,21 @@ class Checkpointer:
 
     # --- saving
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Allocate the snapshot's memory for such pieces now instead of in the first save."""
-        self._buffers.reserve(pieces)
+    def reserve(self, slices: Sequence[TensorSlice]) -> None:
+        """Allocate the snapshot's memory for such slices now instead of in the first save."""
+        self._buffers.reserve(slices)
 
     def save(
-        self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, validation_loss: float | None = None
+        self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `pieces` (those that this rank owns; all ranks' together are the whole state) and write the checkpoint
+        """Copy `slices` (those that this rank owns; all ranks' together are the whole state) and write the checkpoint
         of `step` in the background. `state`: what JSON can hold; rank 0's is written. An earlier save that is still
         being written is waited for first. Whether it worked, `failed` says."""
         self.wait()
         self.failed()
         self._failure = None
         begun = time.perf_counter()
-        snapshot = self._buffers.take(pieces)
+        snapshot = self._buffers.take(slices)
         text = json_bytes({**state, "step": step})
         self._saves += 1
         save = Save(self._target, f"{self._token:x}-{self._saves}", step, snapshot, text, validation_loss)
@@ -175,19 +175,19 @@ class Checkpointer:
         """The whole checkpoint with the lowest validation loss."""
         return catalogue.best(self.directory)
 
-    def load(self, path: CheckpointPath | Path | str, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Read a checkpoint into `pieces` (everything that this rank must have) and return its state. `UserError` when
+    def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
+        """Read a checkpoint into `slices` (everything that this rank must have) and return its state. `UserError` when
         it is damaged or holds another model. This rank alone; `load_newest` is for all of them."""
         path = Path(path)
         try:
-            return self._load(path, pieces)
+            return self._load(path, slices)
         except Damaged as damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}") from None
 
     def load_newest(
-        self, pieces: Sequence[Piece], agree: Callable[[bool], bool] | None = None
+        self, slices: Sequence[TensorSlice], agree: Callable[[bool], bool] | None = None
     ) -> tuple[CheckpointPath, dict[str, Any]] | None:
-        """Read the newest checkpoint that is whole for all ranks into `pieces`; it and its state, or None where there
+        """Read the newest checkpoint that is whole for all ranks into `slices`; it and its state, or None where there
         is none yet. `agree(mine)`: whether all ranks say yes (the mesh's own unless given). The log gets a line for
         each that is passed over. `UserError` when there are checkpoints but none is whole: nothing is trained over
         them."""
@@ -200,7 +200,7 @@ class Checkpointer:
             path = self.directory / catalogue.step_name(step)
             problem, state = None, {}
             try:
-                state = self._load(path, pieces)
+                state = self._load(path, slices)
                 checkpoint = catalogue.open_checkpoint(path)[0]
             except Damaged as damage:
                 problem = str(damage)
@@ -217,10 +217,10 @@ class Checkpointer:
             )
         return None
 
-    def _load(self, path: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _load(self, path: Path, slices: Sequence[TensorSlice]) -> dict[str, Any]:
         catalogue.open_checkpoint(path)
         self._contents.check(path)
-        load_pieces(path, pieces, self._mesh.rank, self._mesh.world_size)
+        load_slices(path, slices, self._mesh.rank, self._mesh.world_size)
         return read_state(path)
 
     def _say_once(self, line: str) -> None:

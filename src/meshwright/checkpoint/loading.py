@@ -1,4 +1,4 @@
-"""Reading a checkpoint into whatever layout reads it: each rank reads the blocks its pieces lie in and checks them; the
+"""Reading a checkpoint into whatever layout reads it: each rank reads the blocks its slices lie in and checks them; the
 blocks of the model's files, which no rank needs, are shared out, so that a whole load checks every byte."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.checkpoint.slices import (
     read_index,
 )
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 _DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
 _THREADS = 4
@@ -44,20 +44,20 @@ class _Task:
     copies: Sequence[tuple[Read, int, int, int]]
 
 
-def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> None:
-    """Read the checkpoint directory `path` into `pieces` and check every byte that is read, and this rank's share of
-    the rest. Raises `Damaged` (pieces are then partly overwritten), `UserError` for a kind of state it does not hold.
+def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
+    """Read the checkpoint directory `path` into `slices` and check every byte that is read, and this rank's share of
+    the rest. Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state it does not hold.
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
     check_inside(index, {name: record.size for name, record in manifest.files.items()})
-    missing = {piece.kind for piece in pieces} - kinds(index)
+    missing = {item.kind for item in slices} - kinds(index)
     if missing:
         raise UserError(
             f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {', '.join(sorted(kinds(index)))}): "
             "it was trained with another train.optimizer"
         )
-    wanted = [(piece.kind, piece.name, piece.start, piece.stop, piece.columns) for piece in pieces]
+    wanted = [(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
     reads = plan_reads(index, wanted)
     tasks = [
         _Task(file, block, copies)
@@ -80,7 +80,7 @@ def load_pieces(path: Path, pieces: Sequence[Piece], rank: int, ranks: int) -> N
         for read, first, count, inside in task.copies:
             dtype = _DTYPES[read.code]
             source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
-            copy_common(source, read.part(first, count), pieces[read.piece].tensor, read.wanted)
+            copy_common(source, read.part(first, count), slices[read.destination].tensor, read.wanted)
 
     with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
         for _ in pool.map(run, tasks):

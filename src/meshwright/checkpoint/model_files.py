@@ -1,5 +1,5 @@
 """model.safetensors as the parameter table fixes it: every rank computes the same header and the same offsets, and
-writes its own pieces there; nobody gathers the model."""
+writes its own slices there; nobody gathers the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.checkpoint.files import json_bytes
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable, Row
 
 DTYPE_CODES = {
@@ -148,14 +148,14 @@ def disk_runs(
             yield (leftmost + column) * outputs + low, turned[column, low - first : high - first]
 
 
-def write_piece(
+def write_slice(
     place: Place,
     start: int,
     values: npt.NDArray[np.generic],
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a piece of a row or of its `columns` (flat, engine orientation, from element `start`) in the disk's dtype
+    """Write a slice of a row or of its `columns` (flat, engine orientation, from element `start`) in the disk's dtype
     at its place; `write(file, bytes, offset)` does it."""
     for first, run in disk_runs(place.row, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

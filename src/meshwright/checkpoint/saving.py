@@ -35,10 +35,10 @@ from meshwright.checkpoint.manifest import (
     hash_tasks,
 )
 from meshwright.checkpoint.meeting import Meeting
-from meshwright.checkpoint.model_files import DTYPE_CODES, ModelFiles, safetensors_header, write_piece
+from meshwright.checkpoint.model_files import DTYPE_CODES, ModelFiles, safetensors_header, write_slice
 from meshwright.checkpoint.slices import Slice, slice_file, tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
 
 _CAST_ELEMENTS = 4 * 2**20
@@ -128,11 +128,11 @@ class Save:
 
     def _write_slices(self) -> list[Slice]:
         file = slice_file(self.target.rank, self.target.ranks)
-        pieces = self.snapshot.pieces
-        codes = [DTYPE_CODES[str(piece.tensor.dtype).removeprefix("torch.")] for piece in pieces]
-        names = [tensor_name(piece.kind, piece.name, piece.start, piece.stop, piece.columns) for piece in pieces]
+        slices = self.snapshot.slices
+        codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
+        names = [tensor_name(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
         header, offsets, _ = safetensors_header(
-            (name, code, (piece.stop - piece.start,)) for name, code, piece in zip(names, codes, pieces, strict=True)
+            (name, code, (item.stop - item.start,)) for name, code, item in zip(names, codes, slices, strict=True)
         )
         self._writing = file
         with opened(self.partial / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
@@ -142,8 +142,8 @@ class Save:
                 position += len(data)
             os.fsync(descriptor)
         return [
-            Slice(piece.kind, piece.name, piece.start, piece.stop, code, file, offsets[name], piece.columns)
-            for piece, code, name in zip(pieces, codes, names, strict=True)
+            Slice(item.kind, item.name, item.start, item.stop, code, file, offsets[name], item.columns)
+            for item, code, name in zip(slices, codes, names, strict=True)
         ]
 
     def _write_model(self) -> None:
@@ -160,14 +160,14 @@ class Save:
                 for model_file in self.target.files.files:
                     write(model_file.name, memoryview(model_file.header), 0)
                     os.ftruncate(descriptors[model_file.name], model_file.size)
-            for piece in self.snapshot.pieces:
-                if piece.kind == "master":
-                    place = self.target.files.places[piece.name]
+            for item in self.snapshot.slices:
+                if item.kind == "master":
+                    place = self.target.files.places[item.name]
                     dtype = getattr(torch, place.row.kept or self.target.dtype)
-                    for start, part in _cut(piece.tensor, place.row.transposed):
+                    for start, part in _cut(item.tensor, place.row.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values
-                        write_piece(place, piece.start + start, raw.numpy(), write, piece.columns)
+                        write_slice(place, item.start + start, raw.numpy(), write, item.columns)
             for file, descriptor in descriptors.items():
                 self._writing = file
                 os.fsync(descriptor)
@@ -325,7 +325,7 @@ class Save:
 
     def _needed_bytes(self) -> int:
         """The tensors of all ranks: every kind of state holds every element of the table once."""
-        widths = {piece.kind: piece.tensor.element_size() for piece in self.snapshot.pieces}
+        widths = {item.kind: item.tensor.element_size() for item in self.snapshot.slices}
         return sum(self.target.files.sizes.values()) + self.target.table.numel * sum(widths.values())
 
     def _free_bytes(self) -> int | None:
@@ -359,6 +359,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _cut(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """A piece in parts whose converted copies are small; a transposed one whole: its parts would be many short runs."""
+    """A slice in parts whose converted copies are small; a transposed one whole: its parts would be many short runs."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.checkpoint.files import json_bytes
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.model_files import ITEM_BYTES
-from meshwright.parallel.pieces import Columns
+from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
 from meshwright.untrusted import read_json
 
@@ -73,11 +73,11 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Read:
     """Elements to read: those of `source` lie in a file from byte `offset` on; those that are also in `wanted` go to
-    piece `piece`, which has these."""
+    slice number `destination`, which has these."""
 
     offset: int
     code: str
-    piece: int
+    destination: int
     source: Range
     wanted: Range
 
@@ -185,8 +185,8 @@ def plan_reads(
         found = 0
         for others, parts in by_row.get((kind, name), {}).items():
             source, target = _in_one_matrix(others, columns)
-            piece = Range(start, stop, *target)
-            # The rows of the matrix that the piece touches, as elements of the slices; its very elements, if cut alike.
+            destination = Range(start, stop, *target)
+            # The rows of the matrix that the slice touches, as elements of the slices; its very elements, if cut alike.
             begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
             index = max(0, bisect.bisect_right(parts, begin, key=lambda part: part.start) - 1)
             while index < len(parts) and parts[index].start < end:
@@ -195,8 +195,8 @@ def plan_reads(
                 low, high = max(begin, part.start), min(end, part.stop)
                 if low < high:
                     offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
-                    read = Read(offset, part.code, number, Range(low, high, *source), piece)
-                    boxes = intersections(read.source, piece)
+                    read = Read(offset, part.code, number, Range(low, high, *source), destination)
+                    boxes = intersections(read.source, destination)
                     common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
                     if common:
                         found += common

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Pieces in host memory. `buffers` hold them back to back in this order, wider dtypes first.
+    """Slices in host memory. `buffers` hold them back to back in this order, wider dtypes first.
 
     `ready`: on CUDA the event after the last copy; the buffers may be read once it has happened.
     """
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
     ready: torch.cuda.Event | None
 
@@ -33,18 +33,18 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Allocate what a snapshot of such pieces needs, pages touched."""
-        for dtype, group in _by_dtype(pieces).items():
+    def reserve(self, slices: Sequence[TensorSlice]) -> None:
+        """Allocate what a snapshot of such slices needs, pages touched."""
+        for dtype, group in _by_dtype(slices).items():
             self._buffer(dtype, group).fill_(0)  # pages are made when they are first written
 
-    def take(self, pieces: Sequence[Piece]) -> Snapshot:
-        """Copy the pieces. On CUDA the copies are queued on the current stream, before whatever changes the state
+    def take(self, slices: Sequence[TensorSlice]) -> Snapshot:
+        """Copy the slices. On CUDA the copies are queued on the current stream, before whatever changes the state
         next; nothing waits here."""
-        copied: list[Piece] = []
+        copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
         ready: torch.cuda.Event | None = None
-        for dtype, group in _by_dtype(pieces).items():
+        for dtype, group in _by_dtype(slices).items():
             buffer = self._buffer(dtype, group)
             position = 0
             for source in _neighbours_joined(group):
@@ -52,19 +52,19 @@ class SnapshotBuffers:
                 position += source.numel()
             used.append(buffer[:position])
             position = 0
-            for piece in group:
-                size = piece.stop - piece.start
+            for item in group:
+                size = item.stop - item.start
                 view = buffer[position : position + size]
-                copied.append(replace(piece, tensor=view))
+                copied.append(replace(item, tensor=view))
                 position += size
-        if any(piece.tensor.is_cuda for piece in pieces):
+        if any(item.tensor.is_cuda for item in slices):
             ready = torch.cuda.Event()
             ready.record()
         return Snapshot(tuple(copied), tuple(used), ready)
 
-    def _buffer(self, dtype: torch.dtype, group: Sequence[Piece]) -> torch.Tensor:
-        pinned = any(piece.tensor.is_cuda for piece in group)
-        size = sum(piece.stop - piece.start for piece in group)
+    def _buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
+        pinned = any(item.tensor.is_cuda for item in group)
+        size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))
         if buffer is None or buffer.numel() < size:
             self._buffers.pop((dtype, pinned), None)  # before the new one is made
@@ -73,20 +73,20 @@ class SnapshotBuffers:
         return buffer
 
 
-def _by_dtype(pieces: Sequence[Piece]) -> dict[torch.dtype, list[Piece]]:
-    """Pieces by dtype, wider ones first, so that every element in a file lies at a multiple of its size."""
-    groups: dict[torch.dtype, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda piece: -piece.tensor.element_size()):
-        groups.setdefault(piece.tensor.dtype, []).append(piece)
+def _by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
+    """Slices by dtype, wider ones first, so that every element in a file lies at a multiple of its size."""
+    groups: dict[torch.dtype, list[TensorSlice]] = {}
+    for item in sorted(slices, key=lambda item: -item.tensor.element_size()):
+        groups.setdefault(item.tensor.dtype, []).append(item)
     return groups
 
 
-def _neighbours_joined(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The pieces' tensors, those that follow each other in the same memory as one: fewer, longer copies."""
+def _neighbours_joined(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
+    """The slices' tensors, those that follow each other in the same memory as one: fewer, longer copies."""
     joined: list[torch.Tensor] = []
-    for piece in pieces:
-        tensor = piece.tensor.detach()
-        assert tensor.ndim == 1 and tensor.is_contiguous() and tensor.numel() == piece.stop - piece.start, piece.name
+    for item in slices:
+        tensor = item.tensor.detach()
+        assert tensor.ndim == 1 and tensor.is_contiguous() and tensor.numel() == item.stop - item.start, item.name
         if joined:
             last = joined[-1]
             same = last.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

@@ -33,10 +33,10 @@ Multiply = Callable[..., torch.Tensor]
 class Sums(Protocol):
     """Where gradients are summed."""
 
-    def collect(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
 
-    def collect_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+    def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
         """Add dyᵀ x, the gradient of a parameter [Y, X]."""
 
 
@@ -50,9 +50,9 @@ class _Product:
 
     def add_to(self, sums: Sums) -> None:
         if self.multiply is None:
-            sums.collect_product(self.parameter, *self.operands)
+            sums.accumulate_product(self.parameter, *self.operands)
         else:
-            sums.collect(self.parameter, self.multiply(*self.operands).view(self.parameter.shape))
+            sums.accumulate(self.parameter, self.multiply(*self.operands).view(self.parameter.shape))
 
 
 class WeightGradients:

@@ -12,7 +12,7 @@ from meshwright.parallel.tensor import TensorParallel
 
 def axis_operations(mesh: Mesh) -> AxisOperations:
     """The operations of this rank; data and pipeline parallelism are outside of the model
-    (`parallel/data.py`, `parallel/pipeline.py`)."""
+    (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),

@@ -19,7 +19,7 @@ from meshwright.model.cache import KeyValueCache
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.pieces import flat_unit
+from meshwright.parallel.flat_buffers import flat_layout
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.schedules.library import generate
@@ -69,14 +69,10 @@ class SplitModel:
         coordinates = mesh.layout.coordinates(mesh.rank)
         with torch.no_grad():
             for name in partition.units_at(mesh.pp.rank):
-                unit = flat_unit(table, name, 1, mesh.layout, coordinates)
+                unit = flat_layout(table, name, 1, mesh.layout, coordinates)
                 flat = torch.zeros(unit.numel, dtype=dtype)
-                for part in unit.parts:
-                    value = read_row(files, part.row, names)
-                    engine = (value.t() if part.row.transposed else value).reshape(-1)
-                    flat[part.offset : part.offset + part.numel] = part.of(engine)
-                for placed in unit.tensors:
-                    values = flat[placed.offset : placed.offset + placed.numel].view(placed.shape)
+                unit.fill(flat, 0, lambda row: read_row(files, row, names))
+                for placed, values in zip(unit.tensors, unit.views(flat), strict=True):
                     self.model.get_parameter(placed.tensor.name).copy_(values)
 
     def losses(self, micro_batches: Sequence[MicroBatch]) -> float:

@@ -1,4 +1,4 @@
-"""What the steps of a pipeline program are for a model: forward and backward of one micro-batch through one stage."""
+"""Forward and backward of one micro-batch through one stage: the compute steps of a pipeline program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.gradients import Pass
+from meshwright.parallel.gradient_accumulation import BackwardPass
+from meshwright.parallel.zero_engine import ZeroEngine
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
 """Tokens [B, S], targets [B, S] (-100: none), documents."""
@@ -33,7 +33,7 @@ class StageCompute:
     def __init__(
         self,
         model: Transformer,
-        parallel: DataParallel,
+        engine: ZeroEngine,
         micro_batches: Sequence[MicroBatch],
         targets: float,
         at_once: Collection[Key] = (),
@@ -41,19 +41,19 @@ class StageCompute:
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
     ) -> None:
-        self.model, self.parallel, self.mark, self._objective = model, parallel, mark, objective
-        self.loss = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
+        self.model, self.engine, self.mark, self._objective = model, engine, mark, objective
+        self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
         self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
-        self._stages = parallel.partition.stages
+        self._stages = engine.partition.stages
         self._kept: dict[Key, _Kept] = {}
-        self._paused: dict[Key, Pass] = {}
+        self._paused: dict[Key, BackwardPass] = {}
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """The stage's output; of the last stage None, its loss is added up here."""
         self._arrived()
         key, part = (stage, replica, micro_batch), self._stages[stage]
-        units = self.parallel.stage_units(part)
-        units.keep_last = at_once = key in self._at_once
+        units = self.engine.prefetchers[stage]
+        units.keeps_last = at_once = key in self._at_once
         if x is not None:
             x = x.detach()
             if torch.is_grad_enabled():
@@ -74,49 +74,49 @@ class StageCompute:
         """The gradient of the stage's input; those of its parameters go to where they are summed."""
         self._arrived()
         part = self._stages[stage]
-        self.parallel.start_pass(part)
+        self.engine.start_pass(part)
         d_x = self._differentiate((stage, replica, micro_batch), d_out)
-        self.parallel.end_pass(part)
+        self.engine.end_pass(part)
         self.mark("backward")
         return d_x
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The same, but what the weights of products get is left for later."""
+        """The gradient of the stage's input (B pass); weight gradients of products are queued for `weight_gradient`."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
-        self._paused[key] = self.parallel.start_pass(part, split=True)
+        self._paused[key] = self.engine.start_pass(part, split=True)
         with self._queue.collecting(key):
             d_x = self._differentiate(key, d_out)
-        self.parallel.pause_pass(part, self._queue.parameters(key))
+        self.engine.pause_pass(part, self._queue.parameters(key))
         self.mark("backward")
         return d_x
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """What was left."""
+        """The queued weight gradients (W pass)."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
-        self.parallel.gradients.resume(self._paused.pop(key))
+        self.engine.gradients.resume(self._paused.pop(key))
         self._queue.run(key)
-        self.parallel.end_pass(part)
+        self.engine.end_pass(part)
         self.mark("backward")
 
     def _arrived(self) -> None:
-        """What the next step reads is there."""
-        if self.parallel.mesh.pp.size > 1:
+        """Mark the end of waiting for another stage."""
+        if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
         """Memory for what enters a stage: [B, S, H], with sequence parallelism this rank's slice of S."""
-        tokens_BS, mesh = self._micro_batches[micro_batch][0], self.parallel.mesh
+        tokens_BS, mesh = self._micro_batches[micro_batch][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
             sequence //= mesh.tp.size
         shape = rows, sequence, self.model.config.hidden
-        return torch.empty(shape, dtype=self.parallel.parameter_dtype, device=mesh.device)
+        return torch.empty(shape, dtype=self.engine.parameter_dtype, device=mesh.device)
 
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
         x, root, balance = self._kept.pop(key)
@@ -130,7 +130,7 @@ class StageCompute:
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves for its backward."""
+    """Tensors that a forward keeps for its backward."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -4,19 +4,23 @@ program, on one rank as on many. Training and verification both come here."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
-from meshwright.parallel.data import DataParallel
 from meshwright.parallel.pipeline import Compute, Pipeline
 from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
+TARGET_SITE = "data.targets"
 WORTH_ADDING_AT_ONCE = 2**17
 """Elements of a weight from which a pass over its memory takes longer than to call a product that saves it."""
 
@@ -29,40 +33,40 @@ class ForwardBackward:
     def __init__(
         self,
         model: Transformer,
-        parallel: DataParallel,
+        engine: ZeroEngine,
         program: PipelineProgram,
         mark: Callable[[str], None] = lambda part: None,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
         preference: Preference | None = None,
     ) -> None:
-        self.model, self.parallel, self.program = model, parallel, program
+        self.model, self.engine, self.program = model, engine, program
         self.mark, self.preference = mark, preference
-        self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=parallel.mesh.device)
+        self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
-        self._pipeline = Pipeline(program, parallel.mesh.pp)
-        self._passes, self._at_once, split = _what_is_here(program, parallel.mesh.pp.rank)
-        self._queue = WeightGradients(parallel.gradients)
+        self._pipeline = Pipeline(program, engine.mesh.pp)
+        self._passes, self._at_once, split = _passes_of_rank(program, engine.mesh.pp.rank)
+        self._queue = WeightGradients(engine.gradients)
         if split:
             take_weight_gradients(model, self._queue)
         elif not model.compiled:  # its products would give what gradients are made of, all at once
             take_weight_gradients(model, self._queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Forward and backward of this rank's micro-batches; `parallel.shards` have the true gradients afterwards.
+        """Forward and backward of this rank's micro-batches; `engine.shards` have the true gradients afterwards.
 
         targets: what the sum of token losses (or of pairs) is divided by: those of the whole step, over what the loss
         is scaled by, if it is. Returns the loss of the micro-batches whose last stage is here, 0 where none is
         (float64; `loss_share` of it is this rank's share of the step's loss).
         """
-        self.parallel.begin_step(self._passes)
+        self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
         compute = StageCompute(
-            self.model, self.parallel, micro_batches, targets, self._at_once, self._queue, self.mark, objective
+            self.model, self.engine, micro_batches, targets, self._at_once, self._queue, self.mark, objective
         )
         self._pipeline.run(compute if self.watched is None else self.watched(compute))
-        self.parallel.finish()
+        self.engine.finish()
         self.mark("reduce")
         return compute.loss
 
@@ -71,13 +75,13 @@ class ForwardBackward:
         without gradients; 0 where the last stage is not here."""
         with torch.no_grad():
             objective = self._objective(micro_batches)
-            compute = StageCompute(self.model, self.parallel, micro_batches, targets, objective=objective)
+            compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
         return compute.loss
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Of the responses of micro-batches whose documents come in pairs, as many as a step has or fewer: by their
-        number, [B, D]; of those whose last stage is here."""
+        """Log-probabilities [B, D] of the responses of micro-batches whose documents come in pairs, as many as a step
+        has or fewer: by number of the micro-batch, for those whose last stage is here."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -85,7 +89,7 @@ class ForwardBackward:
             return log_probabilities_BD.new_zeros(())
 
         with torch.no_grad():
-            compute = StageCompute(self.model, self.parallel, micro_batches, 1, objective=keep)
+            compute = StageCompute(self.model, self.engine, micro_batches, 1, objective=keep)
             self._pipeline.run_forwards(compute, len(micro_batches))
         return found
 
@@ -106,9 +110,35 @@ class ForwardBackward:
         return of_pairs
 
 
-def _what_is_here(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Of a rank: how many backward passes go through each of its stages, which forwards are followed at once by their
-    own backward, and whether any backward is split."""
+def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
+    """Target tokens of the whole step (those that are not -100) over all ranks, given this rank's micro-batches: what
+    every loss of the step is divided by. At least 1."""
+    return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
+
+
+def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
+    """Pairs of responses of the whole step, likewise; ranks of cp have slices of the same ones."""
+    return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
+
+
+def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
+    total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for count in counts:
+        total += count
+    all_reduce(total, mesh.data, TARGET_SITE)
+    return int(total)
+
+
+def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
+    """This rank's share of the step's loss, given the loss of its own samples: the shares' sum over `mesh.world` is the
+    loss, not finite if it is not on any rank. Ranks of tp compute the same loss, and so do those of cp where it is one
+    of whole responses (`of_pairs`), not of tokens."""
+    return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
+
+
+def _passes_of_rank(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
+    """The number of backward passes of a rank through each of its stages, the forwards that their own backward follows
+    at once, and True if any backward is split."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

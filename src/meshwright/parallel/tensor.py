@@ -23,7 +23,7 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.operators import copy_to, gather_from, join_from, reduce_from, reduce_scatter_to, split_to
 from meshwright.model.axis_operations import TensorOperations
-from meshwright.parallel.units import UnitBuffers
+from meshwright.parallel.zero import FsdpUnit
 from meshwright.spec.parameters import ParameterTable
 
 GRADIENT_SITE = "tensor.gradients"
@@ -63,7 +63,7 @@ class PartialGradients:
     """This rank's shards of the gradients that are sums over ranks of tp. Ranks of one tp group own the same ranges of
     their flat buffers, so that what one of them sums the others sum too."""
 
-    def __init__(self, units: Iterable[UnitBuffers], table: ParameterTable, mesh: Mesh) -> None:
+    def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
         for row in table.rows:  # also those that this rank has nothing of: all ranks make the groups
@@ -79,8 +79,8 @@ class PartialGradients:
             for copies, found in views.items()
         ]
 
-    def add_up(self) -> None:
-        """Replace the parts by their sums."""
+    def all_reduce(self) -> None:
+        """Replace the partial gradients by their sums."""
         under_way = []
         for axis, site, views in self._groups:
             together = torch.cat(views)

@@ -23,7 +23,7 @@ from meshwright.planner.compiled_blocks import known
 from meshwright.planner.moment import Moment, Reduction, Ways
 from meshwright.planner.moments import StageMoments
 from meshwright.planner.saved import Routed, Saved, local_sizes, position_tables, saved_activations
-from meshwright.planner.states import REDUCTIONS_IN_FLIGHT, flats_of, kept_buffers, states
+from meshwright.planner.states import flats_of, gradient_buffers, states
 from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
@@ -31,6 +31,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
+from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -370,7 +371,7 @@ class _Step:
         kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(
             sizes, stage, self.partition.units(stage), kept, whole, flats,
-            self.dtype, self.master, kept_buffers(self.flats), self.table.tied, self.compiled, self.split,
+            self.dtype, self.master, gradient_buffers(self.flats), self.table.tied, self.compiled, self.split,
         )  # fmt: skip
 
     def _stream(self) -> int:

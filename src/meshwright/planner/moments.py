@@ -16,9 +16,10 @@ from meshwright.planner.compiled_split import split_backward_extras
 from meshwright.planner.moment import FIRST_AND_LAST, Moment, Reduction, Ways
 from meshwright.planner.saved import ITEM_BYTES, Saved
 from meshwright.planner.saved_blocks import Local
-from meshwright.planner.states import REDUCTIONS_IN_FLIGHT, Flat
+from meshwright.planner.states import Flat
 from meshwright.planner.temporaries import Extra, attention_backward, mixture_backward
 from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
 from meshwright.spec.work import predictions
 

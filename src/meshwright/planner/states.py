@@ -1,5 +1,5 @@
 """What a rank holds from step to step: parameters, masters, gradients and the optimizer's state, unit by unit, as
-`parallel/units.py` lays them out. The sums are those of `DataParallel.memory` and of the optimizer's tensors, exactly.
+`parallel/zero.py` lays them out. The sums are those of `ZeroEngine.memory` and of the optimizer's tensors, exactly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.data_calls import AXES_OF
 from meshwright.spec.parameters import ParameterTable
-from meshwright.spec.rows import Part, padded_numel
+from meshwright.spec.rows import Part, kept_buffers, padded_numel
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
 }  # fmt: skip
 """One tensor of the masters' size and type each. "momentum": SGD with it; "adam" holds what "adamw" does."""
-
-REDUCTIONS_IN_FLIGHT = 2
-"""As in `parallel/buffers.py`, of which a test holds this the equal."""
 
 
 class Flat(NamedTuple):
@@ -98,21 +95,16 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
         yield State("gradients", f"{flat.name}.gradient", summed, master_dtype, summed * wide)
         for kind in optimizer_kinds(optimizer):
             yield State("optimizer", f"{flat.name}.{kind}", flat.held, master_dtype, flat.held * wide)
-    for size, count in kept_buffers(flats).items():
+    for size, count in gradient_buffers(flats).items():
         for number in range(count):
             yield State("gradient_buffers", f"gradient_buffer.{number}", size, master_dtype, size * wide)
 
 
-def kept_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Whole gradient buffers that are kept for the next layer's turn (ZeRO-2 and 3), by size: `parallel/buffers.py`."""
-    sizes = [
-        tuple(flat.padded for flat in parts if flat.zero >= 2)
-        for _, parts in groupby(flats, key=lambda flat: flat.unit)
-    ]
-    kept: dict[int, int] = {}
-    for unit, run in groupby(sizes):
-        length = len(list(run))
-        for size in set(unit) if length > 1 else ():
-            several = unit.count(size) * min(length, 1 + REDUCTIONS_IN_FLIGHT // len(unit))
-            kept[size] = max(kept.get(size, 0), several)
-    return kept
+def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
+    """Unsharded gradient buffers that are kept for the next layer (ZeRO-2 and 3): number by size in elements."""
+    return kept_buffers(
+        [
+            tuple(flat.padded for flat in parts if flat.zero >= 2)
+            for _, parts in groupby(flats, key=lambda flat: flat.unit)
+        ]
+    )

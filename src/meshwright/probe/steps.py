@@ -12,18 +12,13 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
 from meshwright.probe.points import DTYPES, Effort, Yardstick, precision_set, synchronize
-from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 
 _SITE = "probe"
 
@@ -60,13 +55,9 @@ class _Run:
         self.layout = layout
         self.mesh = Mesh.create(layout, str(world.device), world.communicator.timeout_seconds)
         model = reference_model(world.device.type)
-        table, program = parameter_table(model.config), program_for(layout, model.config, model.sequence)
-        partition = Partition.of(program, model.config, table, model.sequence)
         dtype = DTYPES[layout.precision or "fp32"]
-        stages = partition.held(0)
-        module = Transformer(model.config, axes=axis_operations(self.mesh), device="meta", dtype=dtype, stages=stages)
-        self.parallel = DataParallel(module, table, self.mesh, seed=0, parameter_dtype=dtype, partition=partition)
-        self.passes = ForwardBackward(module, self.parallel, program)
+        built = parallelize(model.config, self.mesh, model.sequence, seed=0, parameter_dtype=dtype)
+        self.engine, self.passes = built.engine, ForwardBackward(*built)
         self.batch = self._batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
@@ -86,7 +77,7 @@ class _Run:
             self.passes.train(self.batch, targets)
             synchronize(world.device)
             times.append(time.perf_counter() - begun)
-            self.parallel.zero_gradients()
+            self.engine.zero_gradients()
             local.append(yardstick.seconds())
         slowest = torch.tensor(times[1:], dtype=torch.float64, device=world.device)
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()

@@ -1,5 +1,5 @@
 """The parameter table of a foreign module: any torch.nn.Module, whose parameters are spread over dp alone. Free of
-torch; `parallel/module_table.py` derives it from the module."""
+torch; `parallel/module/table.py` derives it from the module."""
 
 from __future__ import annotations
 

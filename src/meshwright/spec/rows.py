@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,10 +22,28 @@ ALIGNMENT = 32
 """Every shard holds a multiple of this many elements: whole vector registers here, what NCCL likes elsewhere."""
 
 
+REDUCTIONS_IN_FLIGHT = 2
+"""Gradient reductions that may be in flight before the backward pass waits for the oldest: this bounds the number of
+unsharded gradient buffers."""
+
+
 def padded_numel(numel: int, shards: int) -> int:
     """Elements of a flat buffer that holds `numel` and is cut into `shards` equal, aligned parts."""
     step = ALIGNMENT * shards
     return -(-numel // step) * step
+
+
+def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Number of unsharded gradient buffers by size (elements) that are kept from unit to unit (ZeRO-2 and 3), given the
+    sizes of each unit's buffers in order: where neighbours have the same (layers), those of the unit that the backward
+    pass is in and one for each reduction in flight."""
+    kept: dict[int, int] = {}
+    for unit, run in itertools.groupby(sizes):
+        length = len(list(run))
+        for size in set(unit) if length > 1 else ():
+            several = unit.count(size) * min(length, 1 + REDUCTIONS_IN_FLIGHT // len(unit))
+            kept[size] = max(kept.get(size, 0), several)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +19,10 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.preference import preference_of
-from meshwright.model.transformer import Transformer
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
-from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.pieces import Piece
-from meshwright.parallel.pipeline import check_same_everywhere
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward
 from meshwright.planner.data_calls import Work
@@ -36,8 +32,6 @@ from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Dtypes, set_matmul_precision
 from meshwright.training.preference import PreferencePairs
@@ -68,28 +62,15 @@ class LanguageModelTask:
         self.table = parameter_table(config)
         dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
-        program = program_for(layout, config, recipe.data.sequence)
-        check_same_everywhere(program, mesh)
-        partition = Partition.of(program, config, self.table, recipe.data.sequence)
-        # Without memory of its own: the parameters become views of the flat buffers, and no rank holds a whole model.
-        self.model = Transformer(
+        self.model, self.parallel, program = parallelize(
             config,
-            axes=axis_operations(mesh),
-            device="meta",
-            dtype=dtypes.parameters,
-            stages=partition.held(mesh.pp.rank),
-        )
-        self.parallel = DataParallel(
-            self.model,
-            self.table,
             mesh,
+            recipe.data.sequence,
             seed=recipe.run.seed if initialise else None,
             parameter_dtype=dtypes.parameters,
             master_dtype=dtypes.masters,
-            partition=partition,
+            compile_blocks=recipe.train.compile,
         )
-        if recipe.train.compile:
-            self.model.compile_blocks()
         self.tokens: TokenRows = data.split("train")
         self.validation_tokens: TokenRows = data.split("validation")
         self.order = data.order()
@@ -195,19 +176,13 @@ class LanguageModelTask:
         """Load the weights of a Hugging Face directory in place of initial values."""
         files = CheckpointFiles(directory)
         names = match_rows(files, self.table, self.config)
-        for name, pieces in groupby(self.parallel.master_pieces(owned=False), key=lambda piece: piece.name):
-            row = self.table.row(name)
-            value = read_row(files, row, names)
-            flat = (value.t() if row.transposed else value).reshape(-1)
-            for piece in pieces:
-                piece.tensor.copy_(piece.of(flat))
-        self.parallel.publish()
+        self.parallel.load(lambda row: read_row(files, row, names))
 
     def state(self) -> dict[str, Any]:
         """Entries of `state.json` that identify the data and, of preferences, the reference."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
-    def buffer_pieces(self, owned: bool) -> list[Piece]:
+    def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return none: the model has no buffers to save."""
         return []
 

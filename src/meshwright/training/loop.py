@@ -189,7 +189,7 @@ class Run:
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
-                self.checkpointer.reserve(self.trainer.pieces(owned=True))  # no page faults in the first save
+                self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
         directory = RunDirectory(self.recipe.run_directory).path
         with self.journal.memory.aside():
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
@@ -226,7 +226,7 @@ class Run:
             self.journal.memory.start()
             task = LanguageModelTask(self.recipe, resolved, config, data, self.mesh, initialise=False)
             self.trainer = Trainer(task)
-            loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
+            loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
             if loaded is None:
                 if self.recipe.model.load_weights:
                     task.load_weights(Path(self.recipe.model.from_path or ""))
@@ -280,7 +280,7 @@ class Run:
         if (reason := self._settle()) is not None:
             self.journal.save_failed(step, reason)
         self.checkpointer.save(
-            step, self.trainer.pieces(owned=True), self.trainer.state(), validation_loss=validation_loss
+            step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
         self.journal.saving(step, self.checkpointer.stall_seconds)
 

@@ -18,8 +18,9 @@ from meshwright.data import TokenBatch
 from meshwright.model.documents import Documents
 from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
-from meshwright.parallel.data import DataParallel, count_targets, loss_share
 from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import count_targets, loss_share
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.training.task import RunStart
 
 
@@ -28,7 +29,7 @@ class Policy(Protocol):
     the precision, as text."""
 
     mesh: Mesh
-    parallel: DataParallel
+    parallel: ZeroEngine
 
     @property
     def identity(self) -> Mapping[str, str]: ...

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 if TYPE_CHECKING:
-    from meshwright.parallel.data import Shard
+    from meshwright.parallel.zero_engine import Shard
     from meshwright.recipe import TrainRecipe
 
 

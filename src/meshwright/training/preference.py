@@ -19,8 +19,8 @@ from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import REWARDS, Preference, Rewards
 from meshwright.monitoring.records import Metrics
-from meshwright.parallel.data import count_pairs, loss_share
 from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.step import count_pairs, loss_share
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.training.objective import Policy
 from meshwright.training.reference import (
@@ -88,7 +88,7 @@ class PreferencePairs:
         identity = {
             **policy.identity,
             "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
-            "weights": weights_checksum(policy.parallel.master_pieces(owned=True), policy.mesh),
+            "weights": weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
         }
         begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
 

@@ -50,7 +50,7 @@ def predict_process_memory(
     if now is None or resident_before is None:
         raise UserError("the kernel does not say how much memory this process has")
     states = sum(trainer.memory().values())
-    snapshot = sum((piece.stop - piece.start) * piece.tensor.element_size() for piece in trainer.pieces(owned=True))
+    snapshot = sum((item.stop - item.start) * item.tensor.element_size() for item in trainer.slices(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
     retained = round(constants.heap_overhead_fraction * _on_heap(found.items))

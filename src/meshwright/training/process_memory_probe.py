@@ -21,7 +21,6 @@ from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import Place
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import (
     keep_freed_memory,
     peak_resident_bytes,
@@ -29,15 +28,11 @@ from meshwright.monitoring.memory import (
     reset_peak_rss,
     resident_bytes,
 )
-from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
-from meshwright.parallel.data import DataParallel, count_targets
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.ledger import ledger
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameters import parameter_table
-from meshwright.spec.partition import Partition
-from meshwright.spec.stage_times import program_for
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import PARAMETER_DTYPES
 from meshwright.training.process_constants import ProcessConstants
@@ -66,24 +61,20 @@ class _Run:
         config, rows, sequence = size
         layout = Layout.parse(f"dp1 {precision}")
         mesh = Mesh.create(layout, "cpu")
-        table, program = parameter_table(config), program_for(layout, config, sequence)
-        partition = Partition.of(program, config, table, sequence)
         dtype = PARAMETER_DTYPES[precision]
-        module = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=dtype, stages=partition.held(0))
-        self.parallel = DataParallel(module, table, mesh, seed=0, parameter_dtype=dtype, partition=partition)
+        built = parallelize(config, mesh, sequence, seed=0, parameter_dtype=dtype, compile_blocks=compiled)
+        self.engine = built.engine
         train: Any = SimpleNamespace(
             optimizer="adamw", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.1, momentum=0.0, router_bias_rate=0.0
         )
-        self.optimizer = Optimizer(self.parallel.shards, train)
-        if compiled:
-            module.compile_blocks()
-        self.passes = ForwardBackward(module, self.parallel, program)
+        self.optimizer = Optimizer(self.engine.shards, train)
+        self.passes = ForwardBackward(*built)
         tokens = torch.randint(config.vocabulary, (rows, sequence + 1), generator=torch.Generator().manual_seed(0))
         self.batch = [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), mesh)]
         self.targets = count_targets((goals for _, goals, _ in self.batch), mesh)
         found = ledger(config, layout, batch=rows, sequence=sequence, compile=compiled)
         state = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
-        states = sum(self.parallel.memory().values()) + sum(tensor.nbytes for tensor in state)
+        states = sum(self.engine.memory().values()) + sum(tensor.nbytes for tensor in state)
         self.step_bytes = found.peak_bytes - states
 
     def steps(self) -> tuple[int, int]:
@@ -93,8 +84,8 @@ class _Run:
         for _ in range(STEPS):
             self.passes.train(self.batch, self.targets)
             self.optimizer.step(1e-3)
-            self.parallel.publish()
-            self.parallel.zero_gradients()
+            self.engine.all_gather_parameters()
+            self.engine.zero_gradients()
         highest = peak_resident_bytes() or 0
         after = _settled()
         return after - before, highest - after

@@ -25,7 +25,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data.files import sync_directory
 from meshwright.errors import UserError
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 
 FILE = "reference.safetensors"
 FORMAT = 1
@@ -129,18 +129,18 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
     responses.values[:] = values.cpu().numpy()
 
 
-def weights_checksum(owned: Iterable[Piece], mesh: Mesh) -> str:
+def weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     """64 bits that any layout finds alike of the same masters: the sum over all elements of their bits times an odd
-    number that depends on row and place, modulo 2^64. `owned`: the pieces of which each element is one rank's."""
+    number that depends on row and place, modulo 2^64. `owned`: the slices of which each element is one rank's."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for piece in owned:
-        name = int.from_bytes(hashlib.sha256(piece.name.encode()).digest()[:8], "little", signed=True)
-        flat = piece.tensor.reshape(-1)
+    for item in owned:
+        name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
+        flat = item.tensor.reshape(-1)
         bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()])
         for begin in range(0, len(bits), _AT_ONCE):
             part = bits[begin : begin + _AT_ONCE].to(torch.int64)
-            places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (piece.start + begin)
-            if (columns := piece.columns) is not None:  # of the whole row, wherever it is cut
+            places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (item.start + begin)
+            if (columns := item.columns) is not None:  # of the whole row, wherever it is cut
                 places = places // columns.width * columns.of + columns.start + places % columns.width
             total += ((part + 1) * ((places + name) * _ODD | 1)).sum()
     collectives.all_reduce(total, mesh.world, WEIGHTS_SITE)

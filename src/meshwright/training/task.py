@@ -14,8 +14,8 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.spec.parameters import ParameterTable
 
@@ -34,7 +34,7 @@ class RunStart:
 class Task(Protocol):
     """Model, data and loss of a training run on one rank.
 
-    table: the parameters. parallel: the sharded parameters and gradients. passes: forward and backward of a step, with
+    table: the parameters. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with
     the profiler's hook. Micro-batches are opaque to the trainer: `load_step` makes them, the other methods take them.
     """
 
@@ -44,7 +44,7 @@ class Task(Protocol):
     layout: Layout
     table: ParameterTable
     mesh: Mesh
-    parallel: DataParallel
+    parallel: ZeroEngine
     passes: Any
 
     # --- a step
@@ -82,7 +82,7 @@ class Task(Protocol):
     def state(self) -> dict[str, Any]:
         """Entries of `state.json` that identify the data."""
 
-    def buffer_pieces(self, owned: bool) -> list[Piece]:
+    def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Values to save beside master weights and optimizer state (buffers, frozen parameters)."""
 
     def buffer_bytes(self) -> dict[str, int]:

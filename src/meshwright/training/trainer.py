@@ -11,7 +11,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.records import Metrics, Validation
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import Optimizer
@@ -75,7 +75,7 @@ class Trainer:
         clock.mark("agree")
         if outcome.finite:
             self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), self._gradient_scale(outcome))
-            self.parallel.publish()
+            self.parallel.all_gather_parameters()
         else:
             self._discard_step()
             self.skipped += 1
@@ -113,20 +113,20 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint whose tensors were just read into `pieces(owned=False)`."""
+        """Continue from a checkpoint whose tensors were just read into `slices(owned=False)`."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
-        self.parallel.publish()
+        self.parallel.all_gather_parameters()
 
-    def pieces(self, owned: bool) -> list[Piece]:
-        """Master weights, optimizer state and buffers as pieces: those that this rank writes (`owned`), or all that it
+    def slices(self, owned: bool) -> list[TensorSlice]:
+        """Master weights, optimizer state and buffers as slices: those that this rank writes (`owned`), or all that it
         must read."""
-        pieces = self.parallel.master_pieces(owned)
+        slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
-            pieces += self.parallel.pieces_like(kind, tensors, owned)
-        return pieces + self.task.buffer_pieces(owned)
+            slices += self.parallel.slices_like(kind, tensors, owned)
+        return slices + self.task.buffer_slices(owned)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the model states and buffers on this rank, by kind."""

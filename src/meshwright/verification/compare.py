@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.rows import Part
 from meshwright.verification.patterns import backward_order, describe_pattern
 from meshwright.verification.problem import Problem
@@ -97,8 +97,8 @@ class _Comparing:
     def _gradients(self, step: int) -> Iterator[Difference]:
         """Gradients, loss and norm of a step."""
         reference, results = self.reference, [result.steps[step] for result in self.results]
-        pieces = [result.gradients for result in results]
-        errors = self._note(_errors(_copies(self.layout, pieces, reference), reference.gradients[step]))
+        slices = [result.gradients for result in results]
+        errors = self._note(_errors(_copies(self.layout, slices, reference), reference.gradients[step]))
         truth = reference.losses[step]
         loss = max(_relative(result.loss, truth) for result in results)
         norm = max(_relative(result.norm, reference.norms[step]) for result in results)
@@ -106,7 +106,7 @@ class _Comparing:
         farthest = max((result.loss for result in results), key=lambda value: _relative(value, truth))
         ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
         if (first := self._first(errors)) is not None:
-            pattern = describe_pattern(reference, pieces, self.layout, step, first)
+            pattern = describe_pattern(reference, slices, self.layout, step, first)
             beside = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
             yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){beside}", step
         if loss > self.tolerance:
@@ -135,21 +135,21 @@ class _Comparing:
     def _end(self) -> Iterator[Difference]:
         """Optimizer state, parameters, counters and validation loss after the last step."""
         reference, results = self.reference, self.results
-        pieces = [result.optimizer for result in results]
-        kinds = {piece.kind for of_rank in pieces for piece in of_rank}
+        slices = [result.optimizer for result in results]
+        kinds = {held.kind for of_rank in slices for held in of_rank}
         if kinds != set(reference.optimizer):
             yield f"the optimizer keeps {sorted(kinds)}, not {sorted(reference.optimizer)}", None
         for kind in sorted(kinds & set(reference.optimizer)):
-            of_kind = [[piece for piece in of_rank if piece.kind == kind] for of_rank in pieces]
+            of_kind = [[held for held in of_rank if held.kind == kind] for of_rank in slices]
             copies, truth = _copies(self.layout, of_kind, reference), reference.optimizer[kind]
             errors = self._note(_errors(copies, {name: truth[name] for name in truth if name in self._optimized()}))
             if (first := self._first(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
         masters = next(iter(_copies(self.layout, [self._last(result) for result in results], reference)))
         for rank, result in enumerate(results):
-            for piece in result.parameters:
-                if not torch.equal(piece.tensor, piece.of(masters[piece.name]).to(piece.tensor.dtype)):
-                    yield f"the parameter {piece.name} on rank {rank} is not its master weight, rounded", None
+            for held in result.parameters:
+                if not torch.equal(held.tensor, held.of(masters[held.name]).to(held.tensor.dtype)):
+                    yield f"the parameter {held.name} on rank {rank} is not its master weight, rounded", None
         yield from self._counters(reference.problem.steps)
         for rank, result in enumerate(results):
             yield from ((f"{text} (rank {rank})", None) for text in result.not_restored)
@@ -162,7 +162,7 @@ class _Comparing:
         """Parameter entries that the optimizer updates; biases that balance experts follow a rule of their own."""
         return {row.name for row in self.reference.table.rows if not row.balances}
 
-    def _last(self, result: RankResult) -> list[Piece]:
+    def _last(self, result: RankResult) -> list[TensorSlice]:
         return result.steps[max(result.steps)].weights
 
     def _note(self, errors: dict[str, float]) -> dict[str, float]:
@@ -213,17 +213,17 @@ def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     ]
 
 
-def _copies(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference) -> list[Rows]:
+def _copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
     """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
     of tp or pp hold is once that of each of them. Of experts there may be more copies, or fewer, than of all else."""
     parts: tuple[Part, Part] = ("dense", "experts")
-    dense, experts = (_copies_of(layout, pieces, reference, part) for part in parts)
+    dense, experts = (_copies_of(layout, slices, reference, part) for part in parts)
     return [
         dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
     ]
 
 
-def _copies_of(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Reference, part: Part) -> list[Rows]:
+def _copies_of(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part) -> list[Rows]:
     names = [row.name for row in reference.table.rows if row.part(layout) == part]
     if not names:
         return [{}]
@@ -233,9 +233,9 @@ def _copies_of(layout: Layout, pieces: Sequence[Sequence[Piece]], reference: Ref
         for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
             rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
-                for piece in pieces[rank]:
-                    if piece.name in rows:
-                        piece.put(rows[piece.name])
+                for held in slices[rank]:
+                    if held.name in rows:
+                        held.put(rows[held.name])
             copies.append(rows)
     return copies
 

@@ -19,9 +19,8 @@ from meshwright.data.order import SampleOrder
 from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
 from meshwright.parallel import context
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.gradients import GradientSums
-from meshwright.parallel.units import UnitBuffers
+from meshwright.parallel.zero import FsdpUnit, UnshardedGradient
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.training import trainer
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.optimizer import Optimizer
@@ -95,8 +94,8 @@ class LocalFault:
 # --- gradients and updates
 
 
-def _overwritten(strikes: FaultCounter, right: FaultyFunction, sums: GradientSums, parameter: Any) -> Any:
-    view, stale = right(sums, parameter)
+def _overwritten(strikes: FaultCounter, right: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+    view, stale = right(gradient, index)
     strikes.record_if(not stale)
     return view, True
 
@@ -120,7 +119,7 @@ def _clipped_locally(strikes: FaultCounter, right: FaultyFunction, self: Trainer
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    def wrong(strikes: FaultCounter, right: FaultyFunction, self: DataParallel, unit: UnitBuffers) -> Any:
+    def wrong(strikes: FaultCounter, right: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
         shard = right(self, unit)
         end = shard.master.numel()
         held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
@@ -150,18 +149,18 @@ def _never_skipped(strikes: FaultCounter, right: FaultyFunction, *arguments: Any
 # --- parameters
 
 
-def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: UnitBuffers) -> None:
+def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
     master = self.master
-    if strikes.again(self) and strikes.record_if(self.source.data_ptr() != master.data_ptr()):
-        self.master = self.source  # as where the dtypes agree: nothing is copied
+    if strikes.again(self) and strikes.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
+        self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
     right(self)
     self.master = master
 
 
-def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: UnitBuffers) -> None:
+def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
     zero = self.zero
     if strikes.again(self) and strikes.record_if(zero in (1, 2)):
-        self.need()
+        self.unshard()
         self.zero = 0
     right(self)
     self.zero = zero
@@ -252,21 +251,21 @@ def _ring_forgets(strikes: FaultCounter, right: FaultyFunction, *arguments: Any)
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "gradient accumulation overwrites instead of adding": LocalFaultSpec(
-        "updates", GradientSums, "_view", _overwritten
+        "updates", UnshardedGradient, "view", _overwritten
     ),
     "gradient clipping missing": LocalFaultSpec("updates", Trainer, "_gradient_scale", _unclipped),
     "gradient clipping applied twice": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_twice),
     "gradient clipping uses the local norm": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_locally),
-    "weight-decay range one element too long": LocalFaultSpec("updates", DataParallel, "_shard", _decay_moved(1)),
-    "weight-decay range one element too short": LocalFaultSpec("updates", DataParallel, "_shard", _decay_moved(-1)),
-    "weight decay applied to norms and biases": LocalFaultSpec(
-        "updates", DataParallel, "_shard", _decay_moved(1 << 40)
-    ),
+    "weight-decay range one element too long": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(1)),
+    "weight-decay range one element too short": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(-1)),
+    "weight decay applied to norms and biases": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(1 << 40)),
     "learning rate off by one step": LocalFaultSpec("updates", trainer, "learning_rate", _next_rate),
     "loss normalized by one target too many": LocalFaultSpec("updates", LanguageModelTask, "count_terms", _more_terms),
     "non-finite step not skipped": LocalFaultSpec("updates", Trainer, "_agree", _never_skipped),
-    "parameters not rounded from master weights": LocalFaultSpec("dtypes", UnitBuffers, "publish", _not_rounded),
-    "parameters not all-gathered after the update": LocalFaultSpec("updates", UnitBuffers, "publish", _not_gathered),
+    "parameters not rounded from master weights": LocalFaultSpec("dtypes", FsdpUnit, "update_parameters", _not_rounded),
+    "parameters not all-gathered after the update": LocalFaultSpec(
+        "updates", FsdpUnit, "update_parameters", _not_gathered
+    ),
     "sample index off by one": LocalFaultSpec("updates", LanguageModelTask, "samples_of_step", _next_samples),
     "all ranks read rank 0's samples": LocalFaultSpec(
         "updates", LanguageModelTask, "samples_of_step", _samples_of_rank_0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.layout import Layout
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.verification.reference import Reference
 
 NO_PATTERN = "no recognized pattern"
@@ -36,11 +36,11 @@ def backward_order(reference: Reference) -> list[str]:
 
 
 def describe_pattern(
-    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, step: int, name: str
+    reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
     """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
     truth = reference.gradients[step][name]
-    mine = [[piece for piece in of_rank if piece.name == name] for of_rank in pieces]
+    mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _apart_on_tp(reference, mine, layout, truth, name):
         return "partial gradients were not summed over tp"
     if _apart_on_pp(mine, layout, truth):
@@ -53,13 +53,13 @@ def describe_pattern(
     found: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(mine):
         labels = [(member, micro_batch) for member in replicas[rank] for micro_batch in range(layout.micro_batches)]
-        for piece in of_rank:
-            values, right = piece.tensor, piece.of(truth)
+        for item in of_rank:
+            values, right = item.tensor, item.of(truth)
             if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
-                previous = None if before is None else piece.of(before)
-                what = _describe(values.double(), right.double(), piece.of(contributions), labels, previous)
+                previous = None if before is None else item.of(before)
+                what = _describe(values.double(), right.double(), item.of(contributions), labels, previous)
                 if what in (NO_PATTERN, TOO_SHORT):
-                    what = _of_another(reference, step, piece) or what
+                    what = _of_another(reference, step, item) or what
                 found.setdefault(what, []).append(rank)
     if not found:
         return "a small error everywhere"
@@ -78,7 +78,7 @@ def describe_pattern(
 
 
 def _apart_on_tp(
-    reference: Reference, pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor, name: str
+    reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
     row = reference.table.row(name)
@@ -87,35 +87,35 @@ def _apart_on_tp(
     size, copies = float(truth.norm()), row.replicas(layout)
     for group in layout.groups("tp"):
         for first in range(0, len(group), copies):
-            for same in zip(*(pieces[rank] for rank in group[first : first + copies]), strict=True):
+            for same in zip(*(slices[rank] for rank in group[first : first + copies]), strict=True):
                 right = same[0].of(truth)
-                total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+                total = torch.stack([item.tensor for item in same]).sum(dim=0)
                 if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
                     return False
     return True
 
 
-def _apart_on_pp(pieces: Sequence[Sequence[Piece]], layout: Layout, truth: torch.Tensor) -> bool:
+def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Whether the ranks of pp that hold a row have the right gradient together but not each."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
-        holding = [pieces[rank] for rank in group if pieces[rank]]
+        holding = [slices[rank] for rank in group if slices[rank]]
         if len(holding) == 1:
             return False
         for same in zip(*holding, strict=True):
             right = same[0].of(truth)
-            total = torch.stack([piece.tensor for piece in same]).sum(dim=0)
+            total = torch.stack([item.tensor for item in same]).sum(dim=0)
             if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
                 return False
     return True
 
 
-def _of_another(reference: Reference, step: int, piece: Piece) -> str | None:
-    """Whether a piece holds what belongs to another row of the same size."""
-    size = float(piece.tensor.norm())
+def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | None:
+    """Whether a slice holds what belongs to another row of the same size."""
+    size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
-        alike = name != piece.name and values.numel() == reference.gradients[step][piece.name].numel()
-        if alike and float((piece.of(values) - piece.tensor).norm()) < 1e-6 * size:
+        alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
+        if alike and float((item.of(values) - item.tensor).norm()) < 1e-6 * size:
             return f"the gradient of {name}"
     return None
 

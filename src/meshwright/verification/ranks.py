@@ -20,7 +20,7 @@ from meshwright.data import PreparedData
 from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 from meshwright.recipe import CollectivesRecipe
 from meshwright.training.language_model import LanguageModelTask
@@ -43,8 +43,8 @@ class StepResult:
     loss: float
     norm: float
     scale: float
-    gradients: list[Piece]
-    weights: list[Piece]
+    gradients: list[TensorSlice]
+    weights: list[TensorSlice]
 
 
 @dataclass
@@ -56,8 +56,8 @@ class RankResult:
     noticed a fault by themselves went no further."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
-    optimizer: list[Piece] = field(default_factory=list)
-    parameters: list[Piece] = field(default_factory=list)
+    optimizer: list[TensorSlice] = field(default_factory=list)
+    parameters: list[TensorSlice] = field(default_factory=list)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
     not_restored: list[str] = field(default_factory=list)
     final_loss: float = math.nan
@@ -117,12 +117,12 @@ def run_rank(
 class _WatchedTrainer(Trainer):
     """The trainer, which keeps the gradients of a step as they are before the optimizer sees them."""
 
-    gradients: list[Piece]
+    gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
-        self.gradients = self.parallel.pieces_like("gradient", unscaled, owned=False)
+        self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict
 
 
@@ -146,7 +146,7 @@ class _Run:
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
             with _poison(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
                 verdict = trainer.step()
-            weights = _copied(trainer.parallel.master_pieces(owned=False))
+            weights = _copied(trainer.parallel.master_slices(owned=False))
             result.steps[step] = StepResult(
                 verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
             )
@@ -157,8 +157,8 @@ class _Run:
             return result
         result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
         result.calls = self.mesh.record.table()
-        result.optimizer = [piece for piece in _copied(trainer.pieces(owned=False)) if piece.kind != "master"]
-        result.parameters = trainer.parallel.parameter_pieces()
+        result.optimizer = [item for item in _copied(trainer.slices(owned=False)) if item.kind != "master"]
+        result.parameters = trainer.parallel.parameter_slices()
         result.counters[problem.steps] = _counters(trainer)
         return result
 
@@ -180,14 +180,14 @@ class _Run:
         return trainer
 
     def _save(self, trainer: Trainer) -> None:
-        self._checkpointer.save(trainer.steps_done, trainer.pieces(owned=True), trainer.state())
+        self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
 
     def _resumed(self) -> _WatchedTrainer:
         """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
         trainer = self._trainer(initialise=False)
-        loaded = self._checkpointer.load_newest(trainer.pieces(owned=False))
+        loaded = self._checkpointer.load_newest(trainer.slices(owned=False))
         if loaded is None:
             raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
         trainer.restore(loaded[1])
@@ -224,5 +224,5 @@ def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> 
     ]
 
 
-def _copied(pieces: list[Piece]) -> list[Piece]:
-    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+def _copied(slices: list[TensorSlice]) -> list[TensorSlice]:
+    return [replace(item, tensor=item.tensor.clone()) for item in slices]

@@ -9,7 +9,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.parallel.module_table import Derived, check_values, derive
+from meshwright.parallel.module.table import ModuleDescription, check_values, describe_module
 from meshwright.training.module.data import draw_from, seed_for
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
@@ -21,7 +21,7 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
     """Build this rank's task, with the values that rank 0's `build` gave. Collective."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
-    derived = derive(module, spec.units, spec.decays)
+    derived = describe_module(module, spec.units, spec.decays)
     _check_alike(derived, mesh)
     same_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
@@ -52,7 +52,7 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
     return module
 
 
-def _check_alike(derived: Derived, mesh: Mesh) -> None:
+def _check_alike(derived: ModuleDescription, mesh: Mesh) -> None:
     """`UserError` on all ranks where one has built another module than rank 0."""
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
     mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)

@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_watching
 from meshwright.model.huggingface import CheckpointFiles
-from meshwright.parallel.module_table import ChooseUnit
+from meshwright.parallel.module.table import ChooseUnit
 from meshwright.recipe import override_texts
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker

@@ -13,10 +13,11 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
-from meshwright.parallel.data import TARGET_SITE, DataParallel
-from meshwright.parallel.module_table import Derived
-from meshwright.parallel.module_units import ModuleUnits
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.module.prefetch import ModulePrefetcher
+from meshwright.parallel.module.table import ModuleDescription
+from meshwright.parallel.step import TARGET_SITE
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.data_calls import Work, by_axis, by_site
 from meshwright.planner.module_traffic import module_calls
 from meshwright.spec.foreign import ModulePartition
@@ -33,17 +34,23 @@ class ModuleTask:
     """A foreign module on one rank of a training run.
 
     module: with its initial values, on the mesh's device; its trained parameters become views of flat buffers. derived:
-    what `parallel.module_table.derive` found in it.
+    what `parallel.module.table.describe_module` found in it.
     """
 
     def __init__(
-        self, spec: ModuleSpec, recipe: ModuleRecipe, layout: Layout, mesh: Mesh, module: nn.Module, derived: Derived
+        self,
+        spec: ModuleSpec,
+        recipe: ModuleRecipe,
+        layout: Layout,
+        mesh: Mesh,
+        module: nn.Module,
+        derived: ModuleDescription,
     ) -> None:
         self.recipe, self.layout, self.mesh, self.spec = recipe, layout, mesh, spec
         self.module, self.table, self.derived = module, derived.table, derived
         set_matmul_precision(layout.precision, mesh.device)
         dtype = parameter_dtype(module, layout)
-        self.parallel = DataParallel(
+        self.parallel = ZeroEngine(
             module,
             derived.table,
             mesh,
@@ -51,14 +58,14 @@ class ModuleTask:
             parameter_dtype=dtype,
             master_dtype=torch.promote_types(dtype, torch.float32),
             partition=ModulePartition.whole(derived.table),
-            stage_units=ModuleUnits,  # type: ignore[arg-type]
+            prefetcher=ModulePrefetcher,  # type: ignore[arg-type]
         )
         train, seed = recipe.train, recipe.run.seed
         self.values = KeptValues(module, mesh)
         self.passes = ModulePasses(module, spec, self.parallel, seed)
         named = dict(module.named_parameters())
         unit_of = {id(named[row.name]): row.unit for row in derived.table.rows}
-        self.passes.units.attach(derived.units, unit_of)
+        self.passes.prefetcher.attach(derived.units, unit_of)
         self.samples = TrainingSamples(
             spec.data, seed, train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches, spec.collate, spec.workers
         )
@@ -138,9 +145,9 @@ class ModuleTask:
         """The number of training samples, which a resumed run compares."""
         return {"data_samples": len(self.spec.data)}
 
-    def buffer_pieces(self, owned: bool) -> list[Piece]:
+    def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Buffers and frozen parameters to save."""
-        return self.values.pieces(owned)
+        return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
         """Bytes of buffers and frozen parameters."""
@@ -169,7 +176,7 @@ class ModuleTask:
             self.layout,
             work,
             self.mesh.rank,
-            held=self.passes.units.held,
+            held=self.passes.prefetcher.held,
             averaged=averaged,
             copied=copied,
             looked_at=self.values.looked_at(),

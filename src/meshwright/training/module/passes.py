@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.module_units import ModuleUnits
+from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.pipeline import Compute
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.schedules.library import program_of
 from meshwright.training.module.data import draw_from, seed_for
 from meshwright.training.module.spec import ModuleSpec
@@ -33,7 +33,7 @@ class ModulePasses:
         self,
         module: nn.Module,
         spec: ModuleSpec,
-        parallel: DataParallel,
+        parallel: ZeroEngine,
         seed: int,
         mark: Callable[[str], None] = lambda part: None,
     ) -> None:
@@ -43,10 +43,8 @@ class ModulePasses:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         (self.stage,) = parallel.partition.stages
-        units = parallel.stage_units(self.stage)
-        assert isinstance(units, ModuleUnits)
-        self.units = units
-        parallel.gradients.completed, parallel.gradients.reducing = units.completed, units.reducing
+        prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
+        parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """`parallel.shards` have the true gradients afterwards. targets: what the sum of losses is divided by. Returns
@@ -74,10 +72,10 @@ class ModulePasses:
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
         """The sum of the batch's losses, its items, and the sums of what is measured beside, without gradients."""
-        with torch.no_grad(), self.units.forward(self.parallel.mesh.shard, backward_follows=False):
+        with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
-        self.units.release()
+        self.prefetcher.reshard()
         return [loss, batch.items, *measured]
 
 
@@ -93,7 +91,7 @@ class _ModuleCompute:
         passes, batch = self._passes, self._micro_batches[micro_batch]
         draw_from(seed_for(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
-        with passes.units.forward(passes.parallel.mesh.shard):
+        with passes.prefetcher.forward(passes.parallel.mesh.shard):
             if batch.items:
                 self._loss = passes.loss_sum(batch) / self._targets
                 self.total += self._loss.detach()
@@ -102,7 +100,7 @@ class _ModuleCompute:
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> None:
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
-        with passes.units.backward(parallel.gradients):
+        with passes.prefetcher.backward(parallel.gradients):
             if self._loss is not None:
                 self._loss.backward()  # type: ignore[no-untyped-call]
         self._loss = None

@@ -58,7 +58,7 @@ class ModuleRun(Run):
             background=recipe.checkpoint.background,
             log=self.journal.log,
         )
-        loaded = self.checkpointer.load_newest(self.trainer.pieces(owned=False))
+        loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
         self.resumed_from = None
         if loaded is not None:
             checkpoint, self.saved_state = loaded

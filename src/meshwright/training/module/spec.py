@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from meshwright.parallel.module_table import ChooseUnit
+from meshwright.parallel.module.table import ChooseUnit
 from meshwright.training.module.data import Collate, Samples
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

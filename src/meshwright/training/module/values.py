@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright.comm.collectives import all_reduce, broadcast
 from meshwright.comm.mesh import Mesh
-from meshwright.parallel.module_table import kept_values
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.module.table import kept_values
 
 START_SITE = "module.start"
 CHANGED_SITE = "module.buffers.changed"
@@ -84,15 +84,15 @@ class KeptValues:
         """Bytes that they take."""
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
-    def pieces(self, owned: bool) -> list[Piece]:
-        """As pieces of a checkpoint, which rank 0 writes."""
+    def slices(self, owned: bool) -> list[TensorSlice]:
+        """As slices of a checkpoint, which rank 0 writes."""
         if owned and self._mesh.rank:
             return []
-        pieces = []
+        slices = []
         for name, value in kept_values(self._module, saved=True).items():
             assert value.is_contiguous(), name
-            pieces.append(Piece("master", name, 0, value.numel(), value.detach().reshape(-1)))
-        return pieces
+            slices.append(TensorSlice("master", name, 0, value.numel(), value.detach().reshape(-1)))
+        return slices
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._module.named_buffers())

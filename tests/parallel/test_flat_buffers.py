@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from meshwright.parallel.pieces import flat_unit, part_of, pieces_of
+from meshwright.parallel.flat_buffers import even_share, flat_layout, slices_of
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rows import ALIGNMENT, padded_numel
@@ -19,41 +19,41 @@ def test_pieces_of_all_shards_cover_every_row_once(name, shards):
     table = parameter_table(preset(name))
     seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in table.rows}
     for unit_name in table.units:
-        unit = flat_unit(table, unit_name, shards)
+        unit = flat_layout(table, unit_name, shards)
         assert unit.padded % (shards * ALIGNMENT) == 0 and 0 <= unit.padded - unit.numel < shards * ALIGNMENT
         length = unit.padded // shards
         for shard in range(shards):
             start, stop = shard * length, (shard + 1) * length
             flat = torch.arange(start, stop)
-            for piece in pieces_of(unit, "master", flat, start, start, min(stop, unit.numel)):
+            for piece in slices_of(unit, "master", flat, start, start, min(stop, unit.numel)):
                 assert piece.tensor.numel() == piece.stop - piece.start > 0
                 seen[piece.name][piece.start : piece.stop] += 1
-                offset = next(part.offset for part in unit.parts if part.row.name == piece.name)
+                offset = next(part.offset for part in unit.slices if part.row.name == piece.name)
                 assert piece.tensor[0] == offset + piece.start
     assert all(bool((count == 1).all()) for count in seen.values())
 
 
 def test_decayed_tensors_come_first_in_a_unit():
     table = parameter_table(preset("gpt2-tiny"))
-    unit = flat_unit(table, "layers.0")
+    unit = flat_layout(table, "layers.0")
     for placed in unit.tensors:
         assert (placed.offset < unit.decay_numel) == placed.tensor.decay
 
 
 def test_a_piece_is_a_view_that_a_checkpoint_can_write_into():
     table = parameter_table(preset("llama-tiny"))
-    unit = flat_unit(table, "head")
+    unit = flat_layout(table, "head")
     flat = torch.zeros(unit.padded)
-    for piece in pieces_of(unit, "master", flat, 0, 0, unit.numel):
+    for piece in slices_of(unit, "master", flat, 0, 0, unit.numel):
         piece.tensor.fill_(1.0)
     assert flat[: unit.numel].sum() == unit.numel and not flat[unit.numel :].any()
 
 
 def test_parts_of_a_range_meet_and_cover_it():
-    edges = [part_of(7, 30, index, 4) for index in range(4)]
+    edges = [even_share(7, 30, index, 4) for index in range(4)]
     assert edges[0][0] == 7 and edges[-1][1] == 30
     assert all(left[1] == right[0] for left, right in itertools.pairwise(edges))
-    assert part_of(5, 5, 0, 3) == (5, 5)
+    assert even_share(5, 5, 0, 3) == (5, 5)
 
 
 def test_padding_is_the_least_that_divides():

@@ -18,7 +18,8 @@ from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.data import DataParallel, count_targets
+from meshwright.parallel.step import count_targets
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rows import padded_numel
@@ -61,7 +62,7 @@ def one_step(
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=parameter_dtype)
-    parallel = DataParallel(
+    parallel = ZeroEngine(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=parameter_dtype, master_dtype=master_dtype
     )
     if backend is not None:
@@ -72,17 +73,17 @@ def one_step(
         targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
         parallel.begin_step(len(batches))
         for batch in batches:
-            parallel.backward(loss_of(model, batch, units=parallel) / targets)
+            parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / targets)
         parallel.finish()
     assert all(parameter.grad is None for parameter in model.parameters()), "no second copy of a gradient"
     mesh.close()
-    return parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)
+    return parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=False)
 
 
 class Watch:
     """Stands between model and engine; notes which units' parameters have memory whenever the model comes by."""
 
-    def __init__(self, parallel: DataParallel) -> None:
+    def __init__(self, parallel: ZeroEngine) -> None:
         self.parallel = parallel
         self.seen: list[set[str]] = []
 
@@ -92,12 +93,12 @@ class Watch:
         return there
 
     def enter(self, unit: str, x: Any) -> Any:
-        result = self.parallel.enter(unit, x)
+        result = self.parallel.prefetchers[0].enter(unit, x)
         assert unit in self.note()
         return result
 
     def leave(self, unit: str, x: Any) -> Any:
-        result = self.parallel.leave(unit, x)
+        result = self.parallel.prefetchers[0].leave(unit, x)
         self.note()
         return result
 
@@ -107,7 +108,7 @@ def memory_of_zero3(tied: bool) -> None:
     table = parameter_table(config)
     mesh = Mesh.create(Layout(dp=2, zero=3))
     model = Transformer(config, axes=axis_operations(mesh))
-    parallel = DataParallel(model, table, mesh, seed=1, parameter_dtype=torch.float32)
+    parallel = ZeroEngine(model, table, mesh, seed=1, parameter_dtype=torch.float32)
     watch = Watch(parallel)
     assert watch.note() == set(), "nothing is gathered before it is needed"
     batch = make_batch(Problem(config, batch=4), 0)
@@ -123,15 +124,15 @@ def memory_of_zero3(tied: bool) -> None:
         loss_of(model, batch, units=watch)
     assert watch.note() == set(), "nor does evaluation leave anything"
     for unit in parallel._units.values():
-        unit.fetch()
+        unit.start_all_gather()
     for unit in parallel._units.values():
-        unit.need()
+        unit.unshard()
     for tensor in table.tensors:
         for row in tensor.rows:
             value = model.get_parameter(tensor.name)[row.offset : row.offset + row.engine_shape[0]]
             expected = initial_value(row, 1)
             assert torch.equal(value, expected.T if row.transposed else expected)
-    parallel._stages[0].release()
+    parallel.prefetchers[0].reshard()
     assert watch.note() == set()
     mesh.close()
 
@@ -141,14 +142,14 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.bfloat16)
-    parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.bfloat16)
+    parallel = ZeroEngine(model, TABLE, mesh, seed=1, parameter_dtype=torch.bfloat16)
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     mesh.record.clear()
     parallel.begin_step(len(batches))
     for batch in batches:
-        parallel.backward(loss_of(model, batch, units=parallel))
+        parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]))
     parallel.finish()
-    parallel.publish()
+    parallel.all_gather_parameters()
     mesh.close()
     assert parallel.memory() == parallel.predicted_bytes()
     return {(e["site"], e["operation"]): (e["calls"], e["sent_bytes"]) for e in mesh.record.table()}
@@ -157,8 +158,8 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
 def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
     mesh = Mesh.create(Layout.parse(layout_text))
     model = Transformer(LLAMA, axes=axis_operations(mesh))
-    parallel = DataParallel(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
-    for piece in parallel.master_pieces(owned=False):
+    parallel = ZeroEngine(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
+    for piece in parallel.master_slices(owned=False):
         row = TABLE.row(piece.name)
         expected = initial_value(row, 1)
         flat = (expected.T if row.transposed else expected).reshape(-1)
@@ -166,7 +167,7 @@ def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
     for shard in parallel.shards:
         assert shard.master.shape == shard.gradient.shape == (shard.stop - shard.start,)
     mesh.close()
-    return [(piece.name, piece.start, piece.stop) for piece in parallel.master_pieces(owned=True)]
+    return [(piece.name, piece.start, piece.stop) for piece in parallel.master_slices(owned=True)]
 
 
 def torch_gradients(engine: str) -> dict[str, torch.Tensor]:
@@ -293,15 +294,15 @@ def test_ranks_write_every_element_once_and_start_from_the_seed(ranks, layout):
 def test_one_device_calls_nothing_and_copies_no_parameter(truth):
     mesh = Mesh.single()
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.float64)
-    parallel = DataParallel(
+    parallel = ZeroEngine(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=torch.float64, master_dtype=torch.float64
     )
     batch = make_batch(PROBLEM, 0)
     parallel.begin_step(1)
-    parallel.backward(loss_of(model, batch, units=parallel) / int((batch.targets != -100).sum()))
+    parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / int((batch.targets != -100).sum()))
     parallel.finish()
     assert mesh.record.table() == []
-    rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    rows = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     for tensor in TABLE.tensors:
         got = torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape)
         assert torch.equal(got, truth[tensor.name])
@@ -318,29 +319,29 @@ def test_without_a_seed_the_models_values_stay():
     model = Transformer(LLAMA)
     initialise(model, TABLE, 3)
     before = copy.deepcopy(model.state_dict())
-    DataParallel(model, TABLE, Mesh.single(), seed=None, parameter_dtype=torch.float32)
+    ZeroEngine(model, TABLE, Mesh.single(), seed=None, parameter_dtype=torch.float32)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_parameter_without_part_in_the_loss_gets_zero():
     model = Transformer(LLAMA)
-    parallel = DataParallel(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
+    parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
     for shard in parallel.shards:
         shard.gradient.fill_(7.0)
     parallel.begin_step(1)
     parallel.backward(model.layers[0].mlp.down.weight.sum())
     parallel.finish()
-    rows = assembled(parallel.pieces_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    rows = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}
 
 
 def test_nothing_keeps_what_nobody_trains_any_more():
     """Memory, and on a mesh the connections of its groups."""
     model = Transformer(LLAMA)
-    parallel = DataParallel(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
+    parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
     parallel.begin_step(1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    parallel.backward(model(tokens, tokens, units=parallel))
+    parallel.backward(model(tokens, tokens, units=parallel.prefetchers[0]))
     parallel.finish()
     left = [weakref.ref(parallel), weakref.ref(parallel.gradients), weakref.ref(parallel.shards[0].gradient)]
     del model, parallel, tokens
@@ -349,7 +350,7 @@ def test_nothing_keeps_what_nobody_trains_any_more():
 
 
 def test_the_norm_of_millions_keeps_its_digits():
-    from meshwright.parallel.data import _squared_norm
+    from meshwright.parallel.zero_engine import _squared_norm
 
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
     truth = values.double().square().sum()

@@ -1,7 +1,7 @@
 """The parameter table of a foreign module, derived from its `named_parameters()`, and the units that it is sharded by.
 
-A unit is a module whose parameters come and go together under ZeRO-3. What lies in none (small modules, parameters of
-the module itself, parameters that several modules share) is together the unit `REST`, which stays for a whole pass.
+A unit is a module whose parameters are all-gathered together under ZeRO-3. Parameters in none (of small modules, of the
+module itself, shared by several modules) are together the unit `REST`, which stays unsharded for a whole pass.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, module_ta
 from meshwright.spec.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
-"""Whether a module, given its name and itself, is a unit of its own."""
+"""True for a module (given its name and itself) that is a unit of its own."""
 
 SMALL = 1 / 32
-"""Of all parameters: a module with less stays in `REST`, unless it is one of a list of modules."""
+"""Share of all parameters below which a module stays in `REST`, unless it is one of a list of modules."""
 LARGE = 1 / 4
 """A list's module with more, and with a list inside, is not one unit: its inner modules are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
-    """What there is to know of a module: its table, the modules that are units, and the values that are kept beside
-    (buffers that a checkpoint has, and frozen parameters)."""
+class ModuleDescription:
+    """The table of a foreign module, the modules that are units, and the values that are kept beside (buffers that a
+    checkpoint has, and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
     kept: tuple[KeptValue, ...]
 
 
-def derive(
+def describe_module(
     module: nn.Module,
     choose: ChooseUnit | None = None,
     decays: Callable[[str, nn.Parameter], bool] | None = None,
-) -> Derived:
-    """The table of a module. `choose` says which modules are units, unless by their sizes; `decays`: to which
-    parameters weight decay applies, unless to those of two dims and more. `UserError` where the module cannot be
+) -> ModuleDescription:
+    """Derive the table of a module. `choose`: which modules are units, by default chosen by size; `decays`: to which
+    parameters weight decay applies, by default those of two dims and more. `UserError` where the module cannot be
     trained."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
@@ -65,7 +65,7 @@ def derive(
         KeptValue(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in kept_values(module, saved=True).items()
     )
-    return Derived(table, {name: unit for name, unit in units.items() if name in table.units}, kept)
+    return ModuleDescription(table, {name: unit for name, unit in units.items() if name in table.units}, kept)
 
 
 def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,273 @@
+"""Flat buffers: where the rows of the parameter table lie in them, which slices of rows a rank holds, and a pool of
+buffers for gradients.
+
+Every FSDP unit is one flat buffer (FSDP's FlatParameter): this rank's slices of its decayed tensors first, then of the
+rest, each row-major in engine orientation, then padding. ZeRO, optimizer and checkpoint speak in ranges of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.layout import Layout
+from meshwright.spec.parameters import ParameterTable, Row, Tensor
+from meshwright.spec.rows import Part, kept_buffers, padded_numel
+
+
+class Columns(NamedTuple):
+    """Columns [start, stop) of a row seen as a matrix of `of` columns."""
+
+    start: int
+    stop: int
+    of: int
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
+    """The elements of an unsharded row in `columns` (None: all). values [..., row.numel]; returns them flat again."""
+    if columns is None:
+        return values
+    return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Elements [start, stop) of one logical tensor (a row flattened in ENGINE orientation, row-major), or of those of
+    its `columns`, held in the 1-D `tensor` of stop - start elements, which is a view: reading a checkpoint writes into
+    it.
+
+    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum"; `name`: the row's name.
+    """
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    columns: Columns | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """This slice's elements of an unsharded row, flat in engine orientation in the last dimension."""
+        return select_columns(values, self.columns)[..., self.start : self.stop]
+
+    def put(self, values: torch.Tensor) -> None:
+        """Write this slice into an unsharded row, flat in engine orientation."""
+        if self.columns is None:
+            values[self.start : self.stop] = self.tensor
+        else:
+            values[self.of(torch.arange(values.numel()))] = self.tensor.to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Place of a slice of a row in a flat buffer: `numel` elements from `offset` on are those of the flattened row, or
+    of its `columns`, from `begin` on.
+
+    `copies` neighbouring ranks of tp hold the same; `partial`: each of them has a partial gradient.
+    """
+
+    row: Row
+    offset: int
+    numel: int
+    begin: int
+    columns: Columns | None
+    copies: int
+    partial: bool
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The slice's elements of an unsharded row, flat in engine orientation."""
+        return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
+
+
+class PlacedTensor(NamedTuple):
+    """An engine tensor, its offset in the flat buffer, and the shape of this rank's slice of it."""
+
+    tensor: Tensor
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The layout of one flat buffer on one rank: `padded` elements in all, `numel` without padding, of which weight
+    decay applies to the first `decay_numel`. Where the vocabulary does not divide, the filling of the last ranks'
+    slices belongs to no row."""
+
+    name: str
+    tensors: tuple[PlacedTensor, ...]
+    slices: tuple[RowSlice, ...]
+    decay_numel: int
+    numel: int
+    padded: int
+
+    def within(self, low: int, high: int) -> Iterator[tuple[RowSlice, int, int]]:
+        """The slices of rows that have elements in [low, high) of the buffer, each with its range [first, last)."""
+        for part in self.slices:
+            first, last = max(low, part.offset), min(high, part.offset + part.numel)
+            if first < last:
+                yield part, first, last
+
+    def copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """[low, high) as few ranges (first, last, number of ranks of tp that hold the same); without padding, and
+        without biases that balance experts, which no norm counts."""
+        ranges: list[tuple[int, int, int]] = []
+        for part, first, last in self.within(low, high):
+            if part.row.balances:
+                continue
+            if ranges and ranges[-1][1:] == (first, part.copies):
+                first = ranges.pop()[0]
+            ranges.append((first, last, part.copies))
+        return ranges
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The views of an unsharded buffer that are the tensors, in their shapes."""
+        return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
+
+    def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
+        """Make the model's parameters views of an unsharded buffer; returns them in the order of `tensors`.
+
+        The views get version counters of their own (`.data`): an all-gather that fills the memory again must not look
+        to autograd like a change of the values that it saved.
+        """
+        bound = []
+        for placed, view in zip(self.tensors, self.views(buffer), strict=True):
+            parent, _, leaf = placed.tensor.name.rpartition(".")
+            module = model.get_submodule(parent)
+            before = getattr(module, leaf)
+            assert (before.shape or (1,)) == placed.shape, (placed.tensor.name, before.shape, placed.shape)
+            parameter = before
+            if before.device.type == "meta":
+                parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+                module.register_parameter(leaf, parameter)
+            # Else whoever has this parameter too (a tied layer, an LSTM's list of its weights) keeps having it.
+            parameter.data = view.view(before.shape)
+            bound.append(parameter)
+        return bound
+
+    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[Row], torch.Tensor]) -> None:
+        """Write values into a shard that begins at `start`. value_of: the unsharded value of a row, as on disk; it is
+        called once for each row of which the shard has elements."""
+        for row, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].row):
+            value = value_of(row)
+            flat = (value.t() if row.transposed else value).reshape(-1)
+            for part, first, last in found:
+                mine = part.of(flat)[first - part.offset : last - part.offset]
+                shard[first - start : last - start].copy_(mine)
+
+    def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
+        """Write the values that the model's parameters have now (before `bind`) into a shard that begins at `start`."""
+        for placed in self.tensors:
+            value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
+            first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
+            if first < last and value.device.type != "meta":
+                shard[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
+
+
+def buffer_name(unit: str, part: Part) -> str:
+    """The name of the flat buffer of a unit's part."""
+    return unit if part == "dense" else f"{unit}.{part}"
+
+
+def flat_layout(
+    table: ParameterTable,
+    name: str,
+    shards: int = 1,
+    layout: Layout | None = None,
+    coordinates: Mapping[str, int] | None = None,
+    part: Part = "dense",
+) -> FlatLayout:
+    """The flat buffer of unit `name` (of its `part`) on the rank at `coordinates` of `layout` (on one device, unless
+    given) when it is cut into `shards` shards."""
+    layout = layout or Layout()
+    coordinates = coordinates or layout.coordinates(0)
+    tensors, slices = [], []
+    for tensor in table.unit_tensors(name, layout, part):
+        placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
+        tensors.append(placed)
+        for row in tensor.rows:
+            slices += _slices_of_row(table, row, layout, coordinates, placed)
+    numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
+    padded = padded_numel(numel, shards)
+    return FlatLayout(buffer_name(name, part), tuple(tensors), tuple(slices), decay_numel, numel, padded)
+
+
+def _slices_of_row(
+    table: ParameterTable, row: Row, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
+) -> list[RowSlice]:
+    """A row's boxes in this rank's slice of its engine tensor."""
+    copies, partial = row.replicas(layout), "tp" in row.gradient_axes(layout)
+    slices = []
+    for box in table.local_slices(row, layout, coordinates):
+        whole = row.engine_shape
+        assert box.shape[1:] == placed.shape[1:], f"{row.name}: a box that is not contiguous in its tensor"
+        cut = [dim for dim in range(1, len(whole)) if box.shape[dim] != whole[dim]]
+        assert len(cut) <= 1, f"{row.name}: cut along dims {cut}"
+        columns = None
+        for dim in cut:
+            inner, start = math.prod(whole[dim + 1 :]), box.start[dim]
+            columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
+        stride = math.prod(box.shape[1:])
+        offset = placed.offset + box.local_start[0] * stride
+        slices.append(RowSlice(row, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
+    return slices
+
+
+def slices_of(
+    flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
+) -> list[TensorSlice]:
+    """The slices of rows inside [low, high) of the flat buffer, as views of `values`, whose first element is the
+    buffer's element `start`. `position`: this rank's index on tp, if it is to get only its share of what several ranks
+    of tp hold."""
+    slices = []
+    for part, first, last in flat.within(low, high):
+        if position is not None:
+            first, last = even_share(first, last, position % part.copies, part.copies)
+        if first < last:
+            view, shift = values[first - start : last - start], part.begin - part.offset
+            slices.append(TensorSlice(kind, part.row.name, first + shift, last + shift, view, part.columns))
+    return slices
+
+
+def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
+    """The `index`-th of `shares` nearly equal parts of [start, stop)."""
+    length = stop - start
+    return start + length * index // shares, start + length * (index + 1) // shares
+
+
+class GradientBufferPool:
+    """Unsharded gradient buffers that exist only during backward passes (ZeRO-2 and 3). Layers' buffers are kept for
+    the next layer, others (an embedding's) freed at once. sizes: of each unit's buffers, in elements, in order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
+        self._device, self._dtype = device, dtype
+        self._kept = kept_buffers(sizes)
+        self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
+
+    def acquire(self, size: int) -> torch.Tensor:
+        """A buffer of `size` elements, not initialised."""
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody uses any more."""
+        free = self._free.get(buffer.numel())
+        if free is not None and len(free) < self._kept[buffer.numel()]:
+            free.append(buffer)
+
+    def idle(self) -> list[torch.Tensor]:
+        """The buffers that wait for their next use."""
+        return [buffer for free in self._free.values() for buffer in free]

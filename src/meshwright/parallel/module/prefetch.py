@@ -1,0 +1,240 @@
+"""All-gathers, prefetches and reshards the units of a foreign module, by hooks on its modules and on saved tensors.
+
+The module is not ours: it may enter units in another order than it names them, enter one twice, on some ranks not at
+all, or use one's parameters from outside. So all-gathers follow one order that does not depend on it: forward every
+unit once, backward every unit once the other way round. Entering a unit first starts the all-gathers of those before it
+in the order; at the end the rest follow. Likewise a unit's gradients are reduced when the all-gather of the one before
+it has started, and those of units that a pass skips at once. So ranks pair the same calls whatever they compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Axis
+from meshwright.parallel.gradient_accumulation import GradientAccumulator
+from meshwright.parallel.zero import FsdpUnit
+from meshwright.spec.foreign import REST
+
+HELD_SITE = "module.units"
+
+
+class ModulePrefetcher:
+    """`ParameterPrefetcher` for the units of a foreign module. `held`: those that stay unsharded for a whole pass,
+    because they are used outside of their modules or more than once; the first forward finds them."""
+
+    def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
+        self._order = tuple(units)
+        self._units = {name: unit for name in units for unit in needs[name]}
+        self.sharded = any(unit.zero == 3 for unit in self._units.values())
+        self.held = {REST} & set(units)
+        self._settled = {True: False, False: False}  # if all ranks agree on `held`, in training and in evaluation
+        self._found: set[str] = set()  # units that are to be held
+        self._entered: set[str] = set()  # in this forward
+        self._to_gather: deque[str] = deque()  # units whose all-gather this pass has not started
+        self._backward = False
+        self._current: str | None = None
+        self._storages = {unit.parameters.untyped_storage()._cdata: name for name, unit in self._units.items()}
+
+    def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
+        """Register hooks on the modules that are units. parameters: name of the unit of each parameter, by `id`."""
+        self._unit_of = parameters
+        if not self.sharded:
+            return
+        enter, leave = map(torch.compiler.disable, (self._enter, self._leave))  # not sooner: it loads the compiler
+        for name, module in modules.items():
+            module.register_forward_pre_hook(partial(enter, name))
+            module.register_forward_hook(partial(leave, name))
+
+    @contextmanager
+    def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
+        """The context of the forward pass of a micro-batch. `axis`: of the ranks that share the units."""
+        self._backward = False
+        if not self.sharded:
+            for unit in self._units.values():
+                unit.unshard()  # ZeRO-1 and 2 all-gather once a step
+            yield
+            return
+        self._keeps_last = backward_follows
+        settled = self._settled[backward_follows]
+        self._entered = set()
+        held = [name for name in self._order if name in self.held]
+        self._to_gather = deque([*held, *(name for name in self._order if name not in self.held)])
+        for name in held:
+            self._unshard(name)
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if backward_follows:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, nullcontext() if settled else _ParameterUses(self._use):
+            yield
+        self._gather_the_rest()
+        if not settled:
+            self._settled[backward_follows] = self._settle(axis)
+        for name in self._order:
+            if self._stays(name):
+                self._units[name].unshard()
+            else:
+                self._units[name].reshard()
+
+    @contextmanager
+    def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
+        """The context of its backward pass, whose gradients are summed in `gradients`."""
+        if not self.sharded:
+            yield
+            return
+        self._backward = True
+        self._to_gather = deque(name for name in reversed(self._order) if not self._stays(name))
+        gradients.skip(name for name in self._order if name not in self._entered | self.held)
+        yield
+        self._gather_the_rest()
+        self._backward = False
+
+    def on_complete(self, name: str) -> None:
+        """Reshard a unit whose gradients are complete: every function that it computes with has run."""
+        if self._backward and name not in self.held:
+            self._units[name].reshard()
+
+    def on_reduce(self, name: str) -> None:
+        """Start the all-gather of the next unit of the backward pass before a unit's gradients are reduced."""
+        if self._backward:
+            self._gather_through(self._following(name))
+
+    def reshard(self) -> None:
+        """Reshard all units: a pass has ended."""
+        if self.sharded:
+            for unit in self._units.values():
+                unit.reshard()
+
+    # --- the order of the all-gathers
+
+    def _unshard(self, name: str) -> None:
+        """Return when a unit is unsharded; the next one in the order is prefetched."""
+        if name == self._current and self._units[name].is_unsharded:
+            return
+        self._current = name
+        self._gather_through(name)
+        self._units[name].unshard()
+        self._gather_through(self._following(name))
+
+    def _stays(self, name: str) -> bool:
+        """True for a unit that stays unsharded from its forward to its backward: a held one, and the last one, with
+        which the backward pass begins."""
+        others = [each for each in self._order if each not in self.held]
+        return name in self.held or (self._keeps_last and others[-1:] == [name])
+
+    def _following(self, name: str) -> str | None:
+        """The unit that comes after this one in the pass, without held ones."""
+        here = self._order.index(name)
+        after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
+        return next((each for each in after if each not in self.held), None)
+
+    def _gather_through(self, name: str | None) -> None:
+        """Start the all-gathers of the units up to this one, unless that was done."""
+        while name in self._to_gather:
+            self._units[self._to_gather.popleft()].start_all_gather()
+
+    def _gather_the_rest(self) -> None:
+        if self._to_gather:
+            self._gather_through(self._to_gather[-1])
+
+    # --- the units that are held
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        unit = self._units[name]
+        self._entered.add(name)
+        expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
+        if not expected and not self._backward:
+            self._found.add(name)  # for the second time
+        self._unshard(name)
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._backward:  # recomputed: its backward follows
+            return
+        for each in tree_leaves(outputs):
+            if isinstance(each, torch.Tensor) and self._unit_in(each) is not None:
+                self._found.add(name)  # it hands its parameters out
+        if name not in self._found and not self._stays(name):
+            self._units[name].reshard()
+
+    def _use(self, parameter: torch.Tensor) -> None:
+        """Unshard the unit of a parameter that a function computes with, perhaps from outside of its unit."""
+        name = self._unit_of.get(id(parameter))
+        if name is not None and not self._units[name].is_unsharded:
+            self._found.add(name)
+            self._unshard(name)
+
+    def _settle(self, axis: Axis) -> bool:
+        """Hold the units from now on that any rank has found to be used otherwise than between enter and leave. True
+        if any rank has entered a unit at all."""
+        found = [*(int(name in self._found) for name in self._order), len(self._entered)]
+        flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
+        all_reduce(flags, axis, HELD_SITE)
+        *found, entered = flags.tolist()
+        self.held |= {name for name, flag in zip(self._order, found, strict=True) if flag}
+        self.reshard()  # ranks may have kept different ones
+        return entered > 0
+
+    # --- parameters that autograd saves
+
+    def _unit_in(self, tensor: torch.Tensor) -> str | None:
+        """The unit whose memory a tensor is a view of."""
+        if tensor.layout != torch.strided:
+            return None
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        name = self._unit_in(tensor)
+        return tensor if name is None else _SavedView(name, tensor)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedView):
+            return saved  # type: ignore[no-any-return]
+        self._unshard(saved.unit)
+        return saved.tensor
+
+
+class _SavedView(NamedTuple):
+    """A view of a unit's memory that autograd saves for the backward pass; the memory itself is resharded."""
+
+    unit: str
+    tensor: torch.Tensor
+
+
+class _ParameterUses(TorchFunctionMode):
+    """Calls `use` with every parameter that a function of torch computes with."""
+
+    def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._use = use
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _reads_metadata(function):
+            for each in tree_leaves((args, kwargs or {})):
+                if isinstance(each, nn.Parameter):
+                    self._use(each)
+        return function(*args, **(kwargs or {}))
+
+
+def _reads_metadata(function: Any) -> bool:
+    """True if a function of torch reads only metadata of a tensor (shape, dtype), none of its elements."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":  # of a property
+        return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")
+    return name in _METADATA
+
+
+_METADATA = {
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "__len__", "__hash__"),
+    *("is_same_size", "__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+}

@@ -1,0 +1,76 @@
+"""Parallelize a model: everything that is applied to it on one rank, in order, for trainer, probe and tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.pipeline import check_same_everywhere
+from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+
+
+class ParallelModel(NamedTuple):
+    """A model on one rank: its stages' modules, the ZeRO engine that holds their parameters, and the pipeline program
+    that `parallel.step.ForwardBackward` runs."""
+
+    model: Transformer
+    engine: ZeroEngine
+    program: PipelineProgram
+
+
+def parallelize(
+    config: ModelConfig,
+    mesh: Mesh,
+    sequence: int,
+    *,
+    seed: int | None,
+    parameter_dtype: torch.dtype,
+    master_dtype: torch.dtype = torch.float32,
+    compile_blocks: bool = False,
+) -> ParallelModel:
+    """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
+
+    sequence: tokens of a row, by which stages are balanced; seed: of the initial values (None: to be loaded into the
+    masters). `UserError` on every rank where ranks read different pipeline programs.
+    """
+    layout, table = mesh.layout, parameter_table(config)
+
+    # Pipeline: the program says how many stages there are, the partition which of them this rank holds.
+    program = program_for(layout, config, sequence)
+    check_same_everywhere(program, mesh)
+    partition = Partition.of(program, config, table, sequence)
+
+    # Tensor, sequence, context and expert parallelism are operations of the model's layers on the axes of the mesh,
+    # and so is recomputation. On "meta", because no rank has memory for a model: see ZeRO.
+    model = Transformer(
+        config,
+        axes=axis_operations(mesh),
+        device="meta",
+        dtype=parameter_dtype,
+        stages=partition.held(mesh.pp.rank),
+    )
+
+    # ZeRO and data parallelism: parameters become views of flat buffers, initial values are written into shards.
+    engine = ZeroEngine(
+        model,
+        table,
+        mesh,
+        seed=seed,
+        parameter_dtype=parameter_dtype,
+        master_dtype=master_dtype,
+        partition=partition,
+    )
+
+    # torch.compile last: block by block, with the parallel operations inside.
+    if compile_blocks:
+        model.compile_blocks()
+    return ParallelModel(model, engine, program)

@@ -1,0 +1,336 @@
+"""Data parallelism with sharded model states: ZeRO 1 to 3, FSDP's units and overlap, hybrid sharding.
+
+Idea. N ranks train on different samples. Plain data parallelism repeats parameters, gradients and optimizer state on
+each of them. ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054, section 5) leaves a rank 1/N of what it does not need
+just now: of the optimizer state (stage 1), of the gradients (2), of the parameters (3). As in FSDP (Zhao et al. 2023,
+arXiv:2304.11277, section 3.2) the FSDP unit, a layer say, is what is sharded and gathered together: one flat buffer.
+
+| zero | parameters                  | gradients                     | optimizer | calls a step of m micro-batches    |
+|------|-----------------------------|-------------------------------|-----------|------------------------------------|
+| 0    | unsharded                   | unsharded                     | unsharded | all-reduce                         |
+| 1    | unsharded, gathered once    | unsharded                     | shard     | reduce-scatter, all-gather         |
+| 2    | unsharded, gathered once    | shard, unsharded in backward  | shard     | m reduce-scatters, all-gather      |
+| 3    | shard, gathered around uses | shard, unsharded in backward  | shard     | m reduce-scatters, 2 m all-gathers |
+
+Mathematics. A unit's n parameters are flattened and padded to N s elements: w. Rank r owns the shard
+w_r = w[r s : (r + 1) s]. With the loss L_rm of rank r and micro-batch m, divided by the targets of the whole step
+(gradients are summed, never averaged), and fp32 master weights v_r, a step is
+
+    g_r = (sum over ranks and m of dL_rm / dw)[r s : (r + 1) s]      reduce-scatter, in the dtype of the masters
+    v_r = update(v_r, g_r),  w_r = v_r rounded                       optimizer, on the shard alone
+    w   = (w_0, ..., w_{N-1})                                        all-gather
+
+An all-reduce is a reduce-scatter and an all-gather, so stage 1 sends what plain data parallelism sends, stage 3 half
+as much again (ZeRO, section 7). Hybrid sharding (FSDP, section 3.2.2) does all of this inside a sharding group and
+all-reduces the gradient shards once a step over the groups' replicas.
+
+Communication. `FsdpUnit` holds the buffers and all-gathers parameters, `GradientReducer` sums gradients.
+Overlap (FSDP, section 3.3). `ParameterPrefetcher` starts the all-gather of a unit while the one before computes;
+reductions run while the backward pass goes on below, at most REDUCTIONS_IN_FLIGHT at once.
+
+With tensor parallelism the flat buffers hold this rank's slices. With expert parallelism the experts of a layer are an
+FSDP unit of their own, over the ranks that hold the same experts. `parallel/zero_engine.py` puts a rank together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
+from meshwright.comm.handle import Handle
+from meshwright.comm.mesh import Axis
+from meshwright.parallel.flat_buffers import FlatLayout, GradientBufferPool
+from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.stages import LOOKED_UP
+
+PARAMETER_SITE = "data.parameters"
+GRADIENT_SITE = "data.gradients"
+REPLICA_SITE = "data.gradients.replicas"
+TIED_SITE = "pipeline.gradients.shared"
+
+
+# --- memory and all-gather
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingAxes:
+    """The ranks that share an FSDP unit: its gradient is a sum over `data`, ZeRO shards it over `shard`, and ranks of
+    `replica` hold the same shard. `tied`: ranks of other pipeline stages that hold it too (a tied embedding, a replica
+    of a bidirectional schedule) and use it on their own; None where there are no others."""
+
+    data: Axis
+    shard: Axis
+    replica: Axis
+    tied: Axis | None = None
+
+
+class FsdpUnit:
+    """The flat buffers of one FSDP unit on one rank, all 1-D; [start, stop) is this rank's shard.
+
+    parameters          unsharded, in the parameter dtype; the model's parameters are views of it. Under ZeRO-3 it has
+                        memory only between `unshard` and `reshard`, which resizes the storage to nothing: tensors
+                        saved for the backward pass stay valid once it is gathered again.
+    parameter_shard     [start, stop) of it, what the all-gather sends; under ZeRO-3 memory of its own, else a view.
+    master              the master weights that the optimizer updates, [start, stop); `parameter_shard` itself where
+                        the dtypes agree.
+    gradient            the sum over ranks and micro-batches, [start, stop), in the dtype of the master.
+    unsharded_gradient  the gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
+    replicas, replica   number of ranks (of the same rank on tp) that hold this shard, and this rank's index among them.
+    """
+
+    def __init__(
+        self,
+        flat: FlatLayout,
+        zero: int,
+        axes: ShardingAxes,
+        device: torch.device,
+        parameter_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ) -> None:
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        self.flat, self.zero, self.axes = flat, zero, axes
+        replicas, tied = axes.data if zero == 0 else axes.replica, axes.tied
+        self.replicas = replicas.size * (1 if tied is None else tied.size)
+        self.replica = replicas.rank if tied is None else replicas.rank * tied.size + tied.rank
+        length = flat.padded // axes.shard.size if zero else flat.numel
+        self.start = axes.shard.rank * length if zero else 0
+        self.stop = self.start + length
+        self.parameters = zeros(flat.padded, parameter_dtype)
+        mine = self.parameters[self.start : self.stop]
+        self.parameter_shard = zeros(length, parameter_dtype) if zero == 3 else mine
+        self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, master_dtype)
+        self.unsharded_gradient = None if zero >= 2 else zeros(flat.padded, master_dtype)
+        whole = self.unsharded_gradient
+        self.gradient = zeros(length, master_dtype) if whole is None else whole[self.start : self.stop]
+        self.is_unsharded = True
+        self.pending_all_gather: Handle | None = None
+        self._bytes = self.parameters.untyped_storage().nbytes()
+
+    def start_all_gather(self) -> None:
+        """Start to all-gather the parameters, unless they are unsharded or on their way."""
+        if self.is_unsharded or self.pending_all_gather is not None:
+            return
+        if self.zero == 3:
+            self.parameters.untyped_storage().resize_(self._bytes)
+        self.pending_all_gather = all_gather(
+            self.parameters, self.parameter_shard, self.axes.shard, PARAMETER_SITE, async_op=True
+        )
+
+    def unshard(self) -> None:
+        """Return when the parameters are all-gathered."""
+        if self.is_unsharded:
+            return
+        self.start_all_gather()
+        assert self.pending_all_gather is not None
+        self.pending_all_gather.wait()
+        self.pending_all_gather = None
+        self.is_unsharded = True
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters (ZeRO-3)."""
+        if self.pending_all_gather is not None:
+            self.unshard()
+        if self.is_unsharded:
+            self.parameters.untyped_storage().resize_(0)
+            self.is_unsharded = False
+
+    def update_parameters(self) -> None:
+        """Round the masters to the parameter dtype. ZeRO-1 and 2 start the all-gather; ZeRO-3 leaves it to uses."""
+        if self.zero == 3:
+            self.reshard()
+        elif self.pending_all_gather is not None:
+            self.unshard()
+        if self.parameter_shard.data_ptr() != self.master.data_ptr():
+            self.parameter_shard.copy_(self.master)
+        if self.zero in (1, 2):
+            self.is_unsharded = False
+            self.start_all_gather()
+
+
+# --- reduction of gradients
+
+
+@dataclass(slots=True)
+class UnshardedGradient:
+    """The gradient of an FSDP unit before its reduction: its buffer, a view for each tensor, and the indices of views
+    that still hold old values, to be overwritten and not added to."""
+
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
+    stale: set[int] = field(default_factory=set)
+
+    def view(self, index: int) -> tuple[torch.Tensor, bool]:
+        """The view of a tensor, and True if it is to be overwritten; the caller writes it now."""
+        stale = index in self.stale
+        self.stale.discard(index)
+        return self.views[index], stale
+
+
+class GradientReducer:
+    """Sums the gradients of a rank's FSDP units over ranks, each as soon as a backward pass has completed it."""
+
+    def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
+        self._units, self._pool = units, pool
+        self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
+        """Reductions, oldest first, and what is to be done when they have ended."""
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the last step."""
+        assert not self._in_flight, "the step before was not finished"
+        self._open: dict[str, UnshardedGradient] = {}
+        self._replica_sums: list[Handle] = []
+        self._stale = set(self._units)
+        """The units whose gradient shard is that of the last step."""
+
+    def unsharded(self, name: str) -> UnshardedGradient:
+        """The buffer in which a unit's gradient is accumulated."""
+        if name not in self._open:
+            unit = self._units[name]
+            buffer = unit.unsharded_gradient
+            if buffer is None:
+                buffer = self._pool.acquire(unit.flat.padded)
+                buffer[unit.flat.numel :].zero_()
+            views = unit.flat.views(buffer)
+            self._open[name] = UnshardedGradient(buffer, views, set(range(len(views))))
+        return self._open[name]
+
+    def reduce(self, name: str, last: bool) -> None:
+        """Start to reduce a unit's gradient; `last`: no further micro-batch adds to it in this step."""
+        unit, gradient = self._units[name], self.unsharded(name)
+        axes, first = unit.axes, name in self._stale
+        self._stale.discard(name)
+        for index in gradient.stale:
+            gradient.views[index].zero_()  # took no part in any loss
+        gradient.stale.clear()
+        del self._open[name]  # the next pass must not write into a buffer that is being sent
+        if unit.zero == 0:
+            if not axes.data.trivial:
+                handle = all_reduce(gradient.buffer, axes.data, GRADIENT_SITE, async_op=True)
+                self._in_flight.append((handle, lambda: None))
+            return
+        while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
+            self._wait_for_oldest()
+        output = unit.gradient if first else torch.empty_like(unit.gradient)
+        handle = reduce_scatter(output, gradient.buffer, axes.shard, GRADIENT_SITE, async_op=True)
+        self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
+
+    def _wait_for_oldest(self) -> None:
+        handle, complete = self._in_flight.popleft()
+        handle.wait()
+        complete()
+
+    def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
+        """Add a reduction's output to the unit's shard; after the last one start the sum over replicas."""
+        if unit.zero >= 2:
+            self._pool.release(buffer)
+        if output is not unit.gradient:
+            unit.gradient.add_(output)
+        if last and not unit.axes.replica.trivial:
+            self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
+
+    def finish(self) -> None:
+        """Wait for the reductions, and sum what several pipeline stages have of one unit."""
+        while self._in_flight:
+            self._wait_for_oldest()
+        for handle in self._replica_sums:
+            handle.wait()
+        self._replica_sums.clear()
+        for name in self._stale:
+            self._units[name].gradient.zero_()  # no backward pass went through it
+        tied = [
+            all_reduce(unit.gradient, unit.axes.tied, TIED_SITE, async_op=True)
+            for unit in self._units.values()  # in the order of the table on all of them
+            if unit.axes.tied is not None
+        ]
+        for handle in tied:
+            handle.wait()
+
+
+# --- overlap of the all-gathers
+
+
+class ParameterPrefetcher:
+    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model (model/units.py) computes
+    with them: while one is computed with, the next one's all-gather runs, and under ZeRO-3 no other has memory.
+
+    units: of the model, in forward order; needs: the FSDP units that each of them computes with. `keeps_last`: the last
+    unit stays unsharded for a backward pass that follows at once.
+    """
+
+    def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
+        self.keeps_last = True
+        self._last, self._needs = units[-1], needs
+        self._next = dict(pairwise(units))
+        self._previous = {after: before for before, after in pairwise(units)}
+        self._sharded = {name: [unit for unit in needs[name] if unit.zero == 3] for name in units}
+        # What a later unit computes with again (a tied embedding) stays unsharded from the first use to the last.
+        self._resharded_after: dict[str, list[FsdpUnit]] = {}
+        later: set[int] = set()
+        for name in reversed(units):
+            self._resharded_after[name] = [unit for unit in self._sharded[name] if id(unit) not in later]
+            later.update(map(id, self._sharded[name]))
+
+    def enter(self, name: str, x: Any) -> Any:
+        """Unshard a unit before its forward pass and prefetch the next one."""
+        self._unshard(name, self._next.get(name))
+        if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            return _BackwardHook.apply(x, partial(self._leave_backward, name))
+        return x
+
+    def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Reshard a unit after its forward pass, unless the backward pass begins with it."""
+        if not self._sharded[name]:
+            return x
+        with_backward = x.requires_grad and torch.is_grad_enabled()
+        if not (with_backward and self.keeps_last and name == self._last):
+            for unit in self._resharded_after[name]:
+                unit.reshard()
+        return _BackwardHook.apply(x, partial(self._enter_backward, name)) if with_backward else x
+
+    def reshard(self) -> None:
+        """Reshard all units: a pass through the stage has ended."""
+        for name in self._sharded:
+            self._leave_backward(name)
+
+    def _unshard(self, name: str, prefetched: str | None) -> None:
+        for each in (name, prefetched):
+            for unit in () if each is None else self._sharded[each]:
+                unit.start_all_gather()
+        for unit in self._needs[name]:
+            unit.unshard()
+
+    def _enter_backward(self, name: str) -> None:
+        """Unshard a unit before its backward pass and prefetch the one before; a lookup needs no parameters there."""
+        if name not in LOOKED_UP:
+            before = self._previous.get(name)
+            self._unshard(name, None if before in LOOKED_UP else before)
+
+    def _leave_backward(self, name: str) -> None:
+        """Reshard a unit after its backward pass: every gradient function inside it has run."""
+        for unit in self._sharded[name]:
+            unit.reshard()
+
+
+class _BackwardHook(torch.autograd.Function):
+    """Identity whose backward first calls a function. Of a unit's nodes the one on its input has the lowest sequence
+    number and needs all others, so that the engine runs it last; the one on its output it runs first."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        context.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        context.call()
+        return (*gradients, None)

@@ -1,0 +1,280 @@
+"""The ZeRO engine: all FSDP units of one rank, the order of calls in a step, and what a checkpoint and a ledger read.
+
+`parallel/zero.py` explains ZeRO and has its collectives; `parallel/parallelize.py` applies the engine to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.model.initialise import initial_value
+from meshwright.parallel.flat_buffers import (
+    GradientBufferPool,
+    TensorSlice,
+    even_share,
+    flat_layout,
+    slices_of,
+)
+from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
+from meshwright.parallel.tensor import PartialGradients
+from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
+from meshwright.planner.states import flats_of, states
+from meshwright.spec.parameters import ParameterTable, Row
+from meshwright.spec.partition import Partition
+from meshwright.spec.rows import Part
+from meshwright.spec.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The shard of one FSDP unit that the optimizer updates: [start, stop) of its flat buffer. `master` and `gradient`
+    are 1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements. `balancing`: the
+    ranges in them of the biases of routers, whose gradient is their experts' load above the mean."""
+
+    unit: str
+    master: torch.Tensor
+    gradient: torch.Tensor
+    decay_numel: int
+    start: int
+    stop: int
+    balancing: tuple[tuple[int, int], ...] = ()
+
+
+class ZeroEngine:
+    """Parameters, masters and gradients of `model` on one rank, and the collective calls that keep ranks in step.
+
+    A step: `begin_step`, then for each micro-batch and stage of this rank a forward with
+    `units=prefetchers[stage.index]` and a backward pass between `start_pass` and `end_pass`
+    (parallel/stage_compute.py); `finish`; the optimizer updates `shards`; `all_gather_parameters`. The model's
+    parameters become views of flat buffers; load values into the masters (`master_slices(owned=False)`, then
+    `all_gather_parameters`), never into the model.
+
+    The rank holds the units of its pipeline stages alone (`partition`).
+
+    seed: initial values (a function of seed and parameter name); None keeps the values the model has, if it has memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: ParameterTable,
+        mesh: Mesh,
+        *,
+        seed: int | None,
+        parameter_dtype: torch.dtype,
+        master_dtype: torch.dtype = torch.float32,
+        partition: Partition | None = None,
+        prefetcher: type[ParameterPrefetcher] = ParameterPrefetcher,
+    ) -> None:
+        self.mesh, self.table = mesh, table
+        self.partition = partition = Partition.whole(table) if partition is None else partition
+        self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
+        held = partition.units_at(mesh.pp.rank)
+        tied = self._tied_axes()
+        self._units: dict[str, FsdpUnit] = {}
+        """The FSDP units by the name of their flat buffer."""
+        self._units_of: dict[str, list[FsdpUnit]] = {name: [] for name in held}
+        """Those of each unit of the model: one, or under expert parallelism two."""
+        parameters: dict[str, list[nn.Parameter]] = {}
+        for name in held:
+            for part in table.unit_parts(name, mesh.layout):
+                unit = self._unit(name, part, tied[name])
+                if seed is None:
+                    unit.flat.fill_from_model(unit.master, unit.start, model)
+                else:
+                    unit.flat.fill(unit.master, unit.start, partial(initial_value, seed=seed))
+                self._units[unit.flat.name] = unit
+                self._units_of[name].append(unit)
+                parameters[unit.flat.name] = unit.flat.bind(model, unit.parameters)
+                if unit.zero == 3:
+                    unit.reshard()  # before the next unit is made: the whole model may be too large for one device
+        needs = {
+            name: [unit for each in table.needed_by(name) for unit in self._units_of[each]] for name in self._units_of
+        }
+        self.prefetchers = {
+            stage.index: prefetcher(names, {name: needs[name] for name in names})
+            for stage in partition.held(mesh.pp.rank)
+            for names in (partition.units(stage),)
+        }
+        """By the number of the stage; the model calls them around each unit (model/units.py)."""
+        self.shards = [self._shard(unit) for unit in self._units.values()]
+        self._partial = PartialGradients(self._units.values(), table, mesh)
+        sizes = [tuple(unit.flat.padded for unit in units if unit.zero >= 2) for units in self._units_of.values()]
+        self._pool = GradientBufferPool(mesh.device, master_dtype, sizes)
+        self.gradients = GradientAccumulator(self._units, parameters, GradientReducer(self._units, self._pool))
+        self.all_gather_parameters()
+
+    def _tied_axes(self) -> dict[str, Axis | None]:
+        """The ranks on pp that hold each unit of the model, where they are several. Every rank makes all groups."""
+        axes: dict[tuple[int, ...], Axis | None] = {}
+        holders = {name: self.partition.holders(name) for name in self.table.units}
+        for places in dict.fromkeys(holders.values()):
+            axes[places] = self.mesh.among("pp", places) if len(places) > 1 else None
+        return {name: axes[places] for name, places in holders.items()}
+
+    def _unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
+        mesh = self.mesh
+        if part == "dense":
+            axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
+        else:
+            axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
+        zero = mesh.layout.zero if not axes.shard.trivial else 0
+        shards = axes.shard.size if zero else 1
+        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), part)
+        return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
+
+    def _shard(self, unit: FsdpUnit) -> Shard:
+        decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
+        balancing = tuple(
+            (low - unit.start, high - unit.start)
+            for part, low, high in unit.flat.within(unit.start, unit.stop)
+            if part.row.balances
+        )
+        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
+
+    def _names_of(self, stage: Stage) -> list[str]:
+        """The names of the FSDP units that a stage computes with, in the order of their first use."""
+        return [unit.flat.name for name in self.partition.needed(stage) for unit in self._units_of[name]]
+
+    # --- one step
+
+    def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
+        """Discard the last step's gradients. `micro_batches`: how many backward passes will follow, through every stage
+        that this rank holds or, by its number, through each."""
+        passes = dict.fromkeys(self._units, 0)
+        for stage in self.partition.held(self.mesh.pp.rank):
+            count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
+            for name in self._names_of(stage):
+                passes[name] += count
+        self.gradients.begin_step(passes)
+
+    def zero_gradients(self) -> None:
+        """Discard the gradients: the next backward overwrites them."""
+        self.gradients.begin_step({})
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of one micro-batch through a model that is one stage."""
+        (stage,) = self.partition.stages
+        self.start_pass(stage)
+        loss.backward()
+        self.end_pass(stage)
+
+    def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
+        """Start a backward pass through a stage; `split`: `pause_pass` will end its first part."""
+        return self.gradients.start(self._names_of(stage), split)
+
+    def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
+        """Pause a split pass; `gradients.resume` and `accumulate` will bring the gradients of `still_to_come`."""
+        self.gradients.pause(still_to_come)
+        self.prefetchers[stage.index].reshard()
+
+    def end_pass(self, stage: Stage) -> None:
+        """End a pass, which has all gradients."""
+        self.gradients.end()
+        self.prefetchers[stage.index].reshard()
+
+    def finish(self) -> None:
+        """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches, the true gradient
+        of this rank's shard."""
+        self.gradients.finish()
+        for unit in self._units.values():
+            if unit.pending_all_gather is not None:  # no pass went through it, and the optimizer is about to change it
+                unit.unshard()
+        self._partial.all_reduce()
+
+    def squared_norm_share(self) -> torch.Tensor:
+        """This rank's share of the squared global gradient norm (float64): their sum over `mesh.world` is the square,
+        not finite if any gradient on any rank is not. Ranks that hold the same element share it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for unit in self._units.values():
+            for low, high, copies in unit.flat.copies(unit.start, unit.stop):
+                total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
+        return total
+
+    def initialise(self, seed: int) -> None:
+        """Start from initial values, which depend on (seed, parameter name) alone."""
+        self.load(partial(initial_value, seed=seed))
+
+    def load(self, value_of: Callable[[Row], torch.Tensor]) -> None:
+        """Start from other values. value_of: the unsharded value of a row of the table, as on disk."""
+        for unit in self._units.values():
+            unit.flat.fill(unit.master, unit.start, value_of)
+        self.all_gather_parameters()
+
+    def all_gather_parameters(self) -> None:
+        """Make the parameters the rounded masters. All-gathers run on; the next forward waits for each unit when it
+        enters it."""
+        for unit in self._units.values():
+            unit.update_parameters()
+
+    # --- slices for checkpoints, bytes for ledgers
+
+    def master_slices(self, owned: bool) -> list[TensorSlice]:
+        """The masters as slices of rows: with `owned` those that this rank writes (together the ranks write each
+        element once), else all that it holds and must read."""
+        return self.slices_like("master", [shard.master for shard in self.shards], owned)
+
+    def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
+        """Slices, as of the masters, of other state: `tensors`, one per shard, as long as its master."""
+        slices: list[TensorSlice] = []
+        position = self.mesh.tp.rank if owned else None
+        for tensor, unit in zip(tensors, self._units.values(), strict=True):
+            low, high = unit.start, min(unit.stop, unit.flat.numel)
+            if owned:
+                low, high = even_share(low, max(low, high), unit.replica, unit.replicas)
+            slices += slices_of(unit.flat, kind, tensor, unit.start, low, high, position)
+        return slices
+
+    def parameter_slices(self) -> list[TensorSlice]:
+        """Copies of the unsharded parameters in their own dtype, all-gathered where they are sharded. Every rank calls
+        it, between steps."""
+        slices: list[TensorSlice] = []
+        for unit in self._units.values():
+            unit.unshard()
+            slices += slices_of(unit.flat, "parameter", unit.parameters.clone(), 0, 0, unit.flat.numel)
+            if unit.zero == 3:
+                unit.reshard()
+        return slices
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now: parameters, masters (where they are not the parameters), gradients, and
+        unsharded gradient buffers kept for the next backward."""
+        units = self._units.values()
+        kinds: dict[str, Iterable[torch.Tensor]] = {
+            "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],
+            "masters": [unit.master for unit in units],
+            "gradients": [unit.gradient for unit in units],
+            "gradient_buffers": self._pool.idle(),
+        }
+        sizes = dict.fromkeys(kinds, 0)
+        seen: set[int] = set()
+        for kind, tensors in kinds.items():
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sizes[kind] += storage.nbytes()
+        return sizes
+
+    def predicted_bytes(self) -> dict[str, int]:
+        """`memory` between steps, as the planner computes it from the table."""
+        sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
+        flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
+        parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
+        for state in states(flats, parameter, master, optimizer="sgd"):
+            sizes[state.kind] += state.bytes
+        return sizes
+
+
+def _squared_norm(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64, from norms of short rows: one float32 sum over millions loses four digits."""
+    row = 4096
+    whole = values.numel() // row * row
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()
+    rest = torch.linalg.vector_norm(values[whole:]).double()
+    return rows.square().sum() + rest.square()
