@@ -44,7 +44,7 @@ from meshwright.collectives.topologies import topology
 from meshwright.comm.programs import Executable
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.collective import Builder, Kind
-from meshwright.program.order import match, post_order
+from meshwright.program.order import find_posting_order, match_transfers
 from meshwright.program.simulate_collective import simulate_collective
 
 NETWORK = "10.77.0"
@@ -204,8 +204,8 @@ def exchange(ranks: int, pairs: Sequence[tuple[int, int]], rounds: int = 1) -> C
                 builder.transfer(source, target, chunk=0, into=arrived[target])
     program = builder.build()
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
-    order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
+    order = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     level = np.maximum(order.level[s.group_index[sends]], order.level[s.group_index[receives]])
     return CheckedCollective(program, sends, receives, level, order)
 

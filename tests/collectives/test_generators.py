@@ -85,7 +85,7 @@ def test_the_oracle_sees_a_missing_reduction_a_race_and_a_circle():
     with pytest.raises(AssertionError):
         assert_right(race.build())
 
-    both = Steps.arranged(
+    both = Steps.from_unsorted(
         rank=[0, 0, 1, 1],
         group=[0, 1, 0, 1],
         kind=[Kind.SEND, Kind.RECEIVE] * 2,

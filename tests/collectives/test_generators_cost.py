@@ -15,7 +15,7 @@ from meshwright.collectives.library import generate
 from meshwright.errors import UserError
 from meshwright.program import collective
 from meshwright.program.collective import CollectiveProgram, Kind
-from meshwright.program.order import match, post_order
+from meshwright.program.order import find_posting_order, match_transfers
 from tests.collectives.execution import rounds, sent
 
 COUNTS = (*range(1, 18), 24, 32)
@@ -241,8 +241,8 @@ def test_with_two_trees_no_rank_sends_or_receives_more_than_twice_the_vector():
 def lockstep(program: CollectiveProgram, by: str) -> float:
     """Vectors that pass, one after the other, where each round lasts as long as the rank (or pair) that sends most."""
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE)))
-    schedule = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SEND, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE)))
+    schedule = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     moment = np.maximum(schedule.rounds[s.group_index[sends]], schedule.rounds[s.group_index[receives]])
     load: Counter[tuple[int, ...]] = Counter()
     for at, rank, peer, count in zip(moment, s.rank[sends], s.peer[sends], s.count[sends], strict=True):

@@ -23,7 +23,7 @@ COLUMNS = ("rank", "group", "kind", "slot", "count", "peer", "source")
 
 
 def rebuilt(program: CollectiveProgram, columns: dict[str, np.ndarray]) -> CollectiveProgram:
-    return dataclasses.replace(program, steps=Steps.arranged(**columns))
+    return dataclasses.replace(program, steps=Steps.from_unsorted(**columns))
 
 
 @st.composite
@@ -139,7 +139,7 @@ def scrambles(draw: st.DrawFn) -> CollectiveProgram:
         columns.append((sender, first, Kind.SEND, slot, 1, receiver, -1))
         columns.append((receiver, second, kind, into, 1, sender, -1))
     table = dict(zip(COLUMNS, np.array(columns).T, strict=True))
-    return CollectiveProgram("reduce-scatter", "scramble", ranks, ranks, Steps.arranged(**table))
+    return CollectiveProgram("reduce-scatter", "scramble", ranks, ranks, Steps.from_unsorted(**table))
 
 
 @given(scrambles(), st.integers(0, 2**32))

@@ -27,11 +27,11 @@ def exchange() -> collective.CollectiveProgram:
 
 
 def two_stages() -> pipeline.PipelineProgram:
-    program = pipeline.Builder("small", 2, 4, (pipeline.straight(2), (1, 0)))
+    program = pipeline.Builder("small", 2, 4, (pipeline.place_cyclically(2), (1, 0)))
     for rank in program.ranks:
         for micro_batch in range(4):
             rank.forward(micro_batch, replica=micro_batch // 2)
-        with rank.together():
+        with rank.overlap():
             rank.input_gradient(3, replica=1)
             rank.add(pipeline.Kind.WEIGHT_GRADIENT, 3, replica=1, component=pipeline.Component.MLP)
     return program.build()

@@ -22,7 +22,7 @@ def exchange() -> collective.CollectiveProgram:
 
 
 def one_stage() -> pipeline.PipelineProgram:
-    program = pipeline.Builder("small", 1, 1, (pipeline.straight(1),))
+    program = pipeline.Builder("small", 1, 1, (pipeline.place_cyclically(1),))
     program.ranks[0].forward(0)
     program.ranks[0].backward(0)
     return program.build()

@@ -11,7 +11,7 @@ from meshwright.program import makespan
 from meshwright.program.durations import Durations
 from meshwright.program.makespan import Makespans, makespans
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import SCHEDULES, generate
 from meshwright.schedules.transfers import with_transfers
@@ -64,7 +64,7 @@ def test_what_was_asked_once_is_known(monkeypatch: pytest.MonkeyPatch):
 
 def test_ranks_that_wait_in_a_circle_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(makespan, "FEW", 0)
-    builder = Builder("stuck", 2, 2, (straight(2),))
+    builder = Builder("stuck", 2, 2, (place_cyclically(2),))
     for rank, order in zip(builder.ranks, ((0, 1), (1, 0)), strict=True):
         for m in order if rank.rank == 0 else order[:1]:
             rank.forward(m)

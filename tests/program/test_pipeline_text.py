@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, Component, Kind, straight
+from meshwright.program.pipeline import Builder, Component, Kind, place_cyclically
 from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
 from meshwright.schedules.library import SCHEDULES, generate
 from meshwright.schedules.transfers import with_transfers
@@ -66,11 +66,11 @@ def test_any_program_is_parsed_back_equal(seed: int) -> None:
 
 
 def test_parts_updates_replicas_and_ranks_without_steps_are_parsed_back_equal() -> None:
-    builder = Builder("two words", 2, 3, (straight(2), (1, 0)))
+    builder = Builder("two words", 2, 3, (place_cyclically(2), (1, 0)))
     first, _ = builder.ranks
     for part in Component:
         first.add(Kind.FORWARD, 2, component=part)
-    with first.together():
+    with first.overlap():
         first.forward(1, replica=1)
         first.input_gradient(0)
     first.update(2)

@@ -13,14 +13,14 @@ import pytest
 from meshwright.program.collective import ARRIVING, SENDING, Builder, CollectiveProgram
 from meshwright.program.flows import FairSharing, fair_rates
 from meshwright.program.network import Network, Routes
-from meshwright.program.order import match
+from meshwright.program.order import match_transfers
 from meshwright.program.simulate_collective import CollectiveSimulator, simulate_collective
 
 
 def matched(program: CollectiveProgram) -> Any:
     """What the simulator needs of a checked program: these programs move no meaningful vectors."""
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING))
+    sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
     return SimpleNamespace(program=program, sends=sends, receives=receives)
 
 

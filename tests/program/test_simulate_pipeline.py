@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, program_of, straight, v_shaped
+from meshwright.program.pipeline import (
+    Builder,
+    Kind,
+    PipelineProgram,
+    build_program,
+    place_cyclically,
+    place_in_v_shape,
+)
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
 from meshwright.schedules.library import generate
@@ -204,9 +211,9 @@ def test_a_version_made_while_a_backward_uses_another_is_held_beside_it() -> Non
 
 
 def test_durations_of_two_replicas_go_by_stage_where_a_rank_holds_one_of_each_and_else_by_rank() -> None:
-    one_stage = program_of("one", 2, 2, ((0, 1), (1, 0)), [])
+    one_stage = build_program("one", 2, 2, ((0, 1), (1, 0)), [])
     assert Durations.per_rank(one_stage, [1, 10]).table("forward", one_stage).tolist() == [[1, 10], [1, 10]]
-    two_stages = program_of("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
+    two_stages = build_program("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
     by_rank = Durations.per_rank(two_stages, [2, 20]).table("forward", two_stages)
     assert by_rank.tolist() == [[1, 10, 1, 10], [10, 1, 10, 1]]
 
@@ -226,7 +233,7 @@ def test_pipedream_has_no_bubble_once_it_is_full(ranks: int, micro_batches: int)
 
 
 def test_durations_a_rank_are_shared_by_its_chunks_and_durations_a_stage_are_not() -> None:
-    builder = Builder("v", 2, 1, (v_shaped(2),))
+    builder = Builder("v", 2, 1, (place_in_v_shape(2),))
     for rank, order in enumerate(((0, 3), (1, 2))):
         for stage in order:
             builder.ranks[rank].forward(0, stage)
@@ -387,7 +394,7 @@ def test_memory_and_time_add_up(seed: int) -> None:
 
 
 def test_the_program_of_one_rank_has_no_bubble() -> None:
-    builder = Builder("alone", 1, 3, (straight(1),))
+    builder = Builder("alone", 1, 3, (place_cyclically(1),))
     for m in range(3):
         builder.ranks[0].forward(m)
         builder.ranks[0].backward(m)
@@ -396,6 +403,6 @@ def test_the_program_of_one_rank_has_no_bubble() -> None:
 
 
 def test_a_program_without_steps_takes_no_time() -> None:
-    timing = simulate_pipeline(Builder("empty", 2, 1, (straight(2),)).build(), UNIT)
+    timing = simulate_pipeline(Builder("empty", 2, 1, (place_cyclically(2),)).build(), UNIT)
     assert (timing.makespan, timing.bubble_fraction, timing.bubble_to_ideal) == (0, 0, 0)
     assert timing.idle.tolist() == timing.peak_activations.tolist() == timing.transfers.tolist() == [0, 0]

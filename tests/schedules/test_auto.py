@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
-from meshwright.program.pipeline import PipelineProgram, straight, v_shaped
+from meshwright.program.pipeline import PipelineProgram, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.auto import find_schedule, search_schedule
 from meshwright.schedules.library import generate
@@ -138,7 +138,7 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
     draw = np.random.default_rng([seed, ranks, micro_batches, memory])
     times = draw.choice([0.2, 0.5, 1.0, 1.3, 2.0], (3, ranks))
     durations = Durations(*times, transfer=float(draw.choice([0.0, 0.1, 0.4])))
-    problem = Problem.of(ranks, micro_batches, straight(ranks), durations, (float(memory),) * ranks)
+    problem = Problem.of(ranks, micro_batches, place_cyclically(ranks), durations, (float(memory),) * ranks)
     orders = [
         [order for order in every_order(micro_batches, rank, ranks) if fits(problem, rank, order)]
         for rank in range(ranks)
@@ -152,7 +152,7 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
 def test_taking_micro_batches_by_number_loses_nothing():
     """Two micro-batches on two ranks in any order whatever, against those in which each kind goes by number."""
     durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
-    problem = Problem.of(2, 2, straight(2), durations, (inf, inf))
+    problem = Problem.of(2, 2, place_cyclically(2), durations, (inf, inf))
     by_number = min(run(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2))))
     lasts = {
         (kind, stage): t
@@ -189,7 +189,7 @@ def test_taking_micro_batches_by_number_loses_nothing():
 
 # The parts of the search
 
-LAYOUTS = {"one chunk": straight(4), "two chunks": straight(4, 2), "V": v_shaped(4)}
+LAYOUTS = {"one chunk": place_cyclically(4), "two chunks": place_cyclically(4, 2), "V": place_in_v_shape(4)}
 
 
 def uneven_problem(layout: str, limit: float = inf, seed: int = 0) -> tuple[Problem, Durations]:
@@ -266,7 +266,7 @@ def test_a_backward_cut_in_two_is_no_slower(name):
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
-@pytest.mark.parametrize("layout", [straight, v_shaped])
+@pytest.mark.parametrize("layout", [place_cyclically, place_in_v_shape])
 def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
     makespans = []
     for micro_batches in (2 * ranks, 4 * ranks):
@@ -279,7 +279,7 @@ def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
 @pytest.mark.parametrize("ranks", [4, 5, 8])
 def test_a_steady_pattern_without_delays_is_as_fast_and_small_as_v_min(ranks):
     even = Durations(0.5, 0.5, 0.5)
-    problem = Problem.of(ranks, 2 * ranks, v_shaped(ranks), even, (inf,) * ranks)
+    problem = Problem.of(ranks, 2 * ranks, place_in_v_shape(ranks), even, (inf,) * ranks)
     orders = steady_orders(problem, shortest_period(problem), (0.0,) * 4)
     timing = simulate_pipeline(program_from("pattern", problem, orders), even)
     v_min = simulate_pipeline(generate("v-min", ranks, 2 * ranks), even)
@@ -287,7 +287,7 @@ def test_a_steady_pattern_without_delays_is_as_fast_and_small_as_v_min(ranks):
 
 
 def test_moves_along_the_critical_path_repair_a_bad_start():
-    problem = Problem.of(4, 8, straight(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
+    problem = Problem.of(4, 8, place_cyclically(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
     start = orders_of(generate("1f1b", 4, 8))
     makespan, orders = improve(problem, start, 500)
     assert makespan == run(problem, orders).makespan <= 28 < run(problem, start).makespan

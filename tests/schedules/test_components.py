@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, place_cyclically
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
 from meshwright.schedules.chimera import chimera
 from meshwright.schedules.components import ComponentDurations, simulate_components, with_components
@@ -53,10 +53,10 @@ def test_a_program_in_parts_still_holds_and_needs_the_same_memory(program: Pipel
 
 def test_a_pair_becomes_the_four_groups_of_figure_4():
     """In each, one direction computes and the other communicates."""
-    program = Builder("pair", 1, 2, (straight(1),))
+    program = Builder("pair", 1, 2, (place_cyclically(1),))
     (rank,) = program.ranks
     rank.forward(0)
-    with rank.together():
+    with rank.overlap():
         rank.forward(1)
         rank.backward(0)
     rank.input_gradient(1)

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import LETTERS, PipelineProgram, program_of
+from meshwright.program.pipeline import LETTERS, PipelineProgram, build_program
 from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
 from meshwright.schedules.library import SCHEDULES, generate
@@ -79,7 +79,7 @@ def straight_on(program: PipelineProgram, steps: int) -> PipelineProgram:
     columns = [s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component]
     once = np.stack(columns, axis=1)
     again = [once + np.array([0, k * len(s), 0, 0, 0, k * program.micro_batches, 0]) for k in range(steps)]
-    return program_of(
+    return build_program(
         program.name, program.ranks, steps * program.micro_batches, program.placement, np.concatenate(again)
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import PipelineProgram, program_of
+from meshwright.program.pipeline import PipelineProgram, build_program
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
 from meshwright.schedules.chimera import chimera
 from meshwright.schedules.dualpipe import dualpipe
@@ -141,7 +141,9 @@ def one_after_the_other(program: PipelineProgram) -> PipelineProgram:
     """The same order with every step in a group of its own."""
     s = program.steps
     columns = (s.rank, np.arange(len(s)), s.kind, s.stage, s.replica, s.micro_batch, s.component)
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1))
+    return build_program(
+        program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1)
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

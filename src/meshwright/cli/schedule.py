@@ -172,9 +172,9 @@ def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Pat
 
 
 def _written(program: object, path: Path) -> str:
-    from meshwright.program.load import print_program
+    from meshwright.program.load import format_program
     from meshwright.program.pipeline import PipelineProgram
     from meshwright.schedules.pytorch_csv import to_csv
 
     assert isinstance(program, PipelineProgram)
-    return to_csv(program) if path.suffix.lower() == ".csv" else print_program(program, path)
+    return to_csv(program) if path.suffix.lower() == ".csv" else format_program(program, path)

@@ -29,7 +29,7 @@ def segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool)
 
 def first_chunks(program: CollectiveProgram) -> list[int]:
     """The chunks of rank r are first[r] .. first[r + 1]."""
-    owner = program.owner(np.arange(program.chunks))
+    owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
 

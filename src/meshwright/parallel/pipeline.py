@@ -226,5 +226,5 @@ def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
             value = carries(program, at)
             enters, site = (value[2] + 1, ACTIVATION_SITE) if value[0] == OUTPUT else (value[2], GRADIENT_SITE)
             arrives, name = kind in ARRIVING, program.describe(at)
-            groups[-1].transfers.append(_Transfer(value, program.peer(at), arrives, enters, site, name))
+            groups[-1].transfers.append(_Transfer(value, program.find_peer(at), arrives, enters, site, name))
     return groups

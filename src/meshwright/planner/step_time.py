@@ -194,7 +194,7 @@ class Step:
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
         stages, times = stages_of(config, count, self.sequence), self.stages(count)
-        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
+        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.stages_by_rank
         replicas = _replicas(places, count)
         totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
         busiest = totals.sum(axis=(1, 2)).argmax()

@@ -12,7 +12,7 @@ from meshwright.program import contract
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
 from meshwright.program.contributions import Contributions, local, transfers
-from meshwright.program.order import Integers, Schedule
+from meshwright.program.order import Integers, PostingOrder
 
 LETTERS = "abcdefghijklmnop"  # of the ranks
 MOST_RANKS = len(LETTERS)
@@ -79,7 +79,7 @@ def frames(checked: CheckedCollective) -> list[Frame]:
 
     def watch(level: int) -> None:
         turn, place = divmod(level, width)
-        for step in np.flatnonzero(s.is_one_of(LOCAL) & (order.level[s.group_index] == level)).tolist():
+        for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_arrow(program, step, step))
         for at in np.flatnonzero(key == level).tolist():
             arrows.append(_arrow(program, int(checked.sends[at]), int(checked.receives[at])))
@@ -99,12 +99,12 @@ def frames(checked: CheckedCollective) -> list[Frame]:
     return shot
 
 
-def _by_rounds(checked: CheckedCollective) -> tuple[Schedule, int]:
+def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
     """Levels counted so that all transfers of a round share the last of `width` levels, after the local groups that
     come before them on their rank."""
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
-    is_local[s.group_index[s.is_one_of(LOCAL)]] = True
+    is_local[s.group_index[s.has_kind(LOCAL)]] = True
     place = np.zeros(len(is_local), np.int64)
     for i in range(1, len(is_local)):
         if is_local[i - 1] and s.group_rank[i] == s.group_rank[i - 1]:
@@ -112,7 +112,7 @@ def _by_rounds(checked: CheckedCollective) -> tuple[Schedule, int]:
     chain = int(place[is_local].max(initial=0)) + 1
     # Local groups at the end of a short chain wait for the longest: their frame is drawn once.
     level: Integers = rounds * (chain + 1) + np.where(is_local, place, chain)
-    return Schedule(level, rounds, checked.order.depth), chain + 1
+    return PostingOrder(level, rounds, checked.order.depth), chain + 1
 
 
 def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
@@ -176,7 +176,7 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
 
 def slot_title(program: CollectiveProgram, slot: int) -> str:
     """What stands at the head of a row or column of slots."""
-    return "heard from" if program.operation == "barrier" else program.slot_name(slot)
+    return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
 def legend(program: CollectiveProgram) -> str:

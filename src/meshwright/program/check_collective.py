@@ -20,11 +20,11 @@ from meshwright.program.order import (
     Deadlock,
     Integers,
     Mask,
+    PostingOrder,
     ProgramError,
-    Schedule,
-    Unmatched,
-    match,
-    post_order,
+    UnmatchedTransfer,
+    find_posting_order,
+    match_transfers,
 )
 
 _MOST_SLOTS = 10**8  # named by all steps together: some GiB and a minute
@@ -42,7 +42,7 @@ class CheckedCollective:
     sends: Integers
     receives: Integers
     level: Integers
-    order: Schedule
+    order: PostingOrder
 
     @property
     def rounds(self) -> int:
@@ -81,8 +81,8 @@ def check_collective(program: CollectiveProgram) -> CheckedCollective:
 def _check_steps(program: CollectiveProgram) -> None:
     """Each step by itself: a known kind, ranks and slots that there are, and company that it may keep."""
     s, ranks, slots = program.steps, program.ranks, program.slots
-    across, inside = s.is_one_of(SENDING + ARRIVING), s.is_one_of(LOCAL)
-    empty = s.is_one_of((Kind.SIGNAL, Kind.WAIT))
+    across, inside = s.has_kind(SENDING + ARRIVING), s.has_kind(LOCAL)
+    empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def refuse(bad: Mask, reason: str) -> None:
         if bad.any():
@@ -124,8 +124,8 @@ def _meet(program: CollectiveProgram) -> CheckedCollective:
     """Which send meets which receive, and when groups are posted."""
     s = program.steps
     try:
-        sends, receives = match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING))
-    except Unmatched as unmatched:
+        sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
+    except UnmatchedTransfer as unmatched:
         raise _unmatched(program, unmatched) from None
     for differs, what in (
         ((s.kind[sends] == Kind.SIGNAL) != (s.kind[receives] == Kind.WAIT), "is not of its kind"),
@@ -137,18 +137,18 @@ def _meet(program: CollectiveProgram) -> CheckedCollective:
             raise error(program, int(sends[at]), f"meets {meets}, which {what}")
     group_a, group_b = s.group_index[sends], s.group_index[receives]
     try:
-        order = post_order(s.group_rank, group_a, group_b)
+        order = find_posting_order(s.group_rank, group_a, group_b)
     except Deadlock as deadlock:
         raise _deadlock(program, deadlock.groups, sends, receives) from None
     return CheckedCollective(program, sends, receives, np.maximum(order.level[group_a], order.level[group_b]), order)
 
 
-def _unmatched(program: CollectiveProgram, unmatched: Unmatched) -> ProgramError:
+def _unmatched(program: CollectiveProgram, unmatched: UnmatchedTransfer) -> ProgramError:
     s, step = program.steps, unmatched.step
     rank, peer = s.rank[step], s.peer[step]
     out, back = (SENDING, ARRIVING) if unmatched.is_send else (ARRIVING, SENDING)
-    here = int((s.is_one_of(out) & (s.rank == rank) & (s.peer == peer)).sum())
-    there = int((s.is_one_of(back) & (s.rank == peer) & (s.peer == rank)).sum())
+    here = int((s.has_kind(out) & (s.rank == rank) & (s.peer == peer)).sum())
+    there = int((s.has_kind(back) & (s.rank == peer) & (s.peer == rank)).sum())
     if unmatched.is_send:
         reason = f"rank {peer} has no receive for it (sends from rank {rank} to {peer}: {here}, receives: {there})"
     else:
@@ -185,14 +185,14 @@ def _check_races(program: CollectiveProgram) -> None:
     """Refuse groups whose result depends on the order of their steps: a slot that a receive or a copy writes and that
     another step of the group reads or writes; a slot that a combine writes and that another local step reads."""
     s = program.steps
-    is_local = s.is_one_of(LOCAL)
-    writers = np.flatnonzero(is_local | s.is_one_of((Kind.RECEIVE, Kind.REDUCE)))
+    is_local = s.has_kind(LOCAL)
+    writers = np.flatnonzero(is_local | s.has_kind((Kind.RECEIVE, Kind.REDUCE)))
     readers = np.flatnonzero(is_local | (s.kind == Kind.SEND))
     slot = np.concatenate([s.slot[writers], np.where(is_local, s.source, s.slot)[readers]])
     step = np.concatenate([writers, readers])
     which, place = spread(s.group_index[step] * program.slots + slot, s.count[step])
     step, writes = step[which], which < len(writers)
-    exclusive = writes & s.is_one_of((Kind.RECEIVE, Kind.COPY))[step]
+    exclusive = writes & s.has_kind((Kind.RECEIVE, Kind.COPY))[step]
     combines = writes & (s.kind[step] == Kind.COMBINE)
     for claims, others, allowed in ((exclusive, np.ones_like(writes), 1), (combines, ~writes, 0)):
         claimed = np.unique(place[claims])
@@ -205,7 +205,7 @@ def _check_races(program: CollectiveProgram) -> None:
             continue
         one = int(np.flatnonzero(racing & claims)[0])
         other = next(int(i) for i in np.flatnonzero(racing & others & (place == place[one])) if i != one)
-        contested = program.slot_name(int(place[one] % program.slots))
+        contested = program.format_slots(int(place[one] % program.slots))
         reason = (
             f"writes {contested}, which {program.describe(int(step[other]))} of the same group "
             f"{'writes' if writes[other] else 'reads'}; the steps of a group have no order: put one of them in a group "
@@ -228,7 +228,7 @@ def _check_end(program: CollectiveProgram, memory: contract.Memory) -> None:
     missing, extra = contract.members(wanted[at] & ~sets[at]), contract.members(sets[at] & ~wanted[at])
     if program.operation == "barrier":
         raise _at_end(program, rank, f"has not heard from rank {', '.join(map(str, missing))}")
-    name, of = program.slot_name(slot), f"chunk {need.chunk[at]}"
+    name, of = program.format_slots(slot), f"chunk {need.chunk[at]}"
     if need.origin[at] != contract.ALL:
         of += f" of rank {need.origin[at]}"
     if chunk[at] < 0:

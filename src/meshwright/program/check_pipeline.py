@@ -21,9 +21,9 @@ from meshwright.program.order import (
     Integers,
     Mask,
     ProgramError,
-    Unmatched,
-    match,
-    post_order,
+    UnmatchedTransfer,
+    find_posting_order,
+    match_transfers,
 )
 from meshwright.program.pipeline import (
     ARRIVING,
@@ -127,9 +127,9 @@ def _check_steps(program: PipelineProgram) -> None:
     home = np.asarray(p.placement)[s.replica, s.stage]
     elsewhere = home != s.rank
     refuse(elsewhere, f"rank {{rank}} does not hold the stage; rank {home[np.argmax(elsewhere)] if len(s) else 0} does")
-    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
     refuse(ahead & (s.stage == p.stages - 1), "there is no stage after the last one")
-    back = s.is_one_of((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
+    back = s.has_kind((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
     refuse(back & (s.stage == 0), "there is no stage before the first one")
 
 
@@ -141,7 +141,7 @@ def _check_groups(program: PipelineProgram) -> None:
     def count(chosen: Mask) -> Integers:
         return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
 
-    computes, updates = s.is_one_of(COMPUTING), s.kind == Kind.UPDATE
+    computes, updates = s.has_kind(COMPUTING), s.kind == Kind.UPDATE
     sorts = (count(computes) > 0).astype(int) + (count(updates) > 0) + (count(~computes & ~updates) > 0)
     whole = computes & (s.component == Component.WHOLE)
     forward, weights = s.kind == Kind.FORWARD, s.kind == Kind.WEIGHT_GRADIENT
@@ -158,7 +158,7 @@ def _check_groups(program: PipelineProgram) -> None:
 def _check_micro_batches(program: PipelineProgram) -> None:
     """Every micro-batch goes once forward and once backward through each stage of one replica, and of no other."""
     p, s = program, program.steps
-    computing = np.flatnonzero(s.is_one_of(COMPUTING))
+    computing = np.flatnonzero(s.has_kind(COMPUTING))
     entered = np.unique(s.micro_batch[computing])
     if len(entered) < p.micro_batches:
         absent = int(np.argmin(np.append(entered, -1) == np.arange(len(entered) + 1)))
@@ -175,7 +175,7 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     def first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
         """Replica, stage, micro-batch, and the step of these kinds there (-1: none)."""
         replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
-        there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.is_one_of(kinds)
+        there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.has_kind(kinds)
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
@@ -229,7 +229,7 @@ def _once(program: PipelineProgram, steps: Integers, number: Integers, verb: str
 def _check_transfers(flow: Dataflow) -> None:
     """Sends and receives by themselves: of values that are made and used, between two ranks, once each."""
     program, s = flow.program, flow.program.steps
-    sends, receives = np.flatnonzero(s.is_one_of(SENDING)), np.flatnonzero(s.is_one_of(ARRIVING))
+    sends, receives = np.flatnonzero(s.has_kind(SENDING)), np.flatnonzero(s.has_kind(ARRIVING))
     homes = np.asarray(program.placement)
     for steps, kind, verb in ((sends, Kind.SEND_FORWARD, "sent"), (receives, Kind.RECEIVE_FORWARD, "received")):
         what = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
@@ -253,13 +253,13 @@ def _meet(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
     """Which send meets which receive, by the order of the messages between two ranks, and an order of all groups in
     which blocking sends end."""
     s = program.steps
-    is_send, is_receive = s.is_one_of(SENDING), s.is_one_of(ARRIVING)
-    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
+    ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
     other = np.where(is_send | is_receive, s.stage + np.where(ahead, 1, -1), s.stage)
     peer = np.asarray(program.placement)[s.replica, other]
     try:
-        sends, receives = match(s.rank, peer, is_send, is_receive)
-    except Unmatched as unmatched:
+        sends, receives = match_transfers(s.rank, peer, is_send, is_receive)
+    except UnmatchedTransfer as unmatched:
         lacks = "receive" if unmatched.is_send else "send"
         reason = f"rank {peer[unmatched.step]} has no {lacks} for it"
         raise error(program, unmatched.step, reason) from None
@@ -271,7 +271,7 @@ def _meet(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
         reason = f"meets {meets}: messages between two ranks are received in the order in which they are sent"
         raise error(program, int(receives[at]), reason)
     try:
-        order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+        order = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     except Deadlock as deadlock:
         raise _deadlock(program, deadlock.groups, sends, receives) from None
     return sends, receives, np.argsort(order.level, kind="stable")
@@ -305,7 +305,7 @@ def _check_updates(program: PipelineProgram) -> None:
     """Every gradient is applied by one update, and all stages of a replica are updated with the same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
-    final = np.flatnonzero(s.is_one_of((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))
+    final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))
     updates = np.flatnonzero(s.kind == Kind.UPDATE)
     for replica in range(replicas):
         of_replica = updates[s.replica[updates] == replica]

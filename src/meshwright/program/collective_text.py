@@ -66,7 +66,7 @@ def print_collective(program: CollectiveProgram) -> str:
         lines.append(f"reduction {program.reduction}")
     s = program.steps
     columns = (s.kind, s.slot, s.count, s.peer, s.source)
-    words = [program.words(*step) for step in zip(*(column.tolist() for column in columns), strict=True)]
+    words = [program.format_step(*step) for step in zip(*(column.tolist() for column in columns), strict=True)]
     group = s.group.tolist()
     for rank in range(program.ranks):
         lines += ["", f"rank {rank}"]
@@ -119,7 +119,7 @@ class _Parser:
             self._end_header()
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.array(rows, np.int64).reshape(-1, 7).T
-        steps = Steps.arranged(**dict(zip(names, columns, strict=True)))
+        steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))
         n = self.numbers
         return CollectiveProgram(
             self.operation, self.algorithm, n["ranks"], n["chunks"], steps, n["root"], n["scratch"], self.reduction

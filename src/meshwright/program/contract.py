@@ -84,7 +84,7 @@ def initial(program: CollectiveProgram) -> Memory:
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)
     match program.operation:
         case "all-gather" | "gather":
-            holds = program.owner(chunk) == rank
+            holds = program.find_owner(chunk) == rank
         case "broadcast" | "scatter" | "send-receive":
             holds = np.broadcast_to(rank == program.root, (ranks, chunks))
         case _:
@@ -112,7 +112,7 @@ def required(program: CollectiveProgram) -> Required:
     """What the operation promises."""
     ranks, chunks, root = program.ranks, program.chunks, program.root
     rank, chunk = (a.ravel() for a in np.meshgrid(np.arange(ranks), np.arange(chunks), indexing="ij"))
-    slot, owner = chunk, program.owner(chunk)
+    slot, owner = chunk, program.find_owner(chunk)
     match program.operation:
         case "all-reduce" | "barrier":
             kept, origin = np.ones(len(rank), np.bool_), np.full(len(rank), ALL)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.program import contract
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
-from meshwright.program.order import Integers, Mask, ProgramError, Schedule, ranges
+from meshwright.program.order import Integers, Mask, PostingOrder, ProgramError, concatenate_ranges
 
 Chunks: TypeAlias = NDArray[np.int32]
 Sets: TypeAlias = NDArray[np.uint64]
@@ -29,7 +29,7 @@ def error(program: CollectiveProgram, step: int, reason: str) -> ProgramError:
 
 def spread(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     """Every range first .. first + count written out: (which range, its next number)."""
-    return np.repeat(np.arange(len(first)), count), ranges(first, first + count)
+    return np.repeat(np.arange(len(first)), count), concatenate_ranges(first, first + count)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Moves:
         return Moves(**{name: column[index] for name, column in vars(self).items()})
 
 
-def transfers(program: CollectiveProgram, sends: Integers, receives: Integers, order: Schedule, key: Integers) -> Moves:
+def transfers(
+    program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, key: Integers
+) -> Moves:
     """The moves of matched sends and receives, by key, reductions last. A barrier's signals are moves of its slot."""
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -78,10 +80,10 @@ def _repeats(group: Integers, target: Integers, adds: Mask) -> Integers:
     return place
 
 
-def local(program: CollectiveProgram, order: Schedule) -> Moves:
+def local(program: CollectiveProgram, order: PostingOrder) -> Moves:
     """The moves of copies and combines, by level, combines last."""
     s, slots = program.steps, program.slots
-    step = np.flatnonzero(s.is_one_of(LOCAL))
+    step = np.flatnonzero(s.has_kind(LOCAL))
     step = step[np.lexsort((s.kind[step] == Kind.COMBINE, order.level[s.group_index[step]]))]
     which, source = spread(s.rank[step] * slots + s.source[step], s.count[step])
     target = source + (s.slot[step] - s.source[step])[which]
@@ -164,7 +166,7 @@ class Contributions:
         self._sets[moves.target] = held | sets
 
     def _name(self, slot: np.int64) -> str:
-        return self.program.slot_name(int(slot) % self.program.slots)
+        return self.program.format_slots(int(slot) % self.program.slots)
 
 
 def _first(bad: Mask, step: Integers) -> int:

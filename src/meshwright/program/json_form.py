@@ -110,7 +110,7 @@ def _collective(header: Mapping[str, object], columns: dict[str, Integers], wher
         algorithm,
         ranks,
         int(fields["chunks"]),
-        collective.Steps.arranged(**columns),
+        collective.Steps.from_unsorted(**columns),
         int(fields["root"]),
         int(fields["scratch"]),
         str(fields["reduction"]),
@@ -133,7 +133,7 @@ def _pipeline(header: Mapping[str, object], columns: dict[str, Integers], where:
         _within(columns, column, size, where)
     _in_order(columns, where)
     rows = np.stack([columns[column] for column in _COLUMNS["pipeline"]], axis=1)
-    return pipeline.program_of(name, ranks, micro_batches, placement, rows)
+    return pipeline.build_program(name, ranks, micro_batches, placement, rows)
 
 
 def _placement(value: object, ranks: int, where: str) -> pipeline.Placement:

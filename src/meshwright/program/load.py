@@ -1,4 +1,4 @@
-"""Programs from files, and as files have them: the text form or the JSON form, told apart by the first character."""
+"""Programs in files, in text form or JSON form; the first character tells which."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProg
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
-    """The program of a file; a leading `@`, as people write it on the command line, is left out.
+    """Read a program of the given dialect from a file; a leading `@` of `path`, as on the command line, is ignored.
 
-    Raises `UserError` with the file's name, and where there is one the line.
+    Raises `UserError` with the file's name and, where known, the line.
     """
     name = str(path).removeprefix("@")
-    text = read_text(name)
+    text = read_program_text(name)
     if not text.lstrip().startswith("{"):
         return parse_collective(text, name) if dialect == "collective" else parse_pipeline(text, name)
     try:
@@ -43,15 +43,15 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
     return program
 
 
-def print_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
-    """What a file of that name should hold for `load_program`: JSON where it ends in `.json`, else text."""
+def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
+    """Format a program as the content of a file of that name: JSON for the suffix `.json`, else the text form."""
     if Path(path).suffix.lower() == ".json":
         return print_json(program)
     return print_collective(program) if isinstance(program, CollectiveProgram) else print_pipeline(program)
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a program file; `UserError` for what is no file, cannot be read, or is no text."""
+def read_program_text(path: str | Path) -> str:
+    """Read a program file as text. Raises `UserError` if it is missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.program.order import Integers, ranges
+from meshwright.program.order import Integers, concatenate_ranges
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Routes:
     def entries(self, routes: Integers) -> tuple[Integers, Integers]:
         """The links of some routes, and beside each the position in `routes` that it belongs to."""
         start, end = self.first[routes], self.first[routes + 1]
-        return np.repeat(np.arange(len(routes)), end - start), self.link[ranges(start, end)]
+        return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
 
 
 @dataclass(frozen=True)

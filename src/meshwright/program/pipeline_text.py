@@ -26,7 +26,7 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, program_of
+from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, build_program
 
 _HEADER = ("pipeline", "ranks", "micro-batches", "placement")
 _KINDS = {letters: int(kind) for kind, letters in LETTERS.items()}
@@ -80,7 +80,7 @@ class _Parser:
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
-        rows = array("q")  # seven numbers a step, as `program_of` takes them
+        rows = array("q")  # seven numbers a step, as `build_program` takes them
         rank, seen = -1, set[int]()
         stages = replicas = micro_batches = 0
         for self.line, line in enumerate(text.splitlines(), 1):
@@ -117,7 +117,9 @@ class _Parser:
         self.line += 1
         if not seen:
             self._end_header()
-        return program_of(self.name, self.numbers["ranks"], self.numbers["micro-batches"], tuple(self.placement), rows)
+        return build_program(
+            self.name, self.numbers["ranks"], self.numbers["micro-batches"], tuple(self.placement), rows
+        )
 
     def _what(self, step: str, word: str) -> str:
         if word.startswith("."):

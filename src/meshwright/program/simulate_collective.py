@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.program.collective import ARRIVING, SENDING, CollectiveProgram, Kind
 from meshwright.program.flows import FairSharing
 from meshwright.program.network import Floats, Network, totals
-from meshwright.program.order import Integers, match, ranges
+from meshwright.program.order import Integers, concatenate_ranges, match_transfers
 
 _SAME_TIME = 1e-11  # moments that differ by less, relative to the time since the start, are one moment
 
@@ -48,7 +48,7 @@ class Unchecked:
     def of(cls, program: CollectiveProgram) -> Unchecked:
         """Match sends and receives, and prove nothing."""
         s = program.steps
-        return cls(program, *match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING)))
+        return cls(program, *match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class CollectiveSimulator:
         self._first = np.concatenate([[0], np.cumsum(self._messages_in)])
         self._is_last = np.diff(steps.group_rank, append=-1) != 0
         self._starts = np.flatnonzero(np.diff(steps.group_rank, prepend=-1) != 0)
-        reduces = steps.is_one_of((Kind.REDUCE, Kind.COMBINE))
+        reduces = steps.has_kind((Kind.REDUCE, Kind.COMBINE))
         reduced = totals(steps.group_index[reduces], steps.count[reduces], groups)
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
@@ -227,7 +227,7 @@ class _Run:
         if len(groups) == 0:
             return
         plan = self.plan
-        messages = plan._of_group[ranges(plan._first[groups], plan._first[groups + 1])]
+        messages = plan._of_group[concatenate_ranges(plan._first[groups], plan._first[groups + 1])]
         np.add.at(self.ends_posted, messages, 1)
         starting = _distinct(messages[self.ends_posted[messages] == 2])
         self.start[starting] = self.now

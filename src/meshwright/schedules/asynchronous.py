@@ -8,7 +8,7 @@ ranks.
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.schedules.interleaved import rounds
 
 
@@ -25,7 +25,7 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: p - r on rank r
     - transfers: those of 1F1B
     """
-    program = Builder("pipedream", ranks, micro_batches, (straight(ranks),))
+    program = Builder("pipedream", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)
         for m in range(warm_up):
@@ -60,7 +60,7 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
         )
     batches = rounds(ranks, micro_batches)
     switch = {later[0]: batch[-1] for batch, later in zip(batches, batches[2:], strict=False)}
-    program = Builder("pipedream-2bw", ranks, micro_batches, (straight(ranks),))
+    program = Builder("pipedream-2bw", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = ranks - 1 - rank.rank
         for m in range(warm_up):

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from meshwright.errors import UserError
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.program.durations import Durations, StageDurations
-from meshwright.program.pipeline import PipelineProgram, program_of, straight, v_shaped
+from meshwright.program.pipeline import PipelineProgram, build_program, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
 from meshwright.schedules.local_search import improve
@@ -138,7 +138,7 @@ def search_schedule(
 
     problems = {}
     for name, placement in _placements(ranks, counts):
-        empty = program_of("", ranks, micro_batches, (placement,), ())
+        empty = build_program("", ranks, micro_batches, (placement,), ())
         by_stage = _by_stage(empty, timed[len(placement) // ranks])
         problems[name] = Problem.of(ranks, micro_batches, placement, by_stage, limits)
     finished: list[tuple[float, str, list[Order]]] = []
@@ -237,9 +237,9 @@ def _named(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, i
 def _placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Ways to lay stages on ranks, with the name that candidates get."""
     for count in counts:
-        yield f"search, {count} chunk{'s' if count > 1 else ''}", straight(ranks, count)
+        yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
-            yield "search, V", v_shaped(ranks)
+            yield "search, V", place_in_v_shape(ranks)
 
 
 def _generate(name: str, ranks: int, micro_batches: int, chunks: int) -> PipelineProgram:

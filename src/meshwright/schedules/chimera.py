@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, Kind, PipelineProgram, place_cyclically
 
 
 def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
@@ -33,12 +33,12 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
         raise UserError(
             f"chimera with {micro_batches} micro-batches: half of them run in each direction; take an even number"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("chimera", ranks, micro_batches, placement)
     half, a_slot = micro_batches // 2, 2 if forward_doubling else 1
     for rank in program.ranks:
         steps: list[tuple[int, int, Kind, int, int]] = []  # slot, micro-batch, kind, stage, replica
-        for replica, (stage,) in enumerate(rank.held):
+        for replica, (stage,) in enumerate(rank.stages):
             for i in range(half):
                 unit, place = divmod(i, a_slot * ranks // 2)
                 begins = unit * (1 + a_slot) * ranks

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.program.durations import Durations, Floats
-from meshwright.program.pipeline import Component, Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import Component, Kind, PipelineProgram, build_program
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 
 _FORWARD = (Component.ATTENTION, Component.DISPATCH, Component.MLP, Component.COMBINE)
@@ -51,7 +51,7 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
         groups.setdefault((rank, group), []).append(tuple(step))
     cut = [(rank, parts) for (rank, _), steps in groups.items() for parts in _cut(steps)]
     rows = [(rank, number, *step) for number, (rank, parts) in enumerate(cut) for step in parts]
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, rows)
+    return build_program(program.name, program.ranks, program.micro_batches, program.placement, rows)
 
 
 def _cut(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:

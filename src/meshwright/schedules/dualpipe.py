@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, RankBuilder, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, RankBuilder, place_cyclically
 from meshwright.schedules.in_turn import Chunk, InTurn
 
 
@@ -28,11 +28,11 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
             f"dualpipe with {micro_batches} micro-batches on {ranks} ranks: half of them run in each direction; "
             f"take an even number from {2 * ranks} (2 a rank) on"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("dualpipe", ranks, micro_batches, placement)
     first_half, second_half = range(micro_batches // 2), range(micro_batches // 2, micro_batches)
     for rank in program.ranks:
-        down, up = (stages[0] for stages in rank.held)
+        down, up = (stages[0] for stages in rank.stages)
         ends = [Chunk(down, first_half, replica=0), Chunk(up, second_half, replica=1)]
         # What enters at the nearer end of the pipeline is chunk 0.
         write_dual_order(rank, ends if down < up else ends[::-1], ranks // 2)

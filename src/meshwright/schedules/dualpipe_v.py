@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
 from meshwright.schedules.dualpipe import write_dual_order
 from meshwright.schedules.in_turn import Chunk
 
@@ -28,7 +28,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
             f"dualpipe-v with {micro_batches} micro-batches on {ranks} ranks: "
             f"too few to fill it; take at least {2 * ranks} (2 a rank)"
         )
-    program = Builder("dualpipe-v", ranks, micro_batches, (v_shaped(ranks),))
+    program = Builder("dualpipe-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     for rank in program.ranks:
-        write_dual_order(rank, [Chunk(stage, range(micro_batches)) for stage in rank.held[0]], ranks)
+        write_dual_order(rank, [Chunk(stage, range(micro_batches)) for stage in rank.stages[0]], ranks)
     return program.build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def gems(ranks: int, micro_batches: int) -> PipelineProgram:
@@ -24,7 +24,7 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
         raise UserError(
             f"gems with {micro_batches} micro-batches: half of them run in each direction; take an even number"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("gems", ranks, micro_batches, placement)
     half = micro_batches // 2
     for rank in program.ranks:

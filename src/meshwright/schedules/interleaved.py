@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise, zip_longest
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 Order = list[tuple[int, int]]  # micro-batch and stage
 
@@ -23,10 +23,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
     - weight copies: 1
     - transfers: v times those of 1F1B
     """
-    program = Builder("interleaved", ranks, micro_batches, (straight(ranks, chunks),))
+    program = Builder("interleaved", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = rounds(ranks, micro_batches)
     for rank in program.ranks:
-        forwards, backwards = depth_first(rank.held[0], taken)
+        forwards, backwards = depth_first(rank.stages[0], taken)
         warm_up = (chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank)
         for ahead in forwards[:warm_up]:
             rank.forward(*ahead)
@@ -46,10 +46,10 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     - weight copies: 1
     - transfers: v times those of 1F1B
     """
-    program = Builder("interleaved-zb", ranks, micro_batches, (straight(ranks, chunks),))
+    program = Builder("interleaved-zb", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = rounds(ranks, micro_batches)
     for rank in program.ranks:
-        forwards, backwards = depth_first(rank.held[0], taken)
+        forwards, backwards = depth_first(rank.stages[0], taken)
         warm_up = (chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank
         put_off = rank.rank  # weight gradients that wait for the end
         for ahead in forwards[:warm_up]:
@@ -78,12 +78,12 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
     - weight copies: 1
     - transfers: v times those of GPipe
     """
-    program = Builder("looped-bfs", ranks, micro_batches, (straight(ranks, chunks),))
+    program = Builder("looped-bfs", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     for rank in program.ranks:
-        for stage in rank.held[0]:
+        for stage in rank.stages[0]:
             for m in range(micro_batches):
                 rank.forward(m, stage)
-        for stage in reversed(rank.held[0]):
+        for stage in reversed(rank.stages[0]):
             for m in reversed(range(micro_batches)):
                 rank.backward(m, stage)
     return program.build()

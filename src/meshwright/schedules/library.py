@@ -13,7 +13,7 @@ from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS, unknown
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.durations import Durations, StageDurations
-from meshwright.program.load import load_program, read_text
+from meshwright.program.load import load_program, read_program_text
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.schedules.asynchronous import pipedream, pipedream_2bw
 from meshwright.schedules.chimera import chimera
@@ -154,7 +154,7 @@ def load(path: str) -> PipelineProgram:
     Raises UserError for a file that cannot be read, with the line that is wrong.
     """
     if Path(path).suffix.lower() == ".csv":
-        return from_csv(read_text(path), where=path)
+        return from_csv(read_program_text(path), where=path)
     return load_program(path, "pipeline")
 
 

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from meshwright.program.durations import Durations
-from meshwright.program.pipeline import Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import Kind, PipelineProgram, build_program
 
 Order = list[int]  # the tasks of one rank in turn
 KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -49,7 +49,7 @@ class Problem:
     ) -> Problem:
         """durations: by stage. memory: by rank, in micro-batches of a rank's whole share (may be infinite)."""
         stages = len(placement)
-        program = program_of("", ranks, micro_batches, (placement,), ())
+        program = build_program("", ranks, micro_batches, (placement,), ())
         names = ("forward", "input_gradient", "weight_gradient")
         hop = durations.table("transfer", program)[0].tolist()
         most = stages // ranks * micro_batches
@@ -237,4 +237,4 @@ def program_from(name: str, problem: Problem, orders: list[Order]) -> PipelinePr
         for group, x in enumerate(order):
             rows.append((rank, group, KINDS[x // problem.stages], x % problem.stages, 0, count[x], 0))
             count[x] += 1
-    return program_of(name, problem.ranks, problem.micro_batches, (problem.placement,), np.array(rows))
+    return build_program(name, problem.ranks, problem.micro_batches, (problem.placement,), np.array(rows))

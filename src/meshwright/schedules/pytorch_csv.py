@@ -64,7 +64,7 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
             if len(group) == 1:
                 _add(rank, group[0])
             else:
-                with rank.together():
+                with rank.overlap():
                     for step in group:
                         _add(rank, step)
     return program.build()

@@ -5,7 +5,7 @@ Costs are in F and B, a rank's forward and whole backward of one micro-batch, fo
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
@@ -17,7 +17,7 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: one a micro-batch, border between ranks, and direction
     """
-    program = Builder("gpipe", ranks, micro_batches, (straight(ranks),))
+    program = Builder("gpipe", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         for m in range(micro_batches):
             rank.forward(m)
@@ -36,7 +36,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: those of GPipe
     """
-    program = Builder("1f1b", ranks, micro_batches, (straight(ranks),))
+    program = Builder("1f1b", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)
         for m in range(warm_up):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.program.pipeline import Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import Kind, PipelineProgram, build_program
 from meshwright.program.simulate_pipeline import Durations, prepared, simulate_pipeline
 
 
@@ -45,4 +45,6 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     group = np.where(is_transfer, -1, s.group_index[steps])
     rank, component = s.rank[steps], np.where(is_transfer, 0, s.component[steps])
     columns = (rank, group, kind, s.stage[steps], s.replica[steps], s.micro_batch[steps], component)
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1))
+    return build_program(
+        program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1)
+    )

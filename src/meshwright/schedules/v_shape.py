@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations
 
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, RankBuilder, v_shaped
+from meshwright.program.pipeline import Builder, Kind, PipelineProgram, RankBuilder, place_in_v_shape
 
 # The steps that a rank takes for a micro-batch: of the chunk that comes first on its way (0) and second (1).
 F0, F1, I1, I0, W1, W0 = range(6)
@@ -66,7 +66,7 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 def _repeat_and_squeeze(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
     """Slot by slot, every rank takes one step. most_held: chunks' activations that fit; the block must keep to that."""
     ranks = len(block)
-    program = Builder(name, ranks, micro_batches, (v_shaped(ranks),))
+    program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
     states = [_Rank(writer, dues, ranks, micro_batches) for writer, dues in zip(program.ranks, block, strict=True)]
     stops_made = [0] * micro_batches
     left = sum(len(rank.waiting) for rank in states)
@@ -109,7 +109,7 @@ class _Rank:
         if place is None:
             return None
         _, step, micro_batch = self.waiting.pop(place)
-        self.writer.add(_KIND[step], micro_batch, self.writer.held[0][_CHUNK[step]])
+        self.writer.add(_KIND[step], micro_batch, self.writer.stages[0][_CHUNK[step]])
         self.left[step] -= 1
         self.held += _HOLDS[step]
         if step in (W1, W0):

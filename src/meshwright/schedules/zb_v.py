@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
 from meshwright.schedules.in_turn import Chunk, InTurn
 
 
@@ -18,12 +18,12 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
 
     Fewer micro-batches than 2 x ranks - 1 are the same order with the steps of the missing ones left out.
     """
-    program = Builder("zb-v", ranks, micro_batches, (v_shaped(ranks),))
+    program = Builder("zb-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     all_micro_batches = range(micro_batches)
     fills_the_pipeline = max(micro_batches, 2 * ranks - 1)
     for rank in program.ranks:
         to_the_turn = ranks - rank.rank  # ranks from here to the last one, where the V turns
-        order = InTurn(rank, [Chunk(stage, all_micro_batches) for stage in rank.held[0]])
+        order = InTurn(rank, [Chunk(stage, all_micro_batches) for stage in rank.stages[0]])
         # warm-up
         order.write("F0", 2 * to_the_turn - 1)
         order.write("F1 F0", rank.rank)

@@ -6,7 +6,7 @@ for equal times of forward (F), input gradient (I) and weight gradient (W). Cost
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
@@ -39,7 +39,7 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 def _zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
     """A rank starts `ahead` forwards earlier than the next one and leaves `ahead` weight gradients fewer for later, so
     that all of them hold the same number of activations. Without a forward left to do, none is put off any more."""
-    program = Builder(name, ranks, micro_batches, (straight(ranks),))
+    program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up, put_off, done = ahead * (ranks - 1 - rank.rank), ahead * rank.rank, 0
         for m in range(min(warm_up, micro_batches)):
