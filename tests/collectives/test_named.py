@@ -10,7 +10,7 @@ from meshwright.collectives.library import generate
 from meshwright.collectives.named import named_programs
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.program.collective_text import print_collective
+from meshwright.program.collective_text import format_collective
 from meshwright.recipe import CollectivesRecipe
 
 
@@ -31,7 +31,7 @@ def refusal(layout: str, **table: str) -> str:
 
 def file(place: Path, operation: str, algorithm: str, ranks: int) -> str:
     path = place / f"{operation}-{ranks}.txt"
-    path.write_text(print_collective(generate(operation, algorithm, ranks)))
+    path.write_text(format_collective(generate(operation, algorithm, ranks)))
     return f"@{path}"
 
 

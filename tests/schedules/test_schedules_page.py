@@ -12,7 +12,7 @@ import pytest
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import LETTERS, PipelineProgram, build_program
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
 from meshwright.schedules.library import SCHEDULES, generate
 from meshwright.schedules.pytorch_csv import to_csv
@@ -46,7 +46,7 @@ def test_the_table_of_figures_is_what_the_clock_says():
                 f"{timing.idle.max():g}",
                 span(timing.peak_activations),
                 f"{timing.weight_copies.max():g}",
-                str(timing.transfers.max()),
+                str(timing.messages_sent.max()),
             ]
         )
     assert rows("schedule | makespan | bubble fraction") == found
@@ -105,7 +105,7 @@ def test_every_schedule_has_its_section_and_every_kind_of_step_its_row():
     assert re.findall(r"`([A-Z_]+)`", " ".join(row[0] for row in rows("kind | step"))) == list(LETTERS.values())
 
 
-@pytest.mark.parametrize("write", [print_pipeline, to_csv])
+@pytest.mark.parametrize("write", [format_pipeline, to_csv])
 def test_the_forms_of_1f1b_that_are_shown_are_the_real_ones(write: Callable[[PipelineProgram], str]):
     blocks = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert write(one_f_one_b(2, 2)) in blocks

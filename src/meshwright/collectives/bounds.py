@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.program.network import Floats, Network, totals
+from meshwright.program.network import Floats, Network, sum_by_index
 from meshwright.program.order import Integers
 
 
@@ -34,13 +34,13 @@ def lower_bound_seconds(operation: str, network: Network, total_bytes: float, ro
 def _farthest(operation: str, network: Network, root: int) -> float:
     if operation == "send-receive":
         target = network.ranks - 1 if root != network.ranks - 1 else 0
-        return float(network.distances(root)[target])
+        return float(network.compute_distances(root)[target])
     if operation in ("broadcast", "scatter"):
-        return float(network.distances(root).max())
+        return float(network.compute_distances(root).max())
     if operation in ("reduce", "gather"):
-        return float(network.distances(root, towards=True).max())
+        return float(network.compute_distances(root, towards=True).max())
     # Everybody needs something of everybody: of rank 0 and for rank 0, at the least.
-    return float(max(network.distances(0).max(), network.distances(0, towards=True).max()))
+    return float(max(network.compute_distances(0).max(), network.compute_distances(0, towards=True).max()))
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def _cut_seconds(operation: str, network: Network, block: Integers, root: int) -
     tail, head = block[network.link_from], block[network.link_to]
     crosses = tail != head
     leaves, enters = crosses & (tail >= 0), crosses & (head >= 0)
-    capacity_out = totals(tail[leaves], network.bandwidth[leaves], blocks)
-    capacity_in = totals(head[enters], network.bandwidth[enters], blocks)
+    capacity_out = sum_by_index(tail[leaves], network.bandwidth[leaves], blocks)
+    capacity_in = sum_by_index(head[enters], network.bandwidth[enters], blocks)
     traffic = _needed(operation, block[: network.ranks], blocks, root)
     return max(
         float((traffic.out / capacity_out).max()),

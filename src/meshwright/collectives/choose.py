@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, unknown
 from meshwright.program.collective import CollectiveProgram
 from meshwright.program.network import Network
-from meshwright.program.simulate_collective import CollectiveSimulator, Unchecked
+from meshwright.program.simulate_collective import CollectiveSimulator, UncheckedCollective
 
 MOST_SEGMENTS = 256
 _WORTH_TRYING = 1.2  # times the best: what another number of segments may gain
@@ -212,7 +212,7 @@ class Chooser:
                 self._refused[algorithm] = str(error)
                 return None
             self._simulators[key] = CollectiveSimulator(
-                Unchecked.of(program), self.network, self.reduce_bytes_per_second
+                UncheckedCollective.from_program(program), self.network, self.reduce_bytes_per_second
             )
         return self._simulators[key]
 

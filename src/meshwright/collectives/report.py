@@ -67,7 +67,7 @@ class Report:
             "busiest_link": None
             if link is None
             else {
-                "link": timing.network.link_name(link),
+                "link": timing.network.format_link(link),
                 "bytes": timing.link_bytes[link],
                 "busy_seconds": timing.link_busy[link],
             },
@@ -112,7 +112,7 @@ class Report:
         link = timing.busiest_link
         if link is not None:
             busy, moved = timing.link_busy[link] / timing.seconds, show_bytes(float(timing.link_bytes[link]))
-            rows.append(("busiest link", f"{timing.network.link_name(link)}: {moved}, busy {busy:.0%} of the time"))
+            rows.append(("busiest link", f"{timing.network.format_link(link)}: {moved}, busy {busy:.0%} of the time"))
         if self.measured:
             rows.append(("measured", show_seconds(self.measured["measured_seconds"])))
             rows.append(("torch.distributed", f"{show_seconds(self.measured['native_seconds'])}, the same result"))

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.program import contract
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
-from meshwright.program.contributions import Contributions, local, transfers
+from meshwright.program.contributions import ContributionTracker, build_local_moves, build_transfer_moves
 from meshwright.program.order import Integers, PostingOrder
 
 LETTERS = "abcdefghijklmnop"  # of the ranks
@@ -72,7 +72,7 @@ def frames(checked: CheckedCollective) -> list[Frame]:
     s = program.steps
     ends = np.stack([order.level[s.group_index[checked.sends]], order.level[s.group_index[checked.receives]]])
     key = ends.max(axis=0)
-    flow = Contributions(program)
+    flow = ContributionTracker(program)
     shot: list[Frame] = [Frame("start", 0, (), _cells(program, flow.memory, set()))]
     fresh: set[tuple[int, int]] = set()
     arrows: list[Arrow] = []
@@ -94,8 +94,8 @@ def frames(checked: CheckedCollective) -> list[Frame]:
             arrows.clear()
             fresh.clear()
 
-    inside = local(program, order)
-    flow.run(transfers(program, checked.sends, checked.receives, order, key), inside, watch)
+    inside = build_local_moves(program, order)
+    flow.run(build_transfer_moves(program, checked.sends, checked.receives, order, key), inside, watch)
     return shot
 
 
@@ -128,7 +128,7 @@ def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    need = contract.required(program)
+    need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
     promised = {
         (rank, slot): (chunk, everyone if origin == contract.ALL else (origin,))
@@ -139,7 +139,7 @@ def _cells(
 
     def cell(rank: int, slot: int) -> Cell:
         chunk = int(memory.chunk[rank, slot])
-        origins = tuple(memory.ranks_in(rank, slot))
+        origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)
         return Cell(label(program, chunk, origins), origins if chunk >= 0 else (), whole, (rank, slot) in fresh)
 

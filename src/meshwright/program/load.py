@@ -8,10 +8,10 @@ from typing import Literal, overload
 
 from meshwright.errors import UserError
 from meshwright.program.collective import CollectiveProgram
-from meshwright.program.collective_text import parse_collective, print_collective
-from meshwright.program.json_form import from_json, print_json
+from meshwright.program.collective_text import format_collective, parse_collective
+from meshwright.program.json_form import format_json, from_json_dict
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.untrusted import parse_json, read_file
 
 
@@ -36,7 +36,7 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
         raise UserError(f"{name}, line {error.lineno}: not JSON: {error.msg}") from None
     except ValueError as error:
         raise UserError(f"{name}: not JSON that a program has: {error}") from None
-    program = from_json(value, name)
+    program = from_json_dict(value, name)
     if isinstance(program, CollectiveProgram) != (dialect == "collective"):
         other = "pipeline" if dialect == "collective" else "collective"
         raise UserError(f"{name}: a {other} program where a {dialect} program is wanted")
@@ -46,8 +46,8 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
 def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
     """Format a program as the content of a file of that name: JSON for the suffix `.json`, else the text form."""
     if Path(path).suffix.lower() == ".json":
-        return print_json(program)
-    return print_collective(program) if isinstance(program, CollectiveProgram) else print_pipeline(program)
+        return format_json(program)
+    return format_collective(program) if isinstance(program, CollectiveProgram) else format_pipeline(program)
 
 
 def read_program_text(path: str | Path) -> str:

@@ -47,7 +47,7 @@ class ScheduleReport:
             "peak_activations": timing.peak_activations,
             "weight_copies": float(copies.max()),
             "weight_copies_by_rank": copies,
-            "transfers": timing.transfers,
+            "transfers": timing.messages_sent,
             "checked": True,
             "steps": self.steps(),
         }
@@ -90,7 +90,7 @@ class ScheduleReport:
         notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
         levels = {}
         for rank in range(self.program.ranks):
-            times, values = self.timing.activations(rank)
+            times, values = self.timing.compute_activations(rank)
             levels[rank] = list(zip(times.tolist(), values.tolist(), strict=True))
         if self.parts is not None:
             return pipeline_timeline(self.timing.program, self.parts, notes, levels)
@@ -116,7 +116,7 @@ class ScheduleReport:
             )
         lines.append(
             f"peak activations {_span(timing.peak_activations.tolist())} micro-batches; weight copies {copies:g}; "
-            f"messages sent by a rank {_span(timing.transfers.tolist())}; idle {_span(timing.idle.tolist())}"
+            f"messages sent by a rank {_span(timing.messages_sent.tolist())}; idle {_span(timing.idle.tolist())}"
         )
         if self.found is not None:
             lines += ["", self.found.explain()]
@@ -125,7 +125,7 @@ class ScheduleReport:
     def table(self) -> list[list[str]]:
         """A row a rank, after a row of heads."""
         timing = self.timing
-        columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.transfers)
+        columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         heads = ["rank", "busy", "idle", "peak activations", "weight copies", "messages sent"]
         return [heads, *([str(rank), *(f"{value:.6g}" for value in row)] for rank, row in enumerate(rows))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.program.pipeline import Kind, PipelineProgram, build_program
-from meshwright.program.simulate_pipeline import Durations, prepared, simulate_pipeline
+from meshwright.program.simulate_pipeline import Durations, analyze_program, simulate_pipeline
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
@@ -24,7 +24,7 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
         return program
     s = program.steps
     timing = simulate_pipeline(program, durations or Durations.per_rank(program))
-    _, wait = prepared(program)
+    _, wait = analyze_program(program)
     turn = np.empty(len(s.group_rank))
     turn[timing.order] = np.arange(len(timing.order))
     turn = turn[s.group_index]  # where times are equal: after all that a step waits for
