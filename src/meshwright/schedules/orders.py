@@ -51,13 +51,13 @@ class Problem:
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
         names = ("forward", "input_gradient", "weight_gradient")
-        hop = durations.table("transfer", program)[0].tolist()
+        hop = durations.tabulate("transfer", program)[0].tolist()
         most = stages // ranks * micro_batches
         return cls(
             ranks,
             micro_batches,
             placement,
-            tuple(t for name in names for t in durations.table(name, program)[0].tolist()),
+            tuple(t for name in names for t in durations.tabulate(name, program)[0].tolist()),
             tuple(t if a != b else 0.0 for t, a, b in zip(hop, placement, placement[1:], strict=False)),
             tuple(min(most, int(m * (stages // ranks) + 1e-6)) if m < inf else most for m in memory),
         )
