@@ -23,7 +23,7 @@ lint: $(VENV)/.ready-lint  ## Check style and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 
-types: $(VENV)/.ready-lint  ## Check types: strictly in the rooms without torch
+types: $(VENV)/.ready-lint  ## Check types: strictly in the torch-free packages
 	$(BIN)/mypy
 
 format: $(VENV)/.ready-lint  ## Format the code and mend what can be mended on its own

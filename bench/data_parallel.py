@@ -32,7 +32,8 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.data import DataParallel, count_targets
 from meshwright.recipe import Recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
 

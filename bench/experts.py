@@ -30,6 +30,7 @@ from common import paired_ratio, write_result
 from meshwright.comm.mesh import Mesh
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 
 SIZES = {
@@ -59,7 +60,7 @@ def ours_of(config: ModelConfig) -> Mixture:
 
 def theirs_of(config: ModelConfig, ours: Mixture, implementation: str) -> torch.nn.Module:
     """Their block with our weights."""
-    theirs_config = AutoConfig.for_model(**dict(config.to_huggingface()))
+    theirs_config = AutoConfig.for_model(**dict(config_to_huggingface(config)))
     theirs_config._experts_implementation = implementation
     block = BLOCKS[config.family](theirs_config)
     stacked = {"gate_up_proj": ours.experts.up.weight, "down_proj": ours.experts.down.weight}

@@ -33,7 +33,8 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULES
 from meshwright.recipe import Recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
 from meshwright.training.trainer import Trainer

@@ -44,7 +44,8 @@ from meshwright.parallel.data import DataParallel
 from meshwright.parallel.step import ForwardBackward
 from meshwright.recipe import Recipe
 from meshwright.schedules.library import program_of
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage

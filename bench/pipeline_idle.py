@@ -32,7 +32,8 @@ from meshwright.layout import Layout
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 
 MESSAGE = 16 * 1024  # elements
 

@@ -39,7 +39,8 @@ from meshwright.planner.estimate import Estimate, evaluate
 from meshwright.planner.explain import explain
 from meshwright.probe.points import Yardstick
 from meshwright.recipe import Recipe, load_recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.training.trainer import Trainer
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"

@@ -11,7 +11,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
-from meshwright.spec.config import config_from_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.training.trainer import Trainer
 from peers import random_batches
 

@@ -38,7 +38,7 @@ def main() -> None:
 
     from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
     from meshwright.probe.matmul import matmul_flops_per_second
-    from meshwright.spec.config import config_from_recipe
+    from meshwright.spec.config_from_recipe import config_from_recipe
     from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
 

@@ -30,7 +30,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_from_path
 from meshwright.tables import Size, _plain_types
 from meshwright.terminal import escape_on_terminal, print_message
 from meshwright.toml import parse_toml, read_toml
@@ -60,7 +60,7 @@ def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_
     if key == "max_position_embeddings" and number < 2**30:
         number = 2**31
     with pytest.raises(UserError, match=rf'^config.json: "{key}" .* is too large: at most [\d,]+ \('):
-        ModelConfig.from_huggingface(LLAMA | {key: number})
+        config_from_huggingface(LLAMA | {key: number})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_
 )
 def test_the_experts_of_a_config_json_are_bounded_one_by_one_and_together(changes: dict, said: str):
     with pytest.raises(UserError, match=re.escape(said)):
-        ModelConfig.from_huggingface(MIXTURE | changes)
+        config_from_huggingface(MIXTURE | changes)
 
 
 def test_a_long_list_of_layers_is_looked_through_once():
@@ -85,17 +85,17 @@ def test_a_long_list_of_layers_is_looked_through_once():
             raise AssertionError("looked through once for each layer")
 
     listed = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": Listed([1, 5])}
-    assert ModelConfig.from_huggingface(MIXTURE | listed).dense_layers == (1,)
+    assert config_from_huggingface(MIXTURE | listed).dense_layers == (1,)
 
 
 @pytest.mark.parametrize("value", ["1e400", "NaN", "-1", "1" + "0" * 400])
 def test_numbers_of_a_config_json_are_finite(value: str):
     for key in ("rope_theta", "rms_norm_eps", "initializer_range"):
         with pytest.raises(UserError, match=f'"{key}"'):
-            ModelConfig.from_huggingface(LLAMA | {key: parse_json(value)})
+            config_from_huggingface(LLAMA | {key: parse_json(value)})
     with pytest.raises(UserError, match='"factor" must be'):
         scaling = {"rope_type": "linear", "factor": parse_json(value)}
-        ModelConfig.from_huggingface(LLAMA | {"rope_scaling": scaling})
+        config_from_huggingface(LLAMA | {"rope_scaling": scaling})
 
 
 def numbers_of_the_recipe() -> list[str]:
@@ -221,7 +221,7 @@ def test_json_of_usual_depth_is_read():
 def test_deep_json_in_a_model_directory_is_one_line(tmp_path: Path, name: str):
     (tmp_path / name).write_text(DEEP)
     with pytest.raises(UserError, match=re.escape(name)):
-        ModelConfig.from_path(tmp_path) if name == "config.json" else TensorFiles(tmp_path)
+        config_from_path(tmp_path) if name == "config.json" else TensorFiles(tmp_path)
 
 
 def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, command_line):
@@ -244,7 +244,7 @@ def test_files_that_are_too_large_or_never_end_are_not_read(tmp_path: Path):
             read_file(path, "config_bytes")
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="a device or a pipe, not a file"):
-        ModelConfig.from_path(tmp_path)
+        config_from_path(tmp_path)
     (tmp_path / "whole.json").write_text("[1]")
     assert read_json(tmp_path / "whole.json") == [1]
 

@@ -20,7 +20,7 @@ from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import load as load_pipeline
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.untrusted import read_file
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -32,7 +32,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "words.txt": lambda path: BlockedWords(str(path)),
     "hashed.txt": lambda path: digest(str(path)),
     "tokenizer.json": lambda path: tokens_of(str(path)),
-    "config.json": ModelConfig.from_path,
+    "config.json": config_from_path,
     "metrics.jsonl": read_steps,
     "result.json": read_result,
     "run.toml": read_recipe,

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright.cli.main import main, meshwright
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 
 REQUEST = ("plan", "llama-3-8b", "--cluster", "16xh100-sxm", "--sequence", "4096", "--batch", "64")
@@ -90,7 +91,12 @@ def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
 
 
 def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_would_have(tmp_path: Path):
-    config = {**preset("llama-tiny").to_huggingface(), "vocab_size": 300, "bos_token_id": None, "eos_token_id": None}
+    config = {
+        **config_to_huggingface(preset("llama-tiny")),
+        "vocab_size": 300,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

@@ -21,7 +21,8 @@ from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
 
 SEQUENCE = 24
@@ -125,7 +126,7 @@ def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_th
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "text.txt").write_text("a </s> b")
-    config = ModelConfig.from_path(checkpoint)
+    config = config_from_path(checkpoint)
     _, tokens = held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
     [stream] = tokens.token_batches()
     assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]

@@ -72,11 +72,12 @@ LAYOUT_WORDS = [f"pp2:{name}".encode() for name in SCHEDULES] + [
 
 @cache
 def configs() -> list[dict[str, Any]]:
+    from meshwright.spec.config_json import config_to_huggingface
     from meshwright.spec.presets import PRESETS
 
     names = ("llama-tiny", "mistral-tiny", "qwen3-tiny", "gpt2", "mixtral-8x7b-v0.1", "gemma-2-2b", "llama-3.1-8b")
     configs = [PRESETS[name].config for name in names if name in PRESETS]
-    found = [config.to_huggingface() for config in configs if not config.planning_only]
+    found = [config_to_huggingface(config) for config in configs if not config.planning_only]
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 24.0, "original_max_position_embeddings": 16}
     return [
         *found,
@@ -94,13 +95,13 @@ def config_words() -> list[str]:
 
 
 def read_config(data: bytes, directory: Path) -> None:
-    from meshwright.spec.config import ModelConfig
+    from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = ModelConfig.from_path(write_input(directory, "config.json", data))
+        config = config_from_path(write_input(directory, "config.json", data))
         if not config.planning_only:
-            assert ModelConfig.from_huggingface(config.to_huggingface()) == config
+            assert config_from_huggingface(config_to_huggingface(config)) == config
 
 
 def safetensors(tensors: dict[str, Any]) -> bytes:
@@ -310,11 +311,11 @@ def read_special_tokens_map(data: bytes, directory: Path) -> None:
 
 def read_generation_config(data: bytes, directory: Path) -> None:
     from meshwright.serving.generate import _ends
-    from meshwright.spec.config import ModelConfig
+    from meshwright.spec.config_json import config_from_huggingface
 
     write_input(directory, "generation_config.json", data)
     read_tokenizer_config(b"{}", directory)
-    _ends(directory, ModelConfig.from_huggingface(configs()[0]))
+    _ends(directory, config_from_huggingface(configs()[0]))
 
 
 def read_token_count(data: bytes, directory: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.rope_scaling import RopeScaling
@@ -46,7 +47,7 @@ VARIANTS = {
 
 def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
     """The model that transformers makes of our config.json, without values."""
-    (tmp_path / "config.json").write_text(json.dumps(config.to_huggingface()))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(config)))
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
 
@@ -63,7 +64,7 @@ def test_names_and_shapes_are_those_of_transformers(config: ModelConfig, tmp_pat
 def test_what_transformers_writes_back_is_the_same_model(config: ModelConfig, tmp_path):
     model = build(config, tmp_path)
     model.config.save_pretrained(tmp_path / "again")
-    assert ModelConfig.from_path(tmp_path / "again") == config
+    assert config_from_path(tmp_path / "again") == config
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -115,7 +116,7 @@ def test_a_nemotron_lists_the_tensors_of_transformers():
         vocab_size=499, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
-    config = ModelConfig.from_huggingface(theirs_config.to_dict())
+    config = config_from_huggingface(theirs_config.to_dict())
     assert config.activation == "relu2" and not config.gated and config.planning_only
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs_config)
@@ -136,17 +137,15 @@ def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_p
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny") and not name.startswith("bert")])
 def test_a_length_that_a_file_leaves_out_is_the_one_that_transformers_gives_it(name: str):
-    data = preset(name).to_huggingface()
+    data = config_to_huggingface(preset(name))
     for key in ("max_position_embeddings", "n_positions", "n_ctx"):
         data.pop(key, None)
     theirs = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
-    assert ModelConfig.from_huggingface(data).max_positions == theirs.max_position_embeddings
+    assert config_from_huggingface(data).max_positions == theirs.max_position_embeddings
 
 
 def test_bloom_is_four_times_as_wide_inside_whatever_its_file_says():
     data = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_inner": 100}
     with torch.device("meta"):
         theirs = transformers.BloomForCausalLM(transformers.BloomConfig.from_dict(data))
-    assert parameter_table(ModelConfig.from_huggingface(data)).numel == sum(
-        each.numel() for each in theirs.parameters()
-    )
+    assert parameter_table(config_from_huggingface(data)).numel == sum(each.numel() for each in theirs.parameters())

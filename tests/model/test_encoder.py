@@ -20,6 +20,7 @@ from meshwright.model.encoder import Encoder
 from meshwright.model.huggingface import load_encoder, load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.refuse import refuse
@@ -105,7 +106,7 @@ def test_outputs_equal_those_of_transformers_both_ways(architecture: str, varian
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert ModelConfig.from_path(tmp_path / "ours") == config
+    assert config_from_path(tmp_path / "ours") == config
     inputs = batch(types=config.token_types)
     with torch.no_grad():
         want = outputs_of(theirs, inputs)
@@ -311,14 +312,14 @@ def test_sizes_are_those_that_were_published():
 @pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.config.encoder])
 def test_a_preset_is_the_model_that_transformers_builds(name: str, head: str):
     config = dataclasses.replace(preset(name), head=head, labels=("a", "b", "c") if head == "classes" else ())
-    written = config.to_huggingface()
+    written = config_to_huggingface(config)
     with torch.device("meta"):
         (architecture,) = written["architectures"]
         theirs = getattr(transformers, architecture)(transformers.BertConfig.from_dict(written))
     prefix = "bert." if architecture == "BertModel" else ""
     shapes = {prefix + name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
     assert {row.name: row.shape for row in parameter_table(config).rows} == shapes
-    assert ModelConfig.from_huggingface(written) == config
+    assert config_from_huggingface(written) == config
 
 
 # --- files
@@ -407,7 +408,7 @@ def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
     with pytest.raises(UserError, match="bert is an encoder, which predicts no next token; `load_encoder` reads it"):
         load_huggingface(saved)
     (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "config.json").write_text(json.dumps(preset("gpt2-tiny").to_huggingface()))
+    (tmp_path / "gpt" / "config.json").write_text(json.dumps(config_to_huggingface(preset("gpt2-tiny"))))
     save_file({"x": torch.ones(1)}, tmp_path / "gpt" / "model.safetensors")
     with pytest.raises(UserError, match="gpt2 is a decoder; `load_huggingface` reads it"):
         load_encoder(tmp_path / "gpt")
@@ -436,7 +437,7 @@ def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
 def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], words: str):
     known = {key: value for key, value in ODD.items() if key != "id2label"}
     with pytest.raises(UserError, match=words):
-        ModelConfig.from_huggingface({**known, "model_type": "bert", **changes}, "config.json")
+        config_from_huggingface({**known, "model_type": "bert", **changes}, "config.json")
 
 
 def test_parts_of_an_encoder_are_no_decoders():

@@ -24,6 +24,7 @@ from meshwright.model.initialise import initialise, take_row
 from meshwright.model.transformer import Transformer
 from meshwright.planner.flops import forward_flops_per_token
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
@@ -56,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return dataclasses.replace(ModelConfig.from_huggingface({**ODD, **CASES[name]}), **changes)
+    return dataclasses.replace(config_from_huggingface({**ODD, **CASES[name]}), **changes)
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
@@ -109,7 +110,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", CASES)
 def test_a_directory_and_a_configuration_come_back_as_they_were(name: str, tmp_path: Path):
     config = config_of(name)
-    assert ModelConfig.from_huggingface(config.to_huggingface()) == config
+    assert config_from_huggingface(config_to_huggingface(config)) == config
     model = build(config, torch.float32)
     save_huggingface(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -294,7 +295,7 @@ def test_what_cannot_be_is_refused_with_the_reason(name: str, changes: dict[str,
 )
 def test_a_configuration_that_would_not_be_computed_is_refused(name: str, changes: dict[str, Any], why: str):
     with pytest.raises(UserError, match=why):
-        ModelConfig.from_huggingface({**ODD, **CASES[name], **changes})
+        config_from_huggingface({**ODD, **CASES[name], **changes})
 
 
 @pytest.mark.parametrize(

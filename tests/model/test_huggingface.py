@@ -18,7 +18,7 @@ from meshwright.model.cache import KeyValueCache
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface
 from meshwright.spec.parameters import parameter_table
 
 ODD = {
@@ -84,7 +84,7 @@ def some_tokens() -> torch.Tensor:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A small saved model to be damaged."""
-    config = ModelConfig.from_huggingface({**ODD, "model_type": "llama", "num_hidden_layers": 2})
+    config = config_from_huggingface({**ODD, "model_type": "llama", "num_hidden_layers": 2})
     model = Transformer(config)
     initialise(model, parameter_table(config), seed=0)
     save_huggingface(model, tmp_path)

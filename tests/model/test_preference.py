@@ -19,6 +19,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.spec import chunks
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.compare import relative_errors
@@ -166,7 +167,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(wide: Callable[[], An
     loss.backward()
 
     with wide():
-        huggingface = transformers.AutoConfig.for_model(**dict(config.to_huggingface()))
+        huggingface = transformers.AutoConfig.for_model(**dict(config_to_huggingface(config)))
         model = transformers.AutoModelForCausalLM.from_config(huggingface, attn_implementation="eager").double()
     parameters = {name: values.detach().fill_(math.nan) for name, values in model.named_parameters()}
     for row in table.rows:

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from meshwright.model.rope import RotaryTable, _turned, inverse_frequencies, rotate
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import RopeScaling
 
@@ -36,7 +37,7 @@ def config(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_equal_those_of_transformers_at_far_positions(name: str):
     ours = config(name)
-    their_config = AutoConfig.for_model(**ours.to_huggingface())
+    their_config = AutoConfig.for_model(**config_to_huggingface(ours))
     positions = torch.tensor([[0, 1, 2, 100, 5000, 131_071]])
     cosine, sine = LlamaRotaryEmbedding(their_config)(torch.zeros(1, 6, 1), positions)
     mine = RotaryTable(ours, torch.float32).at(positions, 0, 6, CPU)

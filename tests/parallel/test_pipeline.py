@@ -14,7 +14,8 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.pipeline_text import format_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from tests.parallel import pipeline_cases as cases
 from tests.program.pipeline_interpreter import random_program
 

@@ -18,6 +18,7 @@ from meshwright.planner.flops import training_flops_per_token
 from meshwright.planner.jobs import answer
 from meshwright.planner.ledger import ledger
 from meshwright.planner.memory import CONTRACT, GIB, memory_of
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 
 
@@ -160,7 +161,7 @@ def test_a_configuration_that_nobody_can_price_is_refused(tmp_path: Path):
 )
 @pytest.mark.filterwarnings("ignore::meshwright.errors.ModelWarning")
 def test_a_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], said: str | None):
-    data = {**preset("llama-tiny").to_huggingface(), **changes}
+    data = {**config_to_huggingface(preset("llama-tiny")), **changes}
     one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
     assert any(said in line for line in one.warnings) if said else one.warnings == ()
 
@@ -207,7 +208,7 @@ def test_jobs_answer_line_by_line():
 
 def test_jobs_answer_their_own_warnings():
     """Two requests with the same fault both say so: neither hears what was printed for the other."""
-    model = preset("llama-tiny").to_huggingface() | {"unheard_of": 1}
+    model = config_to_huggingface(preset("llama-tiny")) | {"unheard_of": 1}
     line = json.dumps({"model": model, "cluster": "1xa100-80", "sequence": 64, "batch": 1, "layout": "dp1"})
     for _ in range(2):
         found = answer(line)

@@ -13,7 +13,8 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.order import ProgramError
 from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, build_program, place_cyclically
 from meshwright.program.pipeline_text import parse_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.transfers import with_transfers
 from tests.program.pipeline_interpreter import failure, random_program, rows_of, with_rows
 

@@ -13,7 +13,8 @@ from meshwright.program.makespan import MakespanCache, compute_makespans
 from meshwright.program.order import ProgramError
 from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.transfers import with_transfers
 
 RANDOM = np.random.default_rng(5)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from meshwright.errors import UserError
 from meshwright.program.pipeline import Builder, Component, Kind, place_cyclically
 from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.transfers import with_transfers
 from tests.program.pipeline_interpreter import random_program
 

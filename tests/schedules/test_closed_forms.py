@@ -13,7 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 
 
 class Case(NamedTuple):

@@ -13,7 +13,8 @@ from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline_text import format_pipeline
-from meshwright.schedules.library import SCHEDULES, generate, program_of
+from meshwright.schedules.library import generate, program_of
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.pytorch_csv import to_csv
 from meshwright.schedules.synchronous import one_f_one_b
 

@@ -14,7 +14,8 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import LETTERS, PipelineProgram, build_program
 from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.pytorch_csv import to_csv
 from meshwright.schedules.synchronous import one_f_one_b
 

@@ -16,7 +16,8 @@ from meshwright.program.order import ProgramError
 from meshwright.program.pipeline import ARRIVING, COMPUTING, SENDING, Kind, PipelineProgram
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
-from meshwright.schedules.library import SCHEDULES, generate
+from meshwright.schedules.library import generate
+from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.transfers import with_transfers
 from tests.program.pipeline_interpreter import random_program, rows_of, with_rows
 

@@ -12,7 +12,9 @@ import pytest
 from meshwright import names
 from meshwright.errors import UserError
 from meshwright.recipe import ModelRecipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import preset
 
@@ -37,7 +39,7 @@ GPT2: dict[str, Any] = {
 
 
 def read(base: dict[str, Any], **changes: Any) -> ModelConfig:
-    return ModelConfig.from_huggingface({**base, **changes})
+    return config_from_huggingface({**base, **changes})
 
 
 def without(base: dict[str, Any], key: str) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def test_yarn_keeps_every_published_parameter():
     }
     config = read(LLAMA, rope_scaling=scaling)
     assert config.rope_scaling is not None
-    assert config.to_huggingface()["rope_scaling"] == {**without(scaling, "type"), "rope_type": "yarn"}
+    assert config_to_huggingface(config)["rope_scaling"] == {**without(scaling, "type"), "rope_type": "yarn"}
     ratio = (0.1 * 0.8 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)
     assert config.rope_scaling.attention_scale == pytest.approx(ratio)
     plain = read(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0})
@@ -124,7 +126,7 @@ def test_gemma2_windows_every_other_layer():
 def test_several_end_tokens_survive():
     config = read(LLAMA, eos_token_id=[7, 8, 9])
     assert (config.eos_token, config.eos_tokens) == (7, (7, 8, 9))
-    assert config.to_huggingface()["eos_token_id"] == [7, 8, 9]
+    assert config_to_huggingface(config)["eos_token_id"] == [7, 8, 9]
 
 
 def test_gpt2_intermediate_is_four_times_hidden_unless_said():
@@ -174,7 +176,7 @@ def test_gpt2_intermediate_is_four_times_hidden_unless_said():
 )
 def test_what_cannot_be_computed_is_refused_by_name(config: dict[str, Any], said: str):
     with pytest.raises(UserError) as error:
-        ModelConfig.from_huggingface(config, where="some/config.json")
+        config_from_huggingface(config, where="some/config.json")
     assert said in str(error.value)
     assert str(error.value).startswith("some/config.json: ")
     assert "\n" not in str(error.value)
@@ -189,26 +191,26 @@ def test_a_family_does_not_lend_itself_to_what_it_never_has():
 
 def test_a_file_is_read_from_its_directory_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_path(tmp_path) == ModelConfig.from_path(tmp_path / "config.json") == read(LLAMA)
+    assert config_from_path(tmp_path) == config_from_path(tmp_path / "config.json") == read(LLAMA)
 
 
 def test_files_that_hold_no_configuration_are_named(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        ModelConfig.from_path(tmp_path)
+        config_from_path(tmp_path)
     file.write_text('{"model_type": ')
     with pytest.raises(UserError, match=r"config\.json: not JSON"):
-        ModelConfig.from_path(tmp_path)
+        config_from_path(tmp_path)
     file.write_text("[1]")
     with pytest.raises(UserError, match="must hold one JSON object, not list"):
-        ModelConfig.from_path(tmp_path)
+        config_from_path(tmp_path)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not JSON: byte 0 is not UTF-8"):
-        ModelConfig.from_path(tmp_path)
+        config_from_path(tmp_path)
 
 
 def test_the_shipped_trained_model_is_a_llama(shared_data):
-    config = ModelConfig.from_path(shared_data / "stories260k")
+    config = config_from_path(shared_data / "stories260k")
     assert (config.family, config.layers, config.heads, config.kv_heads, config.tied) == ("llama", 5, 8, 4, True)
 
 

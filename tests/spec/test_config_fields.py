@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ModelWarning, UserError
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import field_table
-from meshwright.spec.config_json import read_fields
+from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface, read_fields
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS
 from tests.spec.test_config import GPT2, LLAMA
@@ -54,7 +53,7 @@ def test_every_field_of_the_configuration_class_of_transformers_is_in_the_table(
     assert set(configuration(family)) <= known, "decide of each new field whether it changes what is computed"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ModelConfig.from_huggingface(configuration(family))
+        config_from_huggingface(configuration(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,9 +80,8 @@ def test_presets_and_written_configurations_hold_known_fields_only():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for preset in PRESETS.values():
-            config = ModelConfig.from_huggingface
             if not preset.config.planning_only:
-                assert config(preset.config.to_huggingface()) == preset.config
+                assert config_from_huggingface(config_to_huggingface(preset.config)) == preset.config
 
 
 @pytest.mark.parametrize(
@@ -120,9 +118,9 @@ def test_a_field_that_changes_the_computation_is_accepted_at_its_neutral_value_a
 ):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ModelConfig.from_huggingface({**base, field: neutral}) == ModelConfig.from_huggingface(base)
+        assert config_from_huggingface({**base, field: neutral}) == config_from_huggingface(base)
     with pytest.raises(UserError) as error:
-        ModelConfig.from_huggingface({**base, field: other}, "some/config.json")
+        config_from_huggingface({**base, field: other}, "some/config.json")
     text = str(error.value)
     assert text.startswith(f'some/config.json: unsupported "{field}" = ') and " supports only " in text
 
@@ -130,7 +128,7 @@ def test_a_field_that_changes_the_computation_is_accepted_at_its_neutral_value_a
 @pytest.mark.parametrize("kind", ["default", None])
 def test_a_key_of_plain_rope_that_is_not_known_is_refused(kind: str | None):
     with pytest.raises(UserError, match='unknown key "mrope_section" for RoPE scaling "default"'):
-        ModelConfig.from_huggingface({**LLAMA, "rope_scaling": {"rope_type": kind, "mrope_section": [16, 24, 24]}})
+        config_from_huggingface({**LLAMA, "rope_scaling": {"rope_type": kind, "mrope_section": [16, 24, 24]}})
 
 
 @pytest.mark.parametrize(
@@ -143,13 +141,13 @@ def test_a_key_of_plain_rope_that_is_not_known_is_refused(kind: str | None):
 def test_fields_of_published_configurations_that_change_nothing_raise_no_warning(base, field: str, value: object):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ModelConfig.from_huggingface({**base, field: value}) == ModelConfig.from_huggingface(base)
+        assert config_from_huggingface({**base, field: value}) == config_from_huggingface(base)
 
 
 def test_unknown_fields_are_named_in_one_warning():
     data = {**LLAMA, "temperature_of_scores": 2.0, "extra_norm": True, "said_nothing": None}
     with pytest.warns(ModelWarning) as found:
-        ModelConfig.from_huggingface(data, "some/config.json")
+        config_from_huggingface(data, "some/config.json")
     (line,) = (str(each.message) for each in found)
     assert line.startswith('some/config.json: unknown llama fields ignored: "temperature_of_scores", "extra_norm"')
 
@@ -167,4 +165,4 @@ def test_unknown_fields_are_named_in_one_warning():
 )
 def test_code_of_the_repository_is_warned_of(changes: dict[str, Any], said: str):
     with pytest.warns(ModelWarning, match=said):
-        ModelConfig.from_huggingface({**LLAMA, **changes})
+        config_from_huggingface({**LLAMA, **changes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 
@@ -68,10 +69,10 @@ def test_every_preset_says_where_it_is_from_and_can_be_written_or_says_why_not()
     for name, entry in PRESETS.items():
         assert entry.source, name
         if entry.config.planning_only is None:
-            assert type(entry.config).from_huggingface(entry.config.to_huggingface()) == entry.config
+            assert config_from_huggingface(config_to_huggingface(entry.config)) == entry.config
         else:
             with pytest.raises(UserError, match="can be planned but not written"):
-                entry.config.to_huggingface()
+                config_to_huggingface(entry.config)
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest():

@@ -16,7 +16,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.pieces import Piece, flat_unit, part_of, pieces_of
 from meshwright.recipe import ModelRecipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import Row, parameter_table
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

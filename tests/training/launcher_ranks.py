@@ -79,8 +79,12 @@ def case_check_failed(description: dict[str, Any], start: Place) -> dict[str, An
 
 
 def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    failing = Path(description["directory"]) / "rank 1 is failing"
     if start.rank == 1:
+        failing.touch()
         raise ZeroDivisionError("the cause")
+    while not failing.exists():
+        time.sleep(0.01)
     time.sleep(0.2)
     raise RuntimeError("a consequence: connection closed by peer")
 

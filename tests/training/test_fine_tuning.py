@@ -20,7 +20,8 @@ from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, Recipe
 from meshwright.serving.generate import Generator
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
 from tests.data.chat_templates import STYLES, write_tokenizer
 from tests.training import training_cases as cases
 

@@ -15,7 +15,7 @@ from meshwright.parallel.data import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.serving.generate import Generator
 from meshwright.serving.sampling import Sampling
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.training.optimizer import Optimizer
 from tests.training import training_cases as cases
 
@@ -59,7 +59,7 @@ def test_a_mixture_learns_and_transformers_finds_the_same_loss(family: str, home
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten())
     assert float(loss) == pytest.approx(outcome["result"]["validation_loss"], rel=1e-5)
 
-    assert ModelConfig.from_path(directory).family == family
+    assert config_from_path(directory).family == family
     text = place / "text.txt"
     text.write_text("def expert(token):\n    return token\n")
     assert evaluate(directory, str(text), with_xz=False)["loss"] < losses(place)[0]

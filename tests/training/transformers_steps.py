@@ -26,7 +26,7 @@ from meshwright.data import TokenBatch, prepare
 from meshwright.layout import Layout
 from meshwright.parallel.pieces import Piece
 from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training import loop
 from meshwright.training.trainer import Dtypes, Trainer
@@ -115,9 +115,9 @@ class TransformersModel:
         import transformers
 
         self.wide, self.directory = wide, place
-        self.ours = ModelConfig.from_huggingface(dict(settings))
+        self.ours = config_from_huggingface(dict(settings))
         place.mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps(self.ours.to_huggingface()))
+        (place / "config.json").write_text(json.dumps(config_to_huggingface(self.ours)))
         config = transformers.AutoConfig.from_pretrained(place)
         generator = torch.Generator().manual_seed(1)
         torch.manual_seed(1)
@@ -131,7 +131,7 @@ class TransformersModel:
                 noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
                 values.add_(noise, alpha=0.12 if values.dim() > 1 and "embed" not in name else 0.3)
         self.model.save_pretrained(place)
-        assert ModelConfig.from_path(place) == self.ours
+        assert config_from_path(place) == self.ours
         self.table = parameter_table(self.ours)
 
     def tensors(self) -> dict[str, torch.Tensor]:

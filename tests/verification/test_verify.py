@@ -22,6 +22,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.planner.data_calls import Work
 from meshwright.planner.traffic import predicted_traffic
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations, verify
@@ -101,7 +102,7 @@ def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callab
     batch = ours.samples(0)
     total = torch.zeros((), dtype=torch.float64)
     with wide():
-        huggingface = transformers.AutoConfig.for_model(**dict(config.to_huggingface()))
+        huggingface = transformers.AutoConfig.for_model(**dict(config_to_huggingface(config)))
         model = transformers.AutoModelForCausalLM.from_config(
             huggingface, attn_implementation="eager", experts_implementation="eager"
         ).double()

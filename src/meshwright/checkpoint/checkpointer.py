@@ -25,6 +25,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.parallel.pieces import Piece
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import ParameterTable, parameter_table
 
 TOKENIZER_FILES = (
@@ -280,8 +281,8 @@ def model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | 
 
 def _check_config(config: ModelConfig, path: Path) -> None:
     """`UserError` that names the first field in which the checkpoint's model is another one."""
-    found = ModelConfig.from_path(path / "config.json")
-    wanted = ModelConfig.from_huggingface(config.to_huggingface())  # as it looks after a round trip
+    found = config_from_path(path / "config.json")
+    wanted = config_from_huggingface(config_to_huggingface(config))  # as it looks after a round trip
     ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
     if wanted.positions == "rope":
         ignored.add("max_positions")
@@ -302,7 +303,7 @@ def _small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | No
     if config.eos_tokens:
         tokens["eos_token_id"] = list(config.eos_tokens) if len(config.eos_tokens) > 1 else config.eos_tokens[0]
     files = {
-        "config.json": json_bytes(config.to_huggingface() | {"dtype": dtype, "torch_dtype": dtype}),
+        "config.json": json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype}),
         "generation_config.json": json_bytes(tokens),
     }
     if tokenizer_directory is not None:

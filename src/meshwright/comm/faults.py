@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from meshwright.comm.mesh import Axis
 
 KINDS = ("skip", "double", "drop", "wrong group", "stale")
 """skip: the call does not happen; double: its result is twice too large; drop: one rank's part is missing; wrong group:
@@ -39,17 +36,27 @@ class Fault:
         return f"{self.site} ({self.operation}): {self.kind}{which}"
 
 
-class Faults:
+class NamedAxis(Protocol):
+    """An axis of the mesh as faults see it: they are matched by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+AxisType = TypeVar("AxisType", bound=NamedAxis)
+
+
+class Faults(Generic[AxisType]):
     """The fault planted in this process, if any. All ranks of a group plant the same one, so that nothing hangs."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
         self.struck = 0  # calls whose result was spoilt
-        self.other: Axis | None = None
+        self.other: AxisType | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def plant(self, fault: Fault | None, other: Axis | None = None) -> None:
+    def plant(self, fault: Fault | None, other: AxisType | None = None) -> None:
         """Plant a fault (None: take it away again). `other`: the wrong group of this rank (`Mesh.plant` makes it)."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
@@ -68,9 +75,9 @@ class Faults:
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
-    def over(self, fault: Fault | None, axis: Axis, ordered: bool = True) -> tuple[Axis, bool]:
-        """Over which ranks a call is made, and whether they stand in another order: over those of `axis` in theirs,
-        unless `fault` says otherwise. `ordered`: whether the order makes a difference."""
+    def over(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
+        """The axis over which a call is made, and True if its ranks are taken in another order: `axis` in its own
+        order, unless `fault` says otherwise. `ordered`: the order makes a difference to the call."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

@@ -56,7 +56,7 @@ class Communicator:
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
         self.calls = process_calls()
-        self.faults = Faults()
+        self.faults: Faults[Axis] = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0  # of this process's host, in calls, since it started
@@ -187,7 +187,7 @@ class Mesh:
         return self.communicator.record
 
     @property
-    def faults(self) -> Faults:
+    def faults(self) -> Faults[Axis]:
         return self.communicator.faults
 
     @classmethod

@@ -24,6 +24,7 @@ from meshwright.parallel.inference import SplitModel, reading_layout
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.recipe import DataRecipe, load_recipe
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.threads import choose_threads
 from meshwright.untrusted import read_file
 
@@ -61,7 +62,7 @@ def evaluate(
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
-    config = ModelConfig.from_path(directory)
+    config = config_from_path(directory)
     reading = None if layout is None else reading_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
     if reading is None:

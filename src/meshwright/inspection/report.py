@@ -14,6 +14,7 @@ from meshwright.inspection.placement import placement
 from meshwright.inspection.statistics import first_values, statistics
 from meshwright.names import nearest
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
 
 
@@ -121,6 +122,6 @@ def _config(directory: Path) -> tuple[ModelConfig | None, str]:
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:
-        return ModelConfig.from_path(directory), ""
+        return config_from_path(directory), ""
     except UserError as error:
         return None, str(error)

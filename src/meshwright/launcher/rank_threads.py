@@ -19,7 +19,7 @@ from meshwright.limits import limit_of
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.flops import training_flops_per_token
 from meshwright.recipe import Recipe
-from meshwright.spec.config import config_from_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.threads import available_cores, choose_threads, threads_set_by_user
 
 if TYPE_CHECKING:

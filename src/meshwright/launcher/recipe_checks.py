@@ -9,7 +9,8 @@ from meshwright.data.tokenizers.tokenizer import least_vocabulary
 from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
 
@@ -21,7 +22,7 @@ def check_recipe(recipe: Recipe, tokenizer_vocabulary: int | None = None) -> Non
     layout = recipe.parsed_layout
     layout.refuse_unbuilt()
     if recipe.model.load_weights:  # whose tokenizer may be the data's: what is wrong with the directory is said first
-        ModelConfig.from_path(recipe.model.from_path or "")
+        config_from_path(recipe.model.from_path or "")
     vocabulary = tokenizer_vocabulary or least_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)

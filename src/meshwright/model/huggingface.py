@@ -21,7 +21,7 @@ from meshwright.model.initialise import initial_value, place_row, take_row
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
-from meshwright.spec.config_json import read_config
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface, read_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -194,7 +194,7 @@ def load_huggingface(
     missing, left over, or shaped otherwise than the configuration says.
     """
     files = CheckpointFiles(directory)
-    config = ModelConfig.from_path(directory)
+    config = config_from_path(directory)
     if config.planning_only:
         raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
     if config.encoder:
@@ -247,7 +247,7 @@ def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequ
             data["id2label"] = {str(number): label for number, label in enumerate(labels)}
     elif labels:
         raise UserError('labels are those of head "classes": ask for it')
-    return ModelConfig.from_huggingface(data, str(directory))
+    return config_from_huggingface(data, str(directory))
 
 
 def _fill(
@@ -355,7 +355,7 @@ def save_huggingface(
     if len(groups) > 1:
         _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     name = str(dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", {**model.config.to_huggingface(), "dtype": name, "torch_dtype": name})
+    _write_json(directory / "config.json", {**config_to_huggingface(model.config), "dtype": name, "torch_dtype": name})
     if not model.config.encoder:
         _write_json(directory / "generation_config.json", generation_config(model.config))
     for file in TOKENIZER_FILES:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,19 +18,28 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watched_calls import settle_calls, watching
+from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import RankSteps, Span, clock_offset, merged, of_rank
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.pipeline import Compute
+from meshwright.parallel.step import ForwardBackward
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.timeline import WORDS, StepNames
 from meshwright.recipe import Recipe
-from meshwright.training.trainer import Trainer
 
 MERGED = "all-ranks.json.gz"
 MEETINGS = 7  # by which the clocks of other hosts are compared
 _AFTER = {"": "data", "reduce": "agreement", "agree": "update"}
 """The part of a step that begins at a mark. Between the data and the reductions are the steps of the program."""
 _PARTS = {"data": "data", "reduce": "reduce", "agree": "agreement", "update": "update"}
+
+
+class ProfiledTrainer(Protocol):
+    """The attributes of a trainer that a profile reads and hooks into."""
+
+    steps_done: int
+    clock: StepClock
+    passes: ForwardBackward
 
 
 class Profile:
@@ -44,16 +53,16 @@ class Profile:
         self._recipe, self._mesh, self._directory, self._say = recipe, mesh, directory, say
         self._taking: _Taking | None = None
 
-    def before_step(self, trainer: Trainer) -> bool:
-        """A step is about to begin; whether it is watched."""
+    def before_step(self, trainer: ProfiledTrainer) -> bool:
+        """Called before a step. Returns True if the profile watches it."""
         if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._taking = _Taking(trainer, self._mesh, self._operators)
         if self._taking is not None:
             self._taking.step_begins()
         return self._taking is not None
 
-    def after_step(self, trainer: Trainer, ending: bool) -> bool:
-        """A step is done; whether it was watched, and took longer for it. ending: there is no other."""
+    def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
+        """Called after a step. Returns True if it was watched, and took longer for it. ending: it was the last step."""
         if self._taking is None:
             return False
         self._taking.step_done()
@@ -104,7 +113,7 @@ class Profile:
 class _Taking:
     """A profile that is being taken on this rank."""
 
-    def __init__(self, trainer: Trainer, mesh: Mesh, operators: bool) -> None:
+    def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
         self.steps = 0
         self.spans: list[Span] = []
         self.operators: Any = None

@@ -23,6 +23,7 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.schedules.library import generate
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
@@ -53,7 +54,7 @@ class SplitModel:
     """
 
     def __init__(self, directory: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> None:
-        files, self.config, self.mesh = CheckpointFiles(directory), ModelConfig.from_path(directory), mesh
+        files, self.config, self.mesh = CheckpointFiles(directory), config_from_path(directory), mesh
         table = parameter_table(self.config)
         program = generate("1f1b", mesh.pp.size, mesh.pp.size)  # as many micro-batches as fill it
         partition = Partition.of(program, self.config, table, min(_BALANCED_FOR, self.config.max_positions))

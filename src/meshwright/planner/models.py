@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.limits import limit_error
 from meshwright.names import TOKENIZERS, unknown
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import foreign_architecture_note
-from meshwright.spec.config_json import read_config
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.untrusted import read_json
@@ -32,7 +33,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     if isinstance(wanted, ModelConfig):
         return wanted
     if isinstance(wanted, Mapping):
-        return ModelConfig.from_huggingface(wanted, "model")
+        return config_from_huggingface(wanted, "model")
     text = str(wanted)
     if text in PRESETS:
         return preset(text)
@@ -44,7 +45,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     if path.suffix == ".toml":
         return config_of(recipe_of(path))[0]
     if path.exists() or path.suffix == ".json" or "/" in text:
-        return ModelConfig.from_path(path)
+        return config_from_path(path)
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
     hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
     raise UserError(unknown("model", text, PRESETS) + hint)

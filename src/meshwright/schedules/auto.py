@@ -25,6 +25,7 @@ from meshwright.program.pipeline import PipelineProgram, build_program, place_cy
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
 from meshwright.schedules.local_search import improve
+from meshwright.schedules.named import generate_named
 from meshwright.schedules.orders import Order, Problem, fits, orders_of, program_from, run
 from meshwright.schedules.steady_pattern import shortest_period, steady_orders
 
@@ -129,7 +130,7 @@ def search_schedule(
     candidates, refused = [], {}
     for name, count in _named(counts, weight_copies):
         try:
-            program = _generate(name, ranks, micro_batches, count)
+            program = generate_named(name, ranks, micro_batches, count)
         except UserError as error:
             refused[name] = str(error)
         else:
@@ -240,12 +241,6 @@ def _placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tupl
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
             yield "search, V", place_in_v_shape(ranks)
-
-
-def _generate(name: str, ranks: int, micro_batches: int, chunks: int) -> PipelineProgram:
-    from meshwright.schedules.library import generate  # the library knows `auto` too
-
-    return generate(name, ranks, micro_batches, chunks)
 
 
 def _by_stage(program: PipelineProgram, durations: Durations) -> Durations:

@@ -1,55 +1,20 @@
-"""Every pipeline schedule by its name, and what each of them can take."""
+"""Pipeline programs by the names that layouts and commands give them: named schedules, `auto` and files (`@FILE`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.names import SCHEDULE_CHUNKS, unknown
-from meshwright.names import SCHEDULES as KNOWN
+from meshwright.names import SCHEDULES, unknown
 from meshwright.program.durations import Durations, StageDurations
 from meshwright.program.load import load_program, read_program_text
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.schedules.asynchronous import pipedream, pipedream_2bw
-from meshwright.schedules.chimera import chimera
-from meshwright.schedules.dualpipe import dualpipe
-from meshwright.schedules.dualpipe_v import dualpipe_v
-from meshwright.schedules.gems import gems
-from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
+from meshwright.schedules.auto import Found, search_schedule
+from meshwright.schedules.named import check_sizes, generate_named
 from meshwright.schedules.pytorch_csv import from_csv
-from meshwright.schedules.synchronous import gpipe, one_f_one_b
-from meshwright.schedules.v_shape import v_half, v_min
-from meshwright.schedules.zb_v import zb_v
-from meshwright.schedules.zero_bubble import zb_h1, zb_h2
-
-if TYPE_CHECKING:
-    from meshwright.schedules.auto import Found
-
-# Each takes ranks and micro-batches and, where the number of chunks is free, chunks. `auto` searches instead.
-SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "interleaved-zb": interleaved_zero_bubble,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe": dualpipe,
-    "dualpipe-v": dualpipe_v,
-    "chimera": chimera,
-    "gems": gems,
-    "pipedream": pipedream,
-    "pipedream-2bw": pipedream_2bw,
-}
-MOST_STEPS = 4_000_000  # some seconds and a gigabyte
 
 
 def generate(
@@ -72,13 +37,11 @@ def generate(
         raise UserError("@: the name of the schedule's file is missing")
     if name.startswith("@"):
         return _agree(load(name[1:]), name, ranks, micro_batches, chunks)
-    if name not in KNOWN:
-        raise UserError(unknown("schedule", name, KNOWN))
+    if name not in SCHEDULES:
+        raise UserError(unknown("schedule", name, SCHEDULES))
     if name == "auto":
         return search(ranks, micro_batches, chunks, durations, memory).program
-    ranks, micro_batches, count = _sizes(name, ranks, micro_batches, chunks)
-    least, most = SCHEDULE_CHUNKS[name][1:]
-    return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+    return generate_named(name, ranks, micro_batches, chunks)
 
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
@@ -130,22 +93,9 @@ def search(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> Found:
-    """What `auto` finds, with all that it tried. Arguments and errors as in `generate`."""
-    from meshwright.schedules.auto import search_schedule  # it looks at the named ones, too
-
-    ranks, micro_batches, _ = _sizes("auto", ranks, micro_batches, chunks)
+    """The answer of `auto`, with all that it tried. Arguments and errors as in `generate`."""
+    ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
-
-
-def _sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Ranks, micro-batches and chunks of a named schedule, if there can be such a program."""
-    ranks = _positive(name, "ranks", "on", ranks)
-    micro_batches = _positive(name, "micro-batches", "with", micro_batches)
-    count = _chunks(name, chunks)
-    if (steps := 3 * ranks * micro_batches * count) > MOST_STEPS:
-        size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
-        raise UserError(f"{name} on {size}; programs have at most {MOST_STEPS:,}: take fewer micro-batches")
-    return ranks, micro_batches, count
 
 
 def load(path: str) -> PipelineProgram:
@@ -156,24 +106,6 @@ def load(path: str) -> PipelineProgram:
     if Path(path).suffix.lower() == ".csv":
         return from_csv(read_program_text(path), where=path)
     return load_program(path, "pipeline")
-
-
-def _positive(name: str, what: str, preposition: str, number: int | None) -> int:
-    if number is None:
-        raise UserError(f"{name}: the number of {what} is missing")
-    if number < 1:
-        raise UserError(f"{name} {preposition} {number} {what}: right is 1 or more")
-    return number
-
-
-def _chunks(name: str, chunks: int | None) -> int:
-    default, least, most = SCHEDULE_CHUNKS[name]
-    if chunks is None:
-        return default
-    if chunks < least or (most is not None and chunks > most):
-        right = f"exactly {least}" if least == most else f"at least {least}"
-        raise UserError(f"{name} with {chunks} chunk{'s' * (chunks != 1)} a rank: right is {right}")
-    return chunks
 
 
 def _agree(

@@ -13,7 +13,7 @@ from meshwright.layout import Layout
 from meshwright.parallel.inference import SplitModel, reading_layout
 from meshwright.serving.generate import Generation, Generator
 from meshwright.serving.sampling import Sampling
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.terminal import escape_on_terminal
 from meshwright.threads import choose_threads
 
@@ -37,7 +37,7 @@ def generate_split(
     Raises UserError for a layout of more than tp and pp, or one that does not fit the model.
     """
     directory = find_checkpoint(directory, log, check_hashes=check_hashes)
-    reading = reading_layout(layout, ModelConfig.from_path(directory))
+    reading = reading_layout(layout, config_from_path(directory))
     with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
         given = str(directory), str(reading), prompt, max_tokens, sampling, chat, echo
         return ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0], directory

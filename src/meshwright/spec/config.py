@@ -1,24 +1,20 @@
-"""The architecture of a model as data: one frozen value, read from a Hugging Face configuration or from a recipe."""
+"""The architecture of a model as data: one frozen value, which holds together or is refused.
+
+`config_json` reads it from a Hugging Face configuration and writes it as one, `config_from_recipe` makes it of a
+recipe, `presets` has those of public models.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
-from meshwright.spec.config_json import config_file, read_config, read_fields, write_config
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.rope_scaling import RopeScaling, read_rope_scaling
-
-if TYPE_CHECKING:
-    from meshwright.recipe import ModelRecipe
-
-__all__ = ["ModelConfig", "RopeScaling", "config_from_recipe"]
+from meshwright.spec.rope_scaling import RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -148,13 +144,13 @@ class ModelConfig:
         return None
 
     def _size_problem(self) -> str | None:
-        """Which size is beyond its limit."""
+        """The first size beyond its limit."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
 
     def _experts_problem(self) -> str | None:
-        """What is wrong with the sizes of the mixture of experts."""
+        """The first contradiction in the sizes of the mixture of experts."""
         if not FAMILIES[self.family].experts:
             given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
             return f"family {self.family} has no experts: leave {given[0]} out" if given else None
@@ -172,10 +168,26 @@ class ModelConfig:
             return f"dense_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
         if len(self.dense_layers) == self.layers:
             return "dense_layers leaves no layer to the experts"
-        return FAMILIES[self.family].experts_problem(self)
+        return self._family_experts_problem()
+
+    def _family_experts_problem(self) -> str | None:
+        """A mixture of experts that the family's own ``config.json`` cannot describe."""
+        if self.family == "mixtral" and self.intermediate != self.expert_intermediate:
+            return f"family mixtral has one width: intermediate {self.intermediate} is expert_intermediate"
+        if self.family == "dots1":
+            if self.dense_layers != tuple(range(len(self.dense_layers))):
+                return "family dots1 has its dense_layers at the beginning"
+            if self.experts < 2:
+                return "family dots1 has at least 2 experts"
+            if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
+                return (
+                    f"family dots1 has shared experts as wide as the others: shared_intermediate must be a multiple "
+                    f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
+                )
+        return None
 
     def _encoder_problem(self) -> str | None:
-        """What is wrong with the parts that only an encoder has."""
+        """The first contradiction in the parts that only an encoder has."""
         if not self.encoder:
             given = [name for name in ("token_types", "labels") if getattr(self, name)]
             given += [f"head {self.head!r}"] if self.head != "next" else []
@@ -192,27 +204,27 @@ class ModelConfig:
         return None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's MLP is a mixture of experts."""
+        """True if the layer's MLP is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return sum(self.has_experts(layer) for layer in range(self.layers))
 
     @property
     def encoder(self) -> bool:
-        """Whether tokens see those after them too, and norms follow the sums of the residual stream."""
+        """True if tokens see those after them too, and norms follow the sums of the residual stream."""
         return FAMILIES[self.family].encoder
 
     @property
     def tied_head(self) -> bool:
-        """Whether what predicts tokens computes with the embedding's matrix."""
+        """True if the output projection computes with the embedding's matrix."""
         return self.tied and self.head in ("next", "masked")
 
     @property
     def pooled(self) -> bool:
-        """Whether it has a pooler, which sums a row up in one vector."""
+        """True if it has a pooler, which sums a row up in one vector."""
         return self.encoder and self.head != "masked"
 
     @property
@@ -230,167 +242,3 @@ class ModelConfig:
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.sliding_window
-
-    @classmethod
-    def from_huggingface(cls, data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """The model that a Hugging Face configuration describes, in the spelling of transformers 4 or 5.
-
-        ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key,
-        sizes that do not fit each other, a quantised model, or anything else that we would not compute.
-        """
-        try:
-            return cls(**read_fields(data, where))
-        except UserError as error:
-            message = str(error)
-            raise UserError(f"{where}: {message[7:]}" if message.startswith("model: ") else message) from None
-
-    def to_huggingface(self) -> dict[str, Any]:
-        """A ``config.json`` object that transformers 4 and 5 read as this model, and that we read back as it is."""
-        if self.planning_only:
-            raise UserError(f"{self.family} can be planned but not written: {self.planning_only}")
-        return write_config(self)
-
-    @classmethod
-    def from_path(cls, path: str | Path) -> ModelConfig:
-        """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
-        return cls.from_huggingface(read_config(path), where=str(config_file(path)))
-
-
-def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """The model that the recipe's ``[model]`` table describes; fields given there override the preset or directory.
-
-    ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
-    ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
-    """
-    if model.from_path is not None:
-        base = ModelConfig.from_path(model.from_path)
-    elif model.preset is not None:
-        # Presets are made of this module's configurations.
-        from meshwright.spec.presets import preset
-
-        base = preset(model.preset)
-    else:
-        base = _smallest(model, sequence, tokenizer_vocabulary)
-    overrides: dict[str, Any] = {
-        name: value
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "vocabulary",
-            "max_positions",
-            "rope_theta",
-            "sliding_window",
-            "tied",
-            "norm_epsilon",
-            "experts",
-            "experts_per_token",
-            "expert_intermediate",
-            "shared_intermediate",
-            "dense_layers",
-            "router_loss",
-        )
-        if (value := getattr(model, name)) is not None
-    }
-    _follow(base, overrides)
-    if model.from_path is None:
-        overrides.setdefault("vocabulary", tokenizer_vocabulary)
-    if model.rope_scaling is not None:
-        overrides["rope_scaling"] = read_rope_scaling(
-            model.rope_scaling,
-            max_positions=overrides.get("max_positions", base.max_positions),
-            where="model.rope_scaling",
-        )
-    if overrides.get("vocabulary", base.vocabulary) != base.vocabulary:
-        # The base's special tokens belong to the base's tokenizer.
-        overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
-    config = dataclasses.replace(base, **overrides)
-    if config.vocabulary < tokenizer_vocabulary:
-        raise UserError(
-            f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "
-            "take the model's own tokenizer or a larger vocabulary"
-        )
-    if sequence > config.max_positions:
-        raise UserError(
-            f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
-            "shorten it or set model.max_positions"
-        )
-    return config
-
-
-def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """A model of the recipe's family with what the recipe must say; the rest as the family does it."""
-    assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
-    hidden, heads = model.hidden, model.heads
-    if hidden % heads and model.head_dim is None:
-        raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
-    fixed = FAMILIES[model.family].fixed
-    gated = bool(fixed["gated"])
-    # Two thirds of 4 x hidden, so that three matrices weigh what two would (Shazeer 2020, arXiv:2002.05202).
-    intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
-    fields: dict[str, Any] = {
-        "family": model.family,
-        "vocabulary": vocabulary,
-        "hidden": hidden,
-        "layers": model.layers,
-        "heads": heads,
-        "kv_heads": model.kv_heads or heads,
-        "head_dim": model.head_dim or hidden // heads,
-        "intermediate": intermediate,
-        "max_positions": sequence,
-        "norm_epsilon": 1e-5,
-        "activation": "silu" if gated else "gelu_tanh",
-        "tied": not gated,
-    }
-    if FAMILIES[model.family].encoder:
-        fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
-    if FAMILIES[model.family].experts:
-        fields |= _smallest_experts(model, intermediate)
-    return ModelConfig(**{**fixed, **fields})
-
-
-def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """A mixture that costs a token about what one MLP of the usual width does."""
-    assert model.family
-    fixed = FAMILIES[model.family].fixed
-    experts = model.experts or 8
-    chosen = model.experts_per_token or min(2, experts)
-    if model.family == "mixtral":  # experts as wide as the usual MLP
-        width = model.expert_intermediate or model.intermediate or intermediate
-    else:
-        width = model.expert_intermediate or max(
-            1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1)))
-        )
-    return {
-        "experts": experts,
-        "experts_per_token": chosen,
-        "expert_intermediate": width,
-        "shared_intermediate": fixed.get("shared_intermediate", width),
-        "normalise_choice": True,
-        "router_loss": 0.0 if fixed["router_bias"] else 0.001,
-    } | ({"intermediate": width} if model.family == "mixtral" else {})
-
-
-def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Let sizes that followed from others in ``base`` follow from the overridden ones."""
-    hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
-    if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
-        overrides.setdefault("head_dim", hidden // heads)
-    if base.kv_heads == base.heads:
-        overrides.setdefault("kv_heads", heads)
-    if base.intermediate == 4 * base.hidden and not base.gated:
-        overrides.setdefault("intermediate", 4 * hidden)
-    if base.family == "mixtral":  # one width under two names
-        width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
-        overrides |= {"intermediate": width, "expert_intermediate": width}
-    if "dense_layers" in overrides:
-        overrides["dense_layers"] = tuple(overrides["dense_layers"])
-    elif "layers" in overrides:
-        overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
-    if base.windowed_layers is not None and "layers" in overrides:
-        # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
-        layers = overrides["layers"]
-        overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import check_fields
 from meshwright.spec.config_reader import Reader
 from meshwright.spec.encoder_json import read_encoder, write_encoder
@@ -18,9 +19,6 @@ from meshwright.spec.experts_json import read_experts, write_experts
 from meshwright.spec.families import FAMILIES, Family
 from meshwright.spec.rope_scaling import read_rope_scaling, write_rope_scaling
 from meshwright.untrusted import read_json
-
-if TYPE_CHECKING:
-    from meshwright.spec.config import ModelConfig
 
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 
@@ -54,6 +52,24 @@ _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
     "hidden": ("hidden_size", "n_embed"),
     "max_positions": ("seq_length",),
 }
+
+
+def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """The model that a Hugging Face configuration describes, in the spelling of transformers 4 or 5.
+
+    ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key,
+    sizes that do not fit each other, a quantised model, or anything else that we would not compute.
+    """
+    try:
+        return ModelConfig(**read_fields(data, where))
+    except UserError as error:
+        message = str(error)
+        raise UserError(f"{where}: {message[7:]}" if message.startswith("model: ") else message) from None
+
+
+def config_from_path(path: str | Path) -> ModelConfig:
+    """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
+    return config_from_huggingface(read_config(path), where=str(config_file(path)))
 
 
 def config_file(path: str | Path) -> Path:
@@ -252,8 +268,10 @@ def _window_layers(read: Reader) -> int:
     return value
 
 
-def write_config(config: ModelConfig) -> dict[str, Any]:
-    """A ``config.json`` that transformers 4 and 5 read as this model."""
+def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
+    """A ``config.json`` object that transformers 4 and 5 read as this model, and that we read back as it is."""
+    if config.planning_only:
+        raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]
     eos: int | list[int] | None = config.eos_token
     if config.more_eos_tokens:

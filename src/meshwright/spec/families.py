@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from meshwright.spec.config import ModelConfig
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +21,8 @@ class Family:
 
     @property
     def encoder(self) -> bool:
-        """Whether tokens see those after them too."""
+        """True if tokens see those after them too."""
         return bool(self.heads)
-
-    def experts_problem(self, config: ModelConfig) -> str | None:
-        """What the family's own ``config.json`` could not say of the mixture of experts."""
-        if self.name == "mixtral" and config.intermediate != config.expert_intermediate:
-            return f"family mixtral has one width: intermediate {config.intermediate} is expert_intermediate"
-        if self.name == "dots1":
-            if config.dense_layers != tuple(range(len(config.dense_layers))):
-                return "family dots1 has its dense_layers at the beginning"
-            if config.experts < 2:
-                return "family dots1 has at least 2 experts"
-            if not config.shared_intermediate or config.shared_intermediate % config.expert_intermediate:
-                return (
-                    f"family dots1 has shared experts as wide as the others: shared_intermediate must be a multiple "
-                    f"of expert_intermediate {config.expert_intermediate}, not {config.shared_intermediate}"
-                )
-        return None
 
 
 _ROPE_DECODER: dict[str, object] = {

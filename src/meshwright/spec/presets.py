@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_huggingface
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def find(name: str) -> Preset:
         raise UserError(unknown("preset", name, tables))
     entry = tables[name]
     like = tables[entry["like"]]["config"] if "like" in entry else {}
-    config = ModelConfig.from_huggingface({**like, **entry["config"]}, where=f"preset {name}")
+    config = config_from_huggingface({**like, **entry["config"]}, where=f"preset {name}")
     return Preset(name, config, entry.get("parameters"), entry["source"])
 
 

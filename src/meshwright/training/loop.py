@@ -29,7 +29,9 @@ from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe.communication import faster_precision
 from meshwright.recipe import Recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
 from meshwright.training.journal import Journal
@@ -177,7 +179,7 @@ class Run:
             "data_sha256": trainer.data.sha256,
             "rows": " ".join(tokens.rows_sha256 for tokens in trainer.pair_rows.values()),
             "weights": weights_checksum(trainer.parallel.master_pieces(owned=True), self.mesh),
-            "model": hashlib.sha256(canonical_json(dict(trainer.config.to_huggingface()))).hexdigest(),
+            "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(trainer.config)))).hexdigest(),
             "precision": trainer.layout.precision or "fp32",
         }
         begun = time.perf_counter()

@@ -17,7 +17,9 @@ from meshwright.layout import Layout
 from meshwright.model.preference import Preference, preference_of
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
-from meshwright.spec.config import ModelConfig, config_from_recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import TOLERANCES, Comparison, compare, tolerance_of
@@ -253,5 +255,5 @@ def _model(model: Any) -> tuple[str, ModelConfig]:
         # The vocabulary is replaced anyway: no tokenizer need be trained to verify a layout.
         return name, config_from_recipe(model.model, model.data.sequence, tokenizer_vocabulary=1)
     if Path(model).exists():
-        return str(model), ModelConfig.from_path(model)
+        return str(model), config_from_path(model)
     return str(model), preset(str(model))

@@ -1,0 +1,76 @@
+"""Schedules that are built by rule (all but `auto`, which searches), by name, and the sizes that each accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.errors import UserError
+from meshwright.names import SCHEDULE_CHUNKS
+from meshwright.program.pipeline import PipelineProgram
+from meshwright.schedules.asynchronous import pipedream, pipedream_2bw
+from meshwright.schedules.chimera import chimera
+from meshwright.schedules.dualpipe import dualpipe
+from meshwright.schedules.dualpipe_v import dualpipe_v
+from meshwright.schedules.gems import gems
+from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
+from meshwright.schedules.synchronous import gpipe, one_f_one_b
+from meshwright.schedules.v_shape import v_half, v_min
+from meshwright.schedules.zb_v import zb_v
+from meshwright.schedules.zero_bubble import zb_h1, zb_h2
+
+# Each takes ranks and micro-batches and, where the number of chunks is free, chunks.
+SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "interleaved-zb": interleaved_zero_bubble,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "chimera": chimera,
+    "gems": gems,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
+}
+MOST_STEPS = 4_000_000  # some seconds and a gigabyte
+
+
+def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
+    """The program of a schedule of `SCHEDULES`; arguments and errors as in `library.generate`."""
+    ranks, micro_batches, count = check_sizes(name, ranks, micro_batches, chunks)
+    least, most = SCHEDULE_CHUNKS[name][1:]
+    return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
+
+
+def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
+    """Ranks, micro-batches and chunks of a named schedule or of `auto`; UserError if it has no such program."""
+    ranks = _positive(name, "ranks", "on", ranks)
+    micro_batches = _positive(name, "micro-batches", "with", micro_batches)
+    count = _chunks(name, chunks)
+    if (steps := 3 * ranks * micro_batches * count) > MOST_STEPS:
+        size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
+        raise UserError(f"{name} on {size}; programs have at most {MOST_STEPS:,}: take fewer micro-batches")
+    return ranks, micro_batches, count
+
+
+def _positive(name: str, what: str, preposition: str, number: int | None) -> int:
+    if number is None:
+        raise UserError(f"{name}: the number of {what} is missing")
+    if number < 1:
+        raise UserError(f"{name} {preposition} {number} {what}: right is 1 or more")
+    return number
+
+
+def _chunks(name: str, chunks: int | None) -> int:
+    default, least, most = SCHEDULE_CHUNKS[name]
+    if chunks is None:
+        return default
+    if chunks < least or (most is not None and chunks > most):
+        right = f"exactly {least}" if least == most else f"at least {least}"
+        raise UserError(f"{name} with {chunks} chunk{'s' * (chunks != 1)} a rank: right is {right}")
+    return chunks

@@ -1,0 +1,153 @@
+"""The model that a recipe's ``[model]`` table describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.presets import preset
+from meshwright.spec.rope_scaling import read_rope_scaling
+
+if TYPE_CHECKING:
+    from meshwright.recipe import ModelRecipe
+
+
+def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
+    """The model that the recipe's ``[model]`` table describes; fields given there override the preset or directory.
+
+    ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
+    ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
+    """
+    if model.from_path is not None:
+        base = config_from_path(model.from_path)
+    elif model.preset is not None:
+        base = preset(model.preset)
+    else:
+        base = _smallest(model, sequence, tokenizer_vocabulary)
+    overrides: dict[str, Any] = {
+        name: value
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "vocabulary",
+            "max_positions",
+            "rope_theta",
+            "sliding_window",
+            "tied",
+            "norm_epsilon",
+            "experts",
+            "experts_per_token",
+            "expert_intermediate",
+            "shared_intermediate",
+            "dense_layers",
+            "router_loss",
+        )
+        if (value := getattr(model, name)) is not None
+    }
+    _follow(base, overrides)
+    if model.from_path is None:
+        overrides.setdefault("vocabulary", tokenizer_vocabulary)
+    if model.rope_scaling is not None:
+        overrides["rope_scaling"] = read_rope_scaling(
+            model.rope_scaling,
+            max_positions=overrides.get("max_positions", base.max_positions),
+            where="model.rope_scaling",
+        )
+    if overrides.get("vocabulary", base.vocabulary) != base.vocabulary:
+        # The base's special tokens belong to the base's tokenizer.
+        overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
+    config = dataclasses.replace(base, **overrides)
+    if config.vocabulary < tokenizer_vocabulary:
+        raise UserError(
+            f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "
+            "take the model's own tokenizer or a larger vocabulary"
+        )
+    if sequence > config.max_positions:
+        raise UserError(
+            f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
+            "shorten it or set model.max_positions"
+        )
+    return config
+
+
+def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
+    """A model of the recipe's family with what the recipe must say; the rest as the family does it."""
+    assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
+    hidden, heads = model.hidden, model.heads
+    if hidden % heads and model.head_dim is None:
+        raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
+    fixed = FAMILIES[model.family].fixed
+    gated = bool(fixed["gated"])
+    # Two thirds of 4 x hidden, so that three matrices weigh what two would (Shazeer 2020, arXiv:2002.05202).
+    intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
+    fields: dict[str, Any] = {
+        "family": model.family,
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "layers": model.layers,
+        "heads": heads,
+        "kv_heads": model.kv_heads or heads,
+        "head_dim": model.head_dim or hidden // heads,
+        "intermediate": intermediate,
+        "max_positions": sequence,
+        "norm_epsilon": 1e-5,
+        "activation": "silu" if gated else "gelu_tanh",
+        "tied": not gated,
+    }
+    if FAMILIES[model.family].encoder:
+        fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
+    if FAMILIES[model.family].experts:
+        fields |= _smallest_experts(model, intermediate)
+    return ModelConfig(**{**fixed, **fields})
+
+
+def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
+    """A mixture that costs a token about what one MLP of the usual width does."""
+    assert model.family
+    fixed = FAMILIES[model.family].fixed
+    experts = model.experts or 8
+    chosen = model.experts_per_token or min(2, experts)
+    if model.family == "mixtral":  # experts as wide as the usual MLP
+        width = model.expert_intermediate or model.intermediate or intermediate
+    else:
+        width = model.expert_intermediate or max(
+            1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1)))
+        )
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_intermediate": width,
+        "shared_intermediate": fixed.get("shared_intermediate", width),
+        "normalise_choice": True,
+        "router_loss": 0.0 if fixed["router_bias"] else 0.001,
+    } | ({"intermediate": width} if model.family == "mixtral" else {})
+
+
+def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
+    """Let sizes that followed from others in ``base`` follow from the overridden ones."""
+    hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
+    if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
+        overrides.setdefault("head_dim", hidden // heads)
+    if base.kv_heads == base.heads:
+        overrides.setdefault("kv_heads", heads)
+    if base.intermediate == 4 * base.hidden and not base.gated:
+        overrides.setdefault("intermediate", 4 * hidden)
+    if base.family == "mixtral":  # one width under two names
+        width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
+        overrides |= {"intermediate": width, "expert_intermediate": width}
+    if "dense_layers" in overrides:
+        overrides["dense_layers"] = tuple(overrides["dense_layers"])
+    elif "layers" in overrides:
+        overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
+    if base.windowed_layers is not None and "layers" in overrides:
+        # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
+        layers = overrides["layers"]
+        overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]
