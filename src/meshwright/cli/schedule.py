@@ -113,9 +113,9 @@ def command(
         )  # fmt: skip
         document, lines = report.document(), [report.summary()]
         if layers is not None:
-            from meshwright.schedules.placement import placement_table
+            from meshwright.schedules.placement import format_placement
 
-            lines.append(placement_table(report.program, layers).rstrip())
+            lines.append(format_placement(report.program, layers).rstrip())
         if svg or html or trace or text:
             timeline = report.timeline()
         if svg:

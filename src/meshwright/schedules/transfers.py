@@ -1,4 +1,4 @@
-"""Writes out the sends and receives of a pipeline program, which generators leave out."""
+"""Pass that adds explicit sends and receives to a pipeline program; generators omit them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from meshwright.program.simulate_pipeline import Durations, analyze_program, sim
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
-    """The program with a send and a receive for every value that crosses between ranks; it ends even if sends block.
+    """Return the program with a send and a receive for every value that crosses ranks; it ends even with synchronous
+    sends.
 
-    All computation and all transfers are put in one order, by the time at which a step starts and at which a value is
-    made; a send stands on its rank, and its receive on the other rank, at the transfer's place in that order. So the
-    first transfer of the order that has not taken place can always take place. Transfers of a rank with no computation
-    between them are posted together, which only relaxes. The values leave when they are made and their receives are
-    posted before they are needed: on the clock, nothing comes later than without written-out transfers.
+    All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
+    send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the
+    order can therefore always complete. Transfers of a rank without computation between them are posted together, which
+    only relaxes the order. Values leave when they are produced and their receives are posted before they are needed: in
+    simulation no step is later than with implicit transfers.
 
-    durations: for the times; one unit for each forward and half of a backward unless said. A program that has
-    transfers already is returned as it is. Raises ProgramError for one that cannot run.
+    durations: for the times (default: 1 for each forward, input gradient and weight gradient of a rank). A program with
+        transfers is returned unchanged. Raises ProgramError for a program that deadlocks.
     """
     if program.has_transfers:
         return program
