@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.collectives import cutting
 from meshwright.collectives.library import generate
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.topologies import parse_topology
 from meshwright.comm.programs import Executable
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.collective import Builder, Kind
@@ -242,7 +242,7 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
         everybody = [(a, b) for a in heads for b in heads if a != b]
         once, often = (tiny(ranks, exchange(world_size, everybody, rounds)) for rounds in (1, ROUNDS))
         apart = ((often - once) / (ROUNDS - 1) / alpha - 1) / max(1, host_count - 2)
-        network = replace(topology(shape, world_size), gap=max(0.0, apart))
+        network = replace(parse_topology(shape, world_size), gap=max(0.0, apart))
         rate_of_reduction = ranks.reduction_rate()
         rows = []
         for name in PROGRAMS:

@@ -72,7 +72,7 @@ def test_a_file_serves_the_axes_of_its_size(tmp_path: Path):
 
 def test_auto_takes_few_rounds_for_small_vectors_and_few_bytes_for_large_ones():
     found = named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
-    small, large = found.for_bytes(1000), found.for_bytes(1e9)
+    small, large = found.choose_program(1000), found.choose_program(1e9)
     assert small.bytes_sent(1.0).max() > large.bytes_sent(1.0).max() == pytest.approx(2 * 7 / 8), "none sends fewer"
     assert small.program.algorithm == "butterfly"
 

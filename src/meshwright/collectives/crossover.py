@@ -1,4 +1,4 @@
-"""Where one algorithm gives way to another as vectors grow, and the picture of it: time over size for all of them."""
+"""Crossovers: vector sizes at which the fastest algorithm changes, and a chart of time over size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from html import escape
 from typing import TypeAlias
 
 from meshwright.collectives.choose import Chooser
-from meshwright.collectives.quantities import show_bytes, show_seconds
+from meshwright.collectives.quantities import format_bytes, format_seconds
 
-SMALLEST, LARGEST = 2**10, 2**30  # bytes: the range that is looked at, unless said
-_STEP = 4.0  # from size to size
-_CLOSE = 1.02  # a crossover is found to within so much
+SMALLEST, LARGEST = 2**10, 2**30  # bytes: default range
+_STEP = 4.0  # ratio of adjacent sizes
+_CLOSE = 1.02  # relative precision of a crossover
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """At `size` bytes, `after` takes over from `before`."""
+    """Size in bytes from which algorithm `after` is faster than `before`."""
 
     size: int
     before: str
@@ -27,7 +27,8 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Time over size on one network. seconds: per algorithm, one number a size; bound: the lower bound, likewise."""
+    """Simulated time over size on one network. seconds: algorithm -> time at each size; bound: lower bound at each
+    size."""
 
     chooser: Chooser
     sizes: list[float]
@@ -36,18 +37,19 @@ class Curves:
 
     @classmethod
     def over(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf) -> Curves:
-        """All algorithms that take so many ranks, at powers of four from `least` to `most` bytes and at both ends.
+        """Simulate all algorithms that accept the ranks, at ratios of four from `least` to `most` bytes, both ends
+        included.
 
-        within: leave out (as infinite) what its closed form puts above so many times the best of a size.
+        within: skip (as infinite) algorithms whose closed form exceeds the best time at a size by this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
-        curves = cls(chooser, sizes, bound=[chooser.lower_bound(size) for size in sizes])
+        curves = cls(chooser, sizes, bound=[chooser.compute_lower_bound(size) for size in sizes])
         for size in sizes:
             best = math.inf
-            forms = {name: chooser.closed_form(name, size) for name in chooser.algorithms}
+            forms = {name: chooser.compute_closed_form(name, size) for name in chooser.algorithms}
             for name in sorted(forms, key=lambda one: forms[one]):
-                candidate = None if forms[name] > within * best else chooser.candidate(name, size)
+                candidate = None if forms[name] > within * best else chooser.find_candidate(name, size)
                 seconds = math.inf if candidate is None else candidate.seconds
                 best = min(best, seconds)
                 curves.seconds.setdefault(name, []).append(seconds)
@@ -56,17 +58,16 @@ class Curves:
 
     @classmethod
     def quick(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
-        """As `over`, for the crossovers alone: without what is not near the best by its closed form, which is off by
-        more where links are of two kinds."""
+        """As `over`, for crossovers only: skips algorithms far from the best by their closed form."""
         inner, outer = chooser.network.tiers
         return cls.over(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def best(self, index: int) -> str:
-        """The fastest algorithm at a size; of equals, the first in the library."""
+        """Return the fastest algorithm at a size index; of equals, the first in the library."""
         return _first_least({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
-        """Where the best changes."""
+        """Return the crossovers, by bisection between adjacent sizes."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):
             ends = (self.sizes[index], self.best(index)), (self.sizes[index + 1], self.best(index + 1))
@@ -80,19 +81,20 @@ class Curves:
         return found
 
     def _between(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Crossovers between two sizes, by halving, among the algorithms that are near the best at both."""
+        """Return the crossovers between two (size, best algorithm) pairs, by bisection among algorithms near the best
+        at both."""
         if low[1] == high[1]:
             return []
         if high[0] / low[0] < _CLOSE:
             return [Crossover(round(math.sqrt(low[0] * high[0])), low[1], high[1])]
         size = math.sqrt(low[0] * high[0])
-        timed = {name: self.chooser.candidate(name, size) for name in self.seconds if name in names}
+        timed = {name: self.chooser.find_candidate(name, size) for name in self.seconds if name in names}
         middle = size, _first_least({name: one.seconds for name, one in timed.items() if one is not None})
         return [*self._between(low, middle, names), *self._between(middle, high, names)]
 
 
 def _first_least(seconds: dict[str, float]) -> str:
-    """The fastest; of equals, the first."""
+    """Return the algorithm with the lowest time; of equals, the first."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)
 
@@ -179,9 +181,9 @@ def draw_crossovers(
     if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
         at = f"{x(asked):.1f}"
         parts.append(f'<line class="asked" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        said = show_bytes(asked)
+        said = format_bytes(asked)
         if named and named[1] > 0:
-            said += f": {named[0]} takes {show_seconds(named[1])}"
+            said += f": {named[0]} takes {format_seconds(named[1])}"
             parts.append(f'<circle cx="{at}" cy="{y(named[1]):.1f}" r="4.5"><title>{escape(said)}</title></circle>')
         # Where curves run high, above them.
         if x(asked) > _LEFT + plot_width / 2:
@@ -198,14 +200,14 @@ def _axes(curves: Curves, x: Scale, y: Scale, low_y: float, high_y: float) -> li
     for power in range(math.ceil(low_y), math.floor(high_y) + 1):
         at = y(10.0**power)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        label = show_seconds(10.0**power * (1 + 1e-12))
+        label = format_seconds(10.0**power * (1 + 1e-12))
         parts.append(f'<text class="dim" x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
     first, last = math.log2(curves.sizes[0]), math.log2(curves.sizes[-1])
     step = 2 if last - first <= 24 else 4
     for power in range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step):
         at = x(2.0**power)
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>')
-        label = show_bytes(2.0**power)
+        label = format_bytes(2.0**power)
         parts.append(f'<text class="dim" x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
     return parts
 
@@ -244,7 +246,7 @@ def _best_below(curves: Curves, crossovers: list[Crossover], hue: dict[str, int]
         left, width = x(start), x(end) - x(start)
         parts.append(
             f'<rect class="best" style="--hue:{hue[name]}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="20">'
-            f"<title>{escape(name)} from {show_bytes(start)} to {show_bytes(end)}</title></rect>"
+            f"<title>{escape(name)} from {format_bytes(start)} to {format_bytes(end)}</title></rect>"
         )
         if width > 6.6 * len(name):
             parts.append(
@@ -253,7 +255,7 @@ def _best_below(curves: Curves, crossovers: list[Crossover], hue: dict[str, int]
         if start > curves.sizes[0] and left - last > 60:
             last = left
             parts.append(
-                f'<text x="{left:.1f}" y="{top + 35}" text-anchor="middle">{show_bytes(start)}</text>'
+                f'<text x="{left:.1f}" y="{top + 35}" text-anchor="middle">{format_bytes(start)}</text>'
                 f'<line class="lead" x1="{left:.1f}" x2="{left:.1f}" y1="{top + 20}" y2="{top + 25}"/>'
             )
     return parts

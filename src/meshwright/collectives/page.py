@@ -6,7 +6,7 @@ import math
 from html import escape
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Curves, draw_crossovers
-from meshwright.collectives.quantities import show_seconds
+from meshwright.collectives.quantities import format_seconds
 from meshwright.collectives.report import Report, crossover_line
 from meshwright.errors import UserError
 from meshwright.program.buffers import draw_buffers_html
@@ -61,10 +61,10 @@ def _ranking(report: Report) -> str:
     head = "".join(f"<th>{word}</th>" for word in ("algorithm", "settings", "simulated", "closed form"))
     rows = []
     for one in report.choice.ranking:
-        form = "–" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds)
+        form = "–" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
         rows.append(
             f"<tr><td>{escape(one.algorithm)}</td><td>{escape(one.settings.describe())}</td>"
-            f'<td class="number">{show_seconds(one.seconds)}</td><td class="number">{form}</td></tr>'
+            f'<td class="number">{format_seconds(one.seconds)}</td><td class="number">{form}</td></tr>'
         )
     return f'<table class="figures"><tr>{head}</tr>\n{"".join(rows)}</table>'
 

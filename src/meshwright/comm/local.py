@@ -32,7 +32,7 @@ from typing import Any
 from meshwright.errors import RankLost, ignore_model_warnings
 from meshwright.flight_recorder.call_ring import attach, named_file
 from meshwright.flight_recorder.rank_report import Snapshot
-from meshwright.threads import child_environment
+from meshwright.threads import build_child_environment
 
 _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
@@ -200,7 +200,7 @@ class _Server:
                 [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=child_environment(),
+                env=build_child_environment(),
             )
         self.owner = os.getpid()
         self.connection = Connection(ours.detach())

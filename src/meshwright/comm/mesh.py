@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives.named import Named
+from meshwright.collectives.named import NamedProgram
 from meshwright.comm.backend import group_backends
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
@@ -51,7 +51,7 @@ class Communicator:
         self,
         device: torch.device | str = "cpu",
         timeout_seconds: float = 600.0,
-        programs: Mapping[tuple[str, str], Named] | None = None,
+        programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> None:
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
@@ -204,7 +204,7 @@ class Mesh:
         layout: Layout,
         device: torch.device | str = "cpu",
         timeout_seconds: float = 600.0,
-        programs: Mapping[tuple[str, str], Named] | None = None,
+        programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> Mesh:
         """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the same
         programs for its axes, if any (`collectives.named.named_programs`)."""

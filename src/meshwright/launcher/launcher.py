@@ -27,7 +27,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.launcher.started_rank import StartedRank, start_rank
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
-from meshwright.threads import available_cores, choose_threads
+from meshwright.threads import choose_threads, count_available_cores
 
 if TYPE_CHECKING:
     pass
@@ -72,7 +72,7 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
     traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
     """
-    most = max(limits.limit_of("local_ranks"), 4 * available_cores())
+    most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
         raise UserError(
             f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.flight_recorder.call_ring import memory_file
-from meshwright.threads import child_environment
+from meshwright.threads import build_child_environment
 
 STACK_SECONDS = 0.5  # that a rank has to say where it is
 
@@ -102,7 +102,7 @@ def start_rank(
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
     # Libraries read these before any code of ours could tell them; what the user has set stands.
-    environment = {**_loopback(), **child_environment(threads)}
+    environment = {**_loopback(), **build_child_environment(threads)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
     try:
         process = subprocess.Popen(

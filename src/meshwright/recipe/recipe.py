@@ -21,7 +21,7 @@ from meshwright.recipe.tables import (
     TrainRecipe,
 )
 from meshwright.tables import Schema, Table
-from meshwright.toml import parse_toml, read_toml, write_toml
+from meshwright.toml import format_toml, parse_toml, read_toml
 
 
 def _layout(text: str) -> str:
@@ -133,7 +133,7 @@ class Recipe(Table):
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as TOML that reads back equal."""
-        return write_toml(self.to_tables())
+        return format_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
         """The whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
