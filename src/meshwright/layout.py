@@ -51,7 +51,7 @@ _EXAMPLES = {
 
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
 MAX_COUNT = limit_of("ranks")
-"""Maximum number of ranks (of an axis and in total), micro-batches and chunks; published clusters have 200,000 devices."""
+"""Maximum ranks (of an axis and in total), micro-batches and chunks; published clusters have 200,000 devices."""
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 """Minimum number of micro-batches for each pipeline rank, by schedule."""
 

@@ -25,8 +25,8 @@ THREADS_VARIABLE = "MESHWRIGHT_THREADS"
 """Environment variable with the OMP_NUM_THREADS that Meshwright has set for a process it started."""
 
 FLOPS_PER_THREAD = 2e8
-"""Model FLOPs of one layer (with its share of the LM head's), forward and backward of a micro-batch, that keep one thread
-busy: with fewer a thread, another thread costs as much as it saves (bench/threads.py)."""
+"""Model FLOPs of one layer (with its share of the LM head's), forward and backward of a micro-batch, that keep a
+thread busy: with fewer a thread, another thread costs as much as it saves (bench/threads.py)."""
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:

@@ -402,7 +402,7 @@ def test_programs_that_no_memory_holds_are_refused_at_once(monkeypatch: pytest.M
     )
     assert "too large" in refusal("all-to-all", "bruck", 100000)
     assert "too large" in refusal("broadcast", "ring", 4, segments=10**9)
-    monkeypatch.setattr(collective, "MOST_STEPS", 100)
+    monkeypatch.setattr(collective, "MAX_STEPS", 100)
     assert "more than 100 steps" in refusal("all-reduce", "ring", 8)
 
 

@@ -19,7 +19,7 @@ from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import RankLost, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
@@ -55,7 +55,7 @@ class Communicator:
     ) -> None:
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
-        self.calls = process_calls()
+        self.calls = get_process_writer()
         self.faults: Faults[Axis] = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds

@@ -19,7 +19,7 @@ from meshwright.collectives import cutting
 from meshwright.comm.backend import group_backends
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
 
 UNDER_WAY = 2  # segments
@@ -218,7 +218,7 @@ class Executable:
 
     def _lost(self, message: Message, error: RuntimeError) -> RankLost:
         """Who waits for whom."""
-        process_calls().give_up()
+        get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
         reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.flight_recorder.call_ring import memory_file
+from meshwright.flight_recorder.call_ring import create_memory_file
 from meshwright.threads import build_child_environment
 
 STACK_SECONDS = 0.5  # that a rank has to say where it is
@@ -96,7 +96,7 @@ def start_rank(
     """Start a rank that reads `description` and more from its standard input. keep: descriptors that it inherits;
     output: that for what it prints."""
     ours, theirs = os.pipe()
-    calls, stack = memory_file(number, ranks), _memory()
+    calls, stack = create_memory_file(number, ranks), _memory()
     told = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
