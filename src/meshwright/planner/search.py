@@ -24,7 +24,7 @@ from meshwright.planner.memory import context_bytes, memory_of, slack, unlike_ra
 from meshwright.planner.screen import Array, Priced, screen
 from meshwright.planner.space import Problem, layout_of
 from meshwright.planner.step_time import PARTS, Step
-from meshwright.program.makespan import Makespans
+from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
@@ -117,7 +117,7 @@ class _Decided:
         self.room = problem.cluster.device.memory_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
-        self.makespans = Makespans()
+        self.makespans = MakespanCache()
         self.kinds, self._memory = self._kinds(), self._memory_kinds()
         self.factors: dict[int, float] = {}
         self.stopped = False
