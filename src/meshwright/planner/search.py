@@ -348,7 +348,7 @@ _CHANGES: dict[str, Any] = {
     "recompute": lambda one: f"ac:{one.recompute}",
     "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
     "rows": lambda one: f"mb{one.micro_batches}",
-    "schedule": lambda one: f"pp{one.pp}{one._schedule_suffix()}",
+    "schedule": lambda one: f"pp{one.pp}{one._format_schedule()}",
     "tp": lambda one: f"tp{one.tp}",
     "cp": lambda one: f"cp{one.cp}",
     "pp": lambda one: f"pp{one.pp}",
