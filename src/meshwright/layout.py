@@ -164,11 +164,8 @@ class Layout:
         if self.pp == 1 and name != "1f1b":
             return f"pp1:{name}: a pipeline schedule needs at least two stages"
         if name.startswith("@"):
-            return (
-                None
-                if self.chunks == 1
-                else f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
-            )
+            problem = f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
+            return None if self.chunks == 1 else problem
         _, least, most = SCHEDULE_CHUNKS[name]
         if self.chunks < least or (most is not None and self.chunks > most):
             holds = f"exactly {least}" if least == most else f"at least {least}"
@@ -316,9 +313,8 @@ class Layout:
         """Return the groups of ranks that agree on every coordinate except `axes`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            fixed = tuple(
-                position for axis, position in self.coordinates(rank).items() if axis in AXES and axis not in axes
-            )
+            coordinates = self.coordinates(rank)
+            fixed = tuple(coordinates[axis] for axis in AXES if axis not in axes)
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 
@@ -332,11 +328,8 @@ class Layout:
         ]
         for present, part, what in unbuilt:
             if present:
-                runs = (
-                    "fp32, tf32, bf16 and fp16"
-                    if what == "this precision"
-                    else "dp, zero, hs, tp, cp, pp, ep, mb, ac, fp32, tf32, bf16 and fp16"
-                )
+                axes = "" if what == "this precision" else "dp, zero, hs, tp, cp, pp, ep, mb, ac, "
+                runs = f"{axes}fp32, tf32, bf16 and fp16"
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
@@ -396,9 +389,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
     """Return the message for an unknown part, with the nearest known one."""
-    close = nearest(part, PRECISIONS) or nearest(
-        part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *_FIELD_BY_WORD]
-    )
+    words = [*(f"{word}{number}" for word in _FIELD_BY_PART), *_FIELD_BY_WORD]
+    close = nearest(part, PRECISIONS) or nearest(part, words)
     if close in _FIELD_BY_WORD:
         close = f"{close}:"
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,7 +344,7 @@ def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
 
-_CHANGES: dict[str, Any] = {
+_CHANGES: dict[str, Callable[[Layout], str]] = {
     "recompute": lambda one: f"ac:{one.recompute}",
     "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
     "rows": lambda one: f"mb{one.micro_batches}",

@@ -148,7 +148,7 @@ def _cells(
 
 
 def reduces(program: CollectiveProgram) -> bool:
-    """Whether slots come to hold the parts of several ranks (a barrier's: whom a rank has heard from)."""
+    """Return True if a slot can hold contributions of several ranks (of a barrier: the ranks heard from)."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
@@ -175,12 +175,12 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
 
 
 def slot_title(program: CollectiveProgram, slot: int) -> str:
-    """What stands at the head of a row or column of slots."""
+    """Return the header of a row or column of slots."""
     return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
 def legend(program: CollectiveProgram) -> str:
-    """What the letters mean, in a sentence."""
+    """Return one sentence that explains the letters."""
     ranks = f"{LETTERS[0]} is rank 0" + (
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )
