@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from common import write_result
-from meshwright.flight_recorder.call_ring import CallWriter, memory_file, read_calls
+from meshwright.flight_recorder.call_ring import CallWriter, create_memory_file, read_calls
 
 CALLS = 10_000
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
     repeats = parser.parse_args().repeats
-    descriptor = memory_file(0, 8)
+    descriptor = create_memory_file(0, 8)
     writer, tensor = CallWriter(descriptor), torch.zeros(3, 4)
     group = writer.group(range(8))
 

@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.collectives import cutting
 from meshwright.collectives.library import generate
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.topologies import parse_topology
 from meshwright.comm.programs import Executable
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.collective import Builder, Kind
-from meshwright.program.order import match, post_order
+from meshwright.program.order import find_posting_order, match_transfers
 from meshwright.program.simulate_collective import simulate_collective
 
 NETWORK = "10.77.0"
@@ -204,8 +204,8 @@ def exchange(ranks: int, pairs: Sequence[tuple[int, int]], rounds: int = 1) -> C
                 builder.transfer(source, target, chunk=0, into=arrived[target])
     program = builder.build()
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
-    order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SEND, s.kind == Kind.RECEIVE)
+    order = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     level = np.maximum(order.level[s.group_index[sends]], order.level[s.group_index[receives]])
     return CheckedCollective(program, sends, receives, level, order)
 
@@ -242,7 +242,7 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
         everybody = [(a, b) for a in heads for b in heads if a != b]
         once, often = (tiny(ranks, exchange(world_size, everybody, rounds)) for rounds in (1, ROUNDS))
         apart = ((often - once) / (ROUNDS - 1) / alpha - 1) / max(1, host_count - 2)
-        network = replace(topology(shape, world_size), gap=max(0.0, apart))
+        network = replace(parse_topology(shape, world_size), gap=max(0.0, apart))
         rate_of_reduction = ranks.reduction_rate()
         rows = []
         for name in PROGRAMS:

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.collectives.library import generate as generate_collective
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.topologies import parse_topology
 from meshwright.program.check_collective import check_collective
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.simulate_collective import simulate_collective
@@ -53,7 +53,7 @@ def collective(algorithm: str, ranks: int) -> tuple[int, dict[str, float]]:
     seconds: dict[str, float] = {}
     program = timed(seconds, "generate", lambda: generate_collective("all-reduce", algorithm, ranks))
     checked = timed(seconds, "check", lambda: check_collective(program))
-    network = topology("switch", ranks)
+    network = parse_topology("switch", ranks)
     timed(seconds, "simulate", lambda: simulate_collective(checked, network, 2**30))
     return len(program.steps), seconds
 

@@ -31,7 +31,7 @@ from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
 from meshwright.spec.config_json import config_from_huggingface, config_from_path
-from meshwright.tables import Size, _plain_types
+from meshwright.tables import Size, _list_plain_types
 from meshwright.terminal import escape_on_terminal, print_message
 from meshwright.toml import parse_toml, read_toml
 from meshwright.untrusted import parse_json, read_file, read_json
@@ -99,7 +99,7 @@ def test_numbers_of_a_config_json_are_finite(value: str):
 
 
 def numbers_of_the_recipe() -> list[str]:
-    kinds = {key: _plain_types(field.annotation) for key, field in SCHEMA.keys.items()}
+    kinds = {key: _list_plain_types(field.annotation) for key, field in SCHEMA.keys.items()}
     return [key for key, kind in kinds.items() if int in kind or float in kind]
 
 

@@ -12,23 +12,23 @@ from meshwright import threads
 from meshwright.errors import UserError
 from meshwright.limits import limit_of
 from meshwright.threads import (
-    child_environment,
+    are_threads_set_by_user,
+    build_child_environment,
     choose_threads,
     prepare_process,
-    threads_from_environment,
-    threads_set_by_user,
+    read_user_threads,
 )
 
 
 @pytest.mark.parametrize(("said", "count"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
 def test_omp_num_threads_is_read_as_openmp_reads_it(said, count):
-    assert threads_from_environment({"OMP_NUM_THREADS": said}) == count
-    assert threads_from_environment({}) is None
+    assert read_user_threads({"OMP_NUM_THREADS": said}) == count
+    assert read_user_threads({}) is None
 
 
 def test_the_default_of_torchrun_is_nobodys_choice():
-    assert threads_from_environment({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}) is None
-    assert threads_from_environment({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}) == 2
+    assert read_user_threads({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}) is None
+    assert read_user_threads({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}) == 2
 
 
 def test_an_absurd_omp_num_threads_is_one_line(monkeypatch, command_line):
@@ -37,7 +37,7 @@ def test_an_absurd_omp_num_threads_is_one_line(monkeypatch, command_line):
     assert outcome.code == 2 and outcome.errors.count("\n") == 1
     assert "meshwright: error: OMP_NUM_THREADS 100000 is too large: at most 1,024 (" in outcome.errors
     with pytest.raises(UserError, match="OMP_NUM_THREADS 100000 is too large"):
-        child_environment(2)
+        build_child_environment(2)
 
 
 def test_the_waiting_policy_is_set_unless_a_person_has_set_one():
@@ -77,14 +77,14 @@ def test_a_child_has_the_policy_and_its_threads(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    found = child_environment(2)
+    found = build_child_environment(2)
     assert (
         found["OMP_NUM_THREADS"] == "2"
-        and not threads_set_by_user(found)
+        and not are_threads_set_by_user(found)
         and threads.OPENMP_SPIN_POLICY.items() <= found.items()
     )
-    assert child_environment()["OMP_NUM_THREADS"] == "5" and threads_set_by_user()
-    assert threads_set_by_user({**found, "OMP_NUM_THREADS": "3"})  # changed afterwards
+    assert build_child_environment()["OMP_NUM_THREADS"] == "5" and are_threads_set_by_user()
+    assert are_threads_set_by_user({**found, "OMP_NUM_THREADS": "3"})  # changed afterwards
     assert "GOMP_SPINCOUNT" not in os.environ
 
 

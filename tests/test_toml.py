@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.toml import read_toml, write_toml
+from meshwright.toml import format_toml, read_toml
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXTS
@@ -22,12 +22,12 @@ TABLES = st.recursive(
 
 @given(TABLES)
 def test_what_is_written_reads_back_equal(tables: dict):
-    assert tomllib.loads(write_toml(tables)) == tables
+    assert tomllib.loads(format_toml(tables)) == tables
 
 
 def test_tables_inside_lists_are_written_in_line():
     tables = {"points": [{"x": 1, "y z": [0.5]}, {}]}
-    assert tomllib.loads(write_toml(tables)) == tables
+    assert tomllib.loads(format_toml(tables)) == tables
 
 
 def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path):

@@ -19,7 +19,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe
-from meshwright.schedules.library import load as load_pipeline
+from meshwright.schedules.library import load_schedule as load_pipeline
 from meshwright.spec.config_json import config_from_path
 from meshwright.untrusted import read_file
 

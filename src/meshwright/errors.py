@@ -1,7 +1,4 @@
-"""What can go wrong, and the exit code that a command then ends with.
-
-Any other exception is a fault of ours and keeps its traceback.
-"""
+"""Errors, with the exit code that a command then returns. Any other exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import warnings
 
 
 class MeshwrightError(Exception):
-    """Base of every error that Meshwright raises on purpose; its text is one line for a person to read."""
+    """Base of every error that Meshwright raises deliberately; its text is one line for users."""
 
     exit_code = 1
 
 
 class UserError(MeshwrightError):
-    """A mistake in what a person wrote: one line that says what, where, and what would be right."""
+    """Mistake in user input; one line with the reason, the location and a correction."""
 
     exit_code = 2
 
@@ -30,31 +27,31 @@ def ignore_model_warnings() -> None:
 
 
 class CheckFailed(MeshwrightError):
-    """A check that was asked for does not hold."""
+    """Failure of a requested check."""
 
     exit_code = 1
 
 
 class RankLost(MeshwrightError):
-    """A rank of a running job died or stopped answering."""
+    """Loss of a rank: its process died or stopped answering."""
 
     exit_code = 3
 
 
 class RanksDisagree(RankLost):
-    """Ranks that should be in the same call are not: what one sent is not what the other waits for."""
+    """Ranks make different collective calls: the data that one sends is not what another expects."""
 
 
 class Terminated(MeshwrightError):
-    """SIGTERM arrived and the state has been saved: 128 + 15, as a shell counts."""
+    """Shutdown by SIGTERM, after the state was saved; the exit code is 128 + 15, as in a shell."""
 
     exit_code = 143
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """One-line text for a failed allocation in Python, NumPy or torch; None for other exceptions."""
+    """Return a one-line text for a failed allocation in Python, NumPy or torch; None for other exceptions."""
     text = " ".join(str(error).split())
-    # torch on a CPU raises no type of its own.
+    # torch raises a plain RuntimeError for a failed CPU allocation.
     failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if not failed and not (isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return None

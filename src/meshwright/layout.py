@@ -1,4 +1,4 @@
-"""The layout notation: how many ranks each axis has, what is sharded, and which ranks form each group."""
+"""Layout notation: parallel axes and their sizes, what is sharded, and the process groups of ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ AXES = ("tp", "cp", "dp", "pp")  # inner to outer: neighbours on the first axis 
 EXPERT_GROUPS = ("ep", "etp", "expert_data", "expert_shard", "expert_replica")
 GROUPS = (*AXES, "data", "shard", "replica", *EXPERT_GROUPS, "world")
 
-# What each numbered part of the notation sets, in the order of the canonical print.
-_COUNTS = {
+# Field of each numbered part of the notation, in canonical order.
+_FIELD_BY_PART = {
     "dp": "dp",
     "zero": "zero",
     "hs": "hybrid",
@@ -37,7 +37,7 @@ _COUNTS = {
     "mb": "micro_batches",
     "ep": "ep",
 }
-_WORDS = {"ac": "recompute", "offload": "offload"}
+_FIELD_BY_WORD = {"ac": "recompute", "offload": "offload"}
 _EXAMPLES = {
     "dp": "dp2",
     "zero": "zero1",
@@ -50,21 +50,21 @@ _EXAMPLES = {
 }
 
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
-LARGEST_COUNT = limit_of("ranks")
-"""The most ranks of an axis and of all axes, micro-batches and chunks; published clusters have 200,000 devices."""
+MAX_COUNT = limit_of("ranks")
+"""Maximum ranks (of an axis and in total), micro-batches and chunks; published clusters have 200,000 devices."""
 LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
-"""For each rank of the pipeline, where a schedule needs some."""
+"""Minimum number of micro-batches for each pipeline rank, by schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a job is spread over its ranks. Every combination that cannot exist is refused with the reason.
+    """Parallel layout of a job. Impossible combinations raise `UserError` with the reason.
 
-    dp: replicas; zero: what is sharded over dp x cp (0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters);
-    hybrid: ZeRO shards inside groups of this many ranks and replicates across them; tp: tensor; cp: context;
-    pp: pipeline stages; micro_batches: per step and pipeline; ep, etp: expert and expert-tensor ranks, taken from
-    tp x cp x dp.
-    `precision` None means: to be resolved before the run.
+    dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing sharded, 1: optimizer state, 2: and gradients,
+        3: and parameters). hybrid: ranks in a sharding group, replicated across groups; None: one group. tp: tensor
+        parallel. cp: context parallel. pp: pipeline ranks. micro_batches: a step and pipeline, both directions counted.
+        ep, etp: expert and expert-tensor parallel, over tp x cp x dp.
+    precision None: resolved before the run.
     """
 
     dp: int = 1
@@ -85,7 +85,7 @@ class Layout:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        # What an axis of one rank cannot express goes back to its default: equal layouts print and compare equal.
+        # Options without effect on an axis of one rank are reset, so that equal layouts print and compare equal.
         if self.tp == 1:
             object.__setattr__(self, "tensor_sequence_parallel", True)
         if self.cp == 1:
@@ -94,19 +94,19 @@ class Layout:
             object.__setattr__(self, "chunks", SCHEDULE_CHUNKS[self.schedule][0])
         if self.pp == 1 and self.schedule == "gpipe":  # one stage: the same order of steps
             object.__setattr__(self, "schedule", "1f1b")
-        reason = self._impossible()
+        reason = self._find_conflict()
         if reason:
             raise UserError(f"impossible layout: {reason}")
 
-    def _impossible(self) -> str | None:
-        """Why no job can have this layout, or None."""
-        for part, field in _COUNTS.items():
+    def _find_conflict(self) -> str | None:
+        """Return the reason why no job can have this layout, or None."""
+        for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} counts from 1"
-            if part != "hs" and getattr(self, field) > LARGEST_COUNT:
-                return f"{part}{getattr(self, field)}: {part} counts to {LARGEST_COUNT:,} at most"
-        if self.world_size > LARGEST_COUNT:
-            return f"dp x tp x cp x pp = {self.world_size:,} ranks: at most {LARGEST_COUNT:,}"
+            if part != "hs" and getattr(self, field) > MAX_COUNT:
+                return f"{part}{getattr(self, field)}: {part} counts to {MAX_COUNT:,} at most"
+        if self.world_size > MAX_COUNT:
+            return f"dp x tp x cp x pp = {self.world_size:,} ranks: at most {MAX_COUNT:,}"
         if self.zero not in ZERO_LEVELS:
             return f"zero{self.zero}: {_ZERO_TAKES}"
         if self.recompute not in RECOMPUTE:
@@ -117,9 +117,10 @@ class Layout:
             return unknown("precision", self.precision, PRECISIONS)
         if self.cp_method not in CONTEXT_METHODS:
             return unknown("context method", self.cp_method, CONTEXT_METHODS)
-        return self._impossible_hybrid() or self._impossible_expert() or self._impossible_pipeline()
+        return self._find_hybrid_conflict() or self._find_expert_conflict() or self._find_pipeline_conflict()
 
-    def _impossible_hybrid(self) -> str | None:
+    def _find_hybrid_conflict(self) -> str | None:
+        """Return the reason why hybrid sharding is impossible, or None."""
         if self.hybrid is None:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
@@ -133,7 +134,8 @@ class Layout:
             return f"{part}: groups of {self.hybrid} do not divide dp x cp = {data} ranks"
         return None
 
-    def _impossible_expert(self) -> str | None:
+    def _find_expert_conflict(self) -> str | None:
+        """Return the reason why expert parallelism is impossible, or None."""
         if self.etp < 1:
             return f"etp{self.etp}: etp counts from 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
@@ -148,10 +150,11 @@ class Layout:
                 )
         return None
 
-    def _impossible_pipeline(self) -> str | None:
+    def _find_pipeline_conflict(self) -> str | None:
+        """Return the reason why the pipeline schedule is impossible, or None."""
         name = self.schedule
-        if self.chunks > LARGEST_COUNT:
-            return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {LARGEST_COUNT:,} at most"
+        if self.chunks > MAX_COUNT:
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {MAX_COUNT:,} at most"
         if self.chunks < 1:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks count from 1"
         if name == "@":
@@ -161,11 +164,8 @@ class Layout:
         if self.pp == 1 and name != "1f1b":
             return f"pp1:{name}: a pipeline schedule needs at least two stages"
         if name.startswith("@"):
-            return (
-                None
-                if self.chunks == 1
-                else f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
-            )
+            problem = f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
+            return None if self.chunks == 1 else problem
         _, least, most = SCHEDULE_CHUNKS[name]
         if self.chunks < least or (most is not None and self.chunks > most):
             holds = f"exactly {least}" if least == most else f"at least {least}"
@@ -187,15 +187,15 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `dp4 zero1 tp2 pp4:zb-v mb8 bf16`. `UserError` names the part that is unknown or impossible."""
+        """Parse the notation: `dp4 zero1 tp2 pp4:zb-v mb8 bf16`. `UserError` names the unknown or impossible part."""
         values: dict[str, object] = {}
-        written: dict[str, str] = {}  # which part said it, by field
+        written: dict[str, str] = {}  # field -> part of the notation that set it
         parts = text.split()
         if not parts:
             raise UserError('the layout is empty; a single device is written "dp1"')
         try:
             for part in parts:
-                for field, value in _read_part(part).items():
+                for field, value in _parse_part(part).items():
                     if field in values:
                         raise UserError(f"{part} after {written[field]}: this is said twice")
                     values[field], written[field] = value, part
@@ -207,7 +207,7 @@ class Layout:
         return layout
 
     def __str__(self) -> str:
-        """The canonical print: parts in the order of the notation, defaults dropped. `Layout.parse` reads it back."""
+        """Return the canonical notation: parts in fixed order, defaults dropped. `Layout.parse` is its inverse."""
         parts = [f"dp{self.dp}"] if self.dp > 1 else []
         if self.zero:
             parts.append(f"zero{self.zero}")
@@ -218,7 +218,7 @@ class Layout:
         if self.cp > 1:
             parts.append(f"cp{self.cp}" + ("" if self.cp_method == "ring" else f":{self.cp_method}"))
         if self.pp > 1:
-            parts.append(f"pp{self.pp}{self._schedule_suffix()}")
+            parts.append(f"pp{self.pp}{self._format_schedule()}")
         if self.micro_batches > 1:
             parts.append(f"mb{self.micro_batches}")
         if self.ep > 1 or self.etp > 1:
@@ -231,7 +231,8 @@ class Layout:
             parts.append(self.precision)
         return " ".join(parts) or "dp1"
 
-    def _schedule_suffix(self) -> str:
+    def _format_schedule(self) -> str:
+        """Format schedule and chunks behind `ppN`; empty for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -243,11 +244,11 @@ class Layout:
 
     @property
     def expert_parallel(self) -> bool:
-        """Whether experts are spread over axes of their own; if not, they are split over tp as all else is."""
+        """True if experts have their own axes; if not, they are split over tp like other weights."""
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis, inner to outer: tp, cp, dp, pp; and, once more, on etp and ep."""
+        """Return a rank's coordinate on each axis: tp, cp, dp, pp (inner to outer), and on etp and ep."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         place, position = rank, {}
         for axis in AXES:
@@ -257,44 +258,44 @@ class Layout:
         return position
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of an axis: a partition of the ranks, each group in the order of its members' positions.
+        """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp cp dp pp: ranks that differ in that coordinate alone; data: dp x cp; shard: what ZeRO shards over (data, or
-        groups of N consecutive members with hsN); replica: equal positions across the sharding groups; ep, etp,
-        expert_data: the ranks of a stage once more, as blocks of ep x etp with etp innermost; expert_shard,
-        expert_replica: expert_data once more, as the parts that lie inside a sharding group (with all its ranks of tp)
-        and equal positions across those; world: everyone.
+        tp, cp, dp, pp: ranks that differ in that coordinate only. data: dp x cp. shard: ranks over which ZeRO shards
+            (data, or blocks of N members with hsN). replica: equal positions across sharding groups. ep, etp,
+            expert_data: the ranks of a stage rearranged in blocks of ep x etp, with etp innermost. expert_shard,
+            expert_replica: expert_data split at sharding groups (with all their tp ranks), and equal positions across
+            those. world: all ranks.
         """
         if axis in AXES:
-            return self._together(axis)
+            return self._group_ranks(axis)
         if axis == "data":
-            return self._together("cp", "dp")
+            return self._group_ranks("cp", "dp")
         if axis == "world":
             return [tuple(range(self.world_size))]
         if axis in ("shard", "replica"):
-            blocks = [_cut(group, self.hybrid or len(group)) for group in self.groups("data")]
+            blocks = [_split_blocks(group, self.hybrid or len(group)) for group in self.groups("data")]
             if axis == "shard":
                 return [block for group in blocks for block in group]
             return [members for group in blocks for members in zip(*group, strict=True)]
         if axis in ("ep", "etp", "expert_data"):
-            stages = [_cut(stage, self.ep * self.etp) for stage in self._together("tp", "cp", "dp")]
+            stages = [_split_blocks(stage, self.ep * self.etp) for stage in self._group_ranks("tp", "cp", "dp")]
             if axis == "expert_data":
                 return [members for stage in stages for members in zip(*stage, strict=True)]
-            rows = [_cut(block, self.etp) for stage in stages for block in stage]
+            rows = [_split_blocks(block, self.etp) for stage in stages for block in stage]
             if axis == "etp":
                 return [row for block in rows for row in block]
             return [members for block in rows for members in zip(*block, strict=True)]
         if axis in ("expert_shard", "expert_replica"):
-            # How often the ranks of a sharding group, with all of theirs on tp, hold each expert.
+            # Number of copies of each expert on the ranks of a sharding group, with all their tp ranks.
             copies = self.hybrid and max(1, self.hybrid * self.tp // (self.ep * self.etp))
-            blocks = [_cut(group, copies or len(group)) for group in self.groups("expert_data")]
+            blocks = [_split_blocks(group, copies or len(group)) for group in self.groups("expert_data")]
             if axis == "expert_shard":
                 return [block for group in blocks for block in group]
             return [members for group in blocks for members in zip(*group, strict=True)]
         raise ValueError(unknown("group", axis, GROUPS))
 
     def group_size(self, axis: str) -> int:
-        """Ranks in a group of an axis (as `groups` names them), without making the groups."""
+        """Return the number of ranks in a group of an axis (see `groups`), without building the groups."""
         if axis in (*AXES, "ep", "etp"):
             return int(getattr(self, axis))
         if axis == "world":
@@ -308,18 +309,17 @@ class Layout:
         shard = max(1, self.hybrid * self.tp // experts) if self.hybrid else data
         return {"expert_data": data, "expert_shard": shard, "expert_replica": data // shard}[axis]
 
-    def _together(self, *axes: str) -> list[tuple[int, ...]]:
-        """Groups of the ranks that agree on every coordinate except `axes`."""
+    def _group_ranks(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return the groups of ranks that agree on every coordinate except `axes`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            fixed = tuple(
-                position for axis, position in self.coordinates(rank).items() if axis in AXES and axis not in axes
-            )
+            coordinates = self.coordinates(rank)
+            fixed = tuple(coordinates[axis] for axis in AXES if axis not in axes)
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 
     def refuse_unbuilt(self) -> None:
-        """`UserError` for a part that is a valid layout but that this version of Meshwright cannot run yet."""
+        """Raise `UserError` for a part that is valid but that this version of Meshwright cannot run."""
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
@@ -328,52 +328,50 @@ class Layout:
         ]
         for present, part, what in unbuilt:
             if present:
-                runs = (
-                    "fp32, tf32, bf16 and fp16"
-                    if what == "this precision"
-                    else "dp, zero, hs, tp, cp, pp, ep, mb, ac, fp32, tf32, bf16 and fp16"
-                )
+                axes = "" if what == "this precision" else "dp, zero, hs, tp, cp, pp, ep, mb, ac, "
+                runs = f"{axes}fp32, tf32, bf16 and fp16"
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
-        """A copy with some fields replaced, checked like any other layout."""
+        """Return a copy with some fields replaced, validated like any other layout."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _cut(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Split ranks into blocks of `size`."""
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
-def _read_part(part: str) -> dict[str, object]:
-    """The fields that one part of the notation sets."""
+def _parse_part(part: str) -> dict[str, object]:
+    """Return the fields that one part of the notation sets."""
     if part in PRECISIONS:
         return {"precision": part}
     match = re.fullmatch(r"([A-Za-z]+)([^:]*)(?::(.*))?", part)
     name, number, options = match.groups() if match else (part, "", None)
-    if name in _WORDS:
+    if name in _FIELD_BY_WORD:
         known = RECOMPUTE if name == "ac" else OFFLOADS
         if number or not options:
             raise UserError(f"{part}: {name} is written {' or '.join(f'{name}:{word}' for word in known)}")
-        return {_WORDS[name]: options}
-    if name not in _COUNTS:
-        raise UserError(_unknown_part(part, name, number))
+        return {_FIELD_BY_WORD[name]: options}
+    if name not in _FIELD_BY_PART:
+        raise UserError(_describe_unknown_part(part, name, number))
     if not re.fullmatch(r"[0-9]+", number):
         raise UserError(f"{part}: {name} takes a whole number, as in {_EXAMPLES[name]}")
-    return {_COUNTS[name]: _count(part, name, number), **_read_options(part, name, options)}
+    return {_FIELD_BY_PART[name]: _parse_count(part, name, number), **_parse_options(part, name, options)}
 
 
-def _count(part: str, name: str, digits: str) -> int:
-    """The number that digits say. `UserError` above `LARGEST_COUNT`; how long they are does not matter."""
+def _parse_count(part: str, name: str, digits: str) -> int:
+    """Parse the number of a part, of any length. `UserError` above `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
-    if len(digits) > len(str(LARGEST_COUNT)) or int(digits) > LARGEST_COUNT:
+    if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
             raise UserError(f"{shorten(part, 40)}: {_ZERO_TAKES}")
-        raise UserError(f"{shorten(part, 40)}: {name} counts to {LARGEST_COUNT:,} at most")
+        raise UserError(f"{shorten(part, 40)}: {name} counts to {MAX_COUNT:,} at most")
     return int(digits)
 
 
-def _read_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """What follows the colon of tp, cp, ep and pp."""
+def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
+    """Parse the options after the colon of tp, cp, ep and pp."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":
@@ -381,20 +379,22 @@ def _read_options(part: str, name: str, options: str | None) -> dict[str, object
     if name == "cp" and options:
         return {"cp_method": options}
     if name == "ep" and (match := re.fullmatch(r"etp([0-9]+)", options)):
-        return {"etp": _count(part, "etp", match[1])}
+        return {"etp": _parse_count(part, "etp", match[1])}
     if name == "pp" and options.startswith("@"):
         return {"schedule": options}
     if name == "pp" and (match := re.fullmatch(r"([^:]+)(?::([0-9]+))?", options)):
-        return {"schedule": match[1], **({"chunks": _count(part, "chunks", match[2])} if match[2] else {})}
+        return {"schedule": match[1], **({"chunks": _parse_count(part, "chunks", match[2])} if match[2] else {})}
     raise UserError(f"{part}: {name} is written {_EXAMPLES[name]}")
 
 
-def _unknown_part(part: str, name: str, number: str) -> str:
-    close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _COUNTS), *_WORDS])
-    if close in _WORDS:
+def _describe_unknown_part(part: str, name: str, number: str) -> str:
+    """Return the message for an unknown part, with the nearest known one."""
+    words = [*(f"{word}{number}" for word in _FIELD_BY_PART), *_FIELD_BY_WORD]
+    close = nearest(part, PRECISIONS) or nearest(part, words)
+    if close in _FIELD_BY_WORD:
         close = f"{close}:"
-    if close is None and (word := nearest(name, [*_COUNTS, *_WORDS])):
+    if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):
         close = f"{word}{number}"
     suggestion = f'; did you mean "{close}"?' if close else ""
-    known = ", ".join([*(f"{word}N" for word in _COUNTS), *(f"{word}:" for word in _WORDS), *PRECISIONS])
+    known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD), *PRECISIONS])
     return f'unknown part "{part}"{suggestion} (known: {known})'

@@ -1,7 +1,7 @@
-"""The largest sizes that are accepted from files and command lines, in one table.
+"""Largest accepted sizes in files and on command lines, in one table.
 
-Every size is checked against its limit before anything is allocated or looped over, so a wrong or hostile number costs
-one line of error. Each limit is far above what has been published; the reason stands beside it.
+Every size is checked before anything is allocated or iterated, so that an invalid number costs one line of error. Each
+limit is far above published values; its reason is part of the table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that is accepted of a size. reason: why so many."""
+    """Largest accepted value of a size, and the reason for it."""
 
     most: int
     reason: str
@@ -66,13 +66,13 @@ LIMITS: dict[str, Limit] = {
 
 
 def limit_of(name: str) -> int:
-    """The limit of a size by its name in `LIMITS`."""
+    """Return the limit of a size, by its name in `LIMITS`."""
     return LIMITS[name].most
 
 
 def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
-    """Error text if `value` exceeds LIMITS[name], such as "layers 1000000000 is too large: at most 1,024 (...)"; None
-    otherwise. called: name used in the text."""
+    """Return the error text if `value` exceeds LIMITS[name], such as "layers 1000000000 is too large: at most 1,024
+    (...)"; else None. called: name used in the text."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
@@ -81,12 +81,12 @@ def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
 
 
 def shorten_repr(value: object, width: int = 60) -> str:
-    """A wrong value as an error line shows it: its `repr`, cut to about `width` characters."""
+    """Return the `repr` of a wrong value for an error message, shortened to about `width` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
     return shorten(repr(value), width)
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """`text`, cut to `width` characters; the last three are then dots."""
+    """Shorten text to `width` characters; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,4 +1,4 @@
-"""Every published name that a person may write, in one place, and the sentence that answers a name nobody knows."""
+"""All names that users may write (schedules, algorithms, families ...), and the error message for an unknown one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOADS = ("cpu", "nvme")
 CONTEXT_METHODS = ("ring", "ulysses")
 
-# Model chunks that a rank holds under each pipeline schedule: (unless said, least, most). None: no upper limit.
+# Model chunks of a rank under each pipeline schedule: (default, minimum, maximum). None: no maximum.
 SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
     "gpipe": (1, 1, 1),
     "1f1b": (1, 1, 1),
@@ -34,7 +34,7 @@ SCHEDULE_CHUNKS: dict[str, tuple[int, int, int | None]] = {
     "auto": (1, 1, None),
 }
 SCHEDULES = tuple(SCHEDULE_CHUNKS)
-ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")  # weights change while micro-batches are under way
+ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")  # weights are updated while micro-batches are in flight
 BIDIRECTIONAL_SCHEDULES = ("dualpipe", "chimera", "gems")
 
 OPERATIONS = (
@@ -74,7 +74,7 @@ COLLECTIVE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all-to-all": ("pairwise", "ring", "bruck", "all-pairs", "hierarchical", "auto"),
 }
 ALL_REDUCE_ALGORITHMS = COLLECTIVE_ALGORITHMS["all-reduce"]
-# Other names that the field uses for them.
+# Aliases in the literature.
 ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
     "all-reduce": {"recursive-doubling": "butterfly"},
     "broadcast": {"chain": "ring"},
@@ -89,10 +89,10 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet")
-RECORDS = ("text", "instruction", "chat", "preference")  # what a record of a source is
-TEMPLATES = ("instruction", "chatml", "model")  # how its messages become one text
-TRAINED = ("responses", "all")  # the tokens that are targets
-TOO_LONG = ("truncate", "drop", "refuse")  # what becomes of an example that is longer than a row
+RECORDS = ("text", "instruction", "chat", "preference")  # kind of a source's records
+TEMPLATES = ("instruction", "chatml", "model")  # chat templates
+TRAINED = ("responses", "all")  # target tokens of the loss
+TOO_LONG = ("truncate", "drop", "refuse")  # treatment of examples longer than a sequence
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
@@ -106,14 +106,15 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` was most likely meant to be, or None when nothing is close."""
+    """Return the known name closest to a mistyped word, or None."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
     return by_lower_case[matches[0]] if matches else None
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> str:
-    """`unknown optimizer "adamq"; did you mean "adamw"? (known: adamw, sgd)`."""
+    """Return the message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
+    sgd)`."""
     known = list(known)
     close = nearest(word, known)
     suggestion = f'; did you mean "{close}"?' if close else ""

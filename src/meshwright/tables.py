@@ -1,4 +1,4 @@
-"""Typed tables of a file that a person writes: checked by pydantic, every mistake said in one line of our own words."""
+"""Typed tables of user-written files: validated by pydantic, each mistake reported in one line of our own wording."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pydantic.fields import FieldInfo
 from meshwright.errors import UserError
 from meshwright.limits import limit_error, shorten, shorten_repr
 from meshwright.names import nearest, unknown
-from meshwright.toml import parse_toml, toml_value
+from meshwright.toml import format_toml_value, parse_toml
 
 
 class Table(BaseModel):
-    """Base of a typed table. Values are not converted (a number in quotes is a mistake); nan and inf are refused."""
+    """Base of typed tables. Values are not converted (a number in quotes is an error); nan and inf are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def at_most(name: str) -> AfterValidator:
-    """Marks a number that must not be beyond the limit called `name` in `limits.LIMITS`."""
+    """Return a pydantic validator for the upper limit `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
         if problem := limit_error(name, value, ""):
@@ -38,7 +38,7 @@ def at_most(name: str) -> AfterValidator:
 
 @dataclass(frozen=True)
 class Size(GroupedMetadata):
-    """Marks a number from `ge` to the limit called `name` in `limits.LIMITS`."""
+    """Pydantic constraint: at least `ge`, at most the limit `name` in `limits.LIMITS`."""
 
     name: str
     ge: int = 1
@@ -57,7 +57,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Marks a string that must be one of the published names."""
+    """Return a pydantic validator for a string that must be one of the known names."""
 
     def check(word: str) -> str:
         if word not in known:
@@ -67,12 +67,13 @@ def named(kind: str, known: Sequence[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def matching(pattern: str, meaning: str) -> AfterValidator:
-    """Marks a string that must match a regular expression; `meaning` is what a person calls that."""
+def match_pattern(pattern: str, meaning: str) -> AfterValidator:
+    """Return a pydantic validator for a string that must match a regular expression. meaning: its description in
+    errors."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise ValueError(f"should be {meaning}, not {toml_value(text)}")
+            raise ValueError(f"should be {meaning}, not {format_toml_value(text)}")
         return text
 
     return AfterValidator(check)
@@ -83,31 +84,32 @@ Root = TypeVar("Root", bound=Table)
 
 @dataclass(frozen=True)
 class Schema(Generic[Root]):
-    """A root table, the keys that it knows, and what to say when they are used wrongly."""
+    """Root table of a file format, with its known keys and the error messages for wrong use."""
 
     root: type[Root]
-    elsewhere: Mapping[str, str]  # what other programs call a key, and its dotted name here
+    elsewhere: Mapping[str, str]  # other programs' name of a key -> our dotted key
 
     @cached_property
     def keys(self) -> dict[str, FieldInfo]:
-        """Every dotted key, those of tables included, in the order of the definition."""
-        return _keys(self.root, "")
+        """Every dotted key, tables included, in the order of definition."""
+        return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """The typed root that `tables` say; `UserError` about the first mistake, at the place `where(key)`."""
+        """Validate tables and return the typed root. Raises `UserError` for the first mistake, located by
+        `where(key)`."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
             problems = error.errors(include_url=False)
-        # A mistyped key is also a missing one: the typo is what to tell.
+        # A mistyped key is also reported as missing: prefer the message about the typo.
         problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         key = self._key(problem)
         others = len({self._key(problem) for problem in problems} - {key})
         more = f" (and {others} more key{'s' if others > 1 else ''} to mend)" if others else ""
-        raise UserError(": ".join(part for part in (where(key), *self._said_wrong(key, problem)) if part) + more)
+        raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
-        """Put an override such as `train.steps=100` into `tables`; returns its dotted key. A bare word is a string."""
+        """Apply an override such as `train.steps=100` to `tables`; returns its dotted key. A bare word is a string."""
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')
@@ -116,20 +118,20 @@ class Schema(Generic[Root]):
             tables = tables.setdefault(name, {})
             if not isinstance(tables, dict):
                 raise UserError(f'override "{text}": {".".join(path[: depth + 1])} is a value, not a table')
-        tables[last] = self.read_override_value(key, value)
+        tables[last] = self.parse_override_value(key, value)
         return key
 
-    def read_override_value(self, key: str, text: str) -> Any:
-        """Return the value that the text of an override gives `key`: TOML, or a bare word."""
+    def parse_override_value(self, key: str, text: str) -> Any:
+        """Parse the value of an override as TOML, or as text where it is a bare word or the key takes text."""
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:
             return text
-        takes_text = key in self.keys and str in _plain_types(self.keys[key].annotation)
+        takes_text = key in self.keys and str in _list_plain_types(self.keys[key].annotation)
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
     def _key(self, problem: Any) -> str:
-        """The dotted key of one of pydantic's findings, without the union member that its path may end with."""
+        """Return the dotted key of a pydantic error, without the union member that its path may end with."""
         key = ""
         for part in problem["loc"]:
             if key in self.keys and not is_table(self.keys[key].annotation):
@@ -137,22 +139,24 @@ class Schema(Generic[Root]):
             key = f"{key}.{part}" if key else str(part)
         return key
 
-    def _said_wrong(self, key: str, problem: Any) -> list[str]:
-        """The key and what is wrong with it; inside a list of tables the number of the table and the key there."""
-        rows = _table_of_rows(self.keys[key].annotation) if key in self.keys else None
+    def _describe_problem(self, key: str, problem: Any) -> list[str]:
+        """Return the parts of a message: key and reason; in a list of tables, also the table's number and its key."""
+        rows = _find_row_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
-            return [key, self._reason(key, problem)]
+            return [key, self._explain_problem(key, problem)]
         place = problem["loc"].index(inside[0])
         inner, there = Schema(rows, {}), {**problem, "loc": problem["loc"][place + 1 :]}
         name = inner._key(there)
-        said = inner._reason(name, there) if name else f"should be a table, not {_said(problem['input'])}"
+        said = (
+            inner._explain_problem(name, there) if name else f"should be a table, not {_format_value(problem['input'])}"
+        )
         return [f"{key} number {inside[0] + 1}", name, said]
 
-    def _reason(self, key: str, problem: Any) -> str:
-        """What is wrong with the value of `key`, in our words."""
+    def _explain_problem(self, key: str, problem: Any) -> str:
+        """Return the reason why a key's value is invalid."""
         if problem["type"] == "extra_forbidden":
-            return self._unknown(key, is_table=isinstance(problem["input"], Mapping))
+            return self._describe_unknown_key(key, is_table=isinstance(problem["input"], Mapping))
         if problem["type"] == "value_error":
             return str(problem["ctx"]["error"])
         field = self.keys[key]
@@ -160,10 +164,11 @@ class Schema(Generic[Root]):
             if is_table(field.annotation):
                 needed = [name for name, inner in field.annotation.model_fields.items() if inner.is_required()]
                 return "this table is missing" + (f"; it needs {', '.join(needed)}" if needed else "")
-            return f"this key is missing; it should be {_describe(field.annotation, field.metadata)}"
-        return f"should be {_describe(field.annotation, field.metadata)}, not {_said(problem['input'])}"
+            return f"this key is missing; it should be {_describe_type(field.annotation, field.metadata)}"
+        return f"should be {_describe_type(field.annotation, field.metadata)}, not {_format_value(problem['input'])}"
 
-    def _unknown(self, key: str, is_table: bool) -> str:
+    def _describe_unknown_key(self, key: str, is_table: bool) -> str:
+        """Return the message for an unknown key or table, with the nearest known one."""
         table, _, name = key.rpartition(".")
         inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
         suggestion = nearest(name, inside)
@@ -179,49 +184,51 @@ class Schema(Generic[Root]):
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
+    """Return True if a type annotation is a table."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _table_of_rows(kind: Any) -> type[Any] | None:
-    """The table that a list holds rows of, if that is what `kind` is."""
+def _find_row_table(kind: Any) -> type[Any] | None:
+    """Return the table type of a list of tables, or None."""
     if get_origin(kind) is Annotated:
-        return _table_of_rows(get_args(kind)[0])
+        return _find_row_table(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return next(filter(None, map(_table_of_rows, get_args(kind))), None)
+        return next(filter(None, map(_find_row_table, get_args(kind))), None)
     if get_origin(kind) is list and is_table(get_args(kind)[0]):
         return get_args(kind)[0]  # type: ignore[no-any-return]
     return None
 
 
-def _keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+    """Return dotted key -> field, for a table and its inner tables."""
     keys: dict[str, FieldInfo] = {}
     for name, field in table.model_fields.items():
         key = prefix + (field.alias or name)
         keys[key] = field
         if is_table(field.annotation):
-            keys |= _keys(field.annotation, f"{key}.")
+            keys |= _list_keys(field.annotation, f"{key}.")
     return keys
 
 
-def _plain_types(kind: Any) -> list[Any]:
-    """The types that a (possibly annotated) union accepts."""
+def _list_plain_types(kind: Any) -> list[Any]:
+    """List the types that a (possibly annotated) union accepts."""
     if get_origin(kind) is Annotated:
-        return _plain_types(get_args(kind)[0])
+        return _list_plain_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return [plain for member in get_args(kind) for plain in _plain_types(member)]
+        return [plain for member in get_args(kind) for plain in _list_plain_types(member)]
     return [get_origin(kind) or kind]
 
 
-def _describe(kind: Any, limits: Sequence[Any]) -> str:
-    """What a value of this type is, for a person: "a whole number, at least 1"."""
+def _describe_type(kind: Any, limits: Sequence[Any]) -> str:
+    """Describe the valid values of a type: "a whole number, at least 1"."""
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
-        return _describe(kind, [*limits, *(limit for item in more for limit in getattr(item, "metadata", [item]))])
+        return _describe_type(kind, [*limits, *(limit for item in more for limit in getattr(item, "metadata", [item]))])
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_describe(member, limits) for member in get_args(kind) if member is not NoneType)
+        return " or ".join(_describe_type(member, limits) for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is list:
         length = next((f" of {limit.max_length}" for limit in limits if hasattr(limit, "max_length")), "")
-        return f"a list{length}, each {_describe(get_args(kind)[0], [])}"
+        return f"a list{length}, each {_describe_type(get_args(kind)[0], [])}"
     text = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}.get(kind, "a table")
     bounds = [
         f"{word} {getattr(limit, name)}"
@@ -232,10 +239,10 @@ def _describe(kind: Any, limits: Sequence[Any]) -> str:
     return f"{text}, {' and '.join(bounds)}" if bounds else text
 
 
-def _said(value: Any) -> str:
-    """A wrong value as the person wrote it."""
+def _format_value(value: Any) -> str:
+    """Format a wrong value as the user wrote it."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, (str, float, list, bool)):
-        return shorten(toml_value(value), 200)
+        return shorten(format_toml_value(value), 200)
     return shorten_repr(value)

@@ -1,4 +1,4 @@
-"""Text for terminals: what could steer one is written out, tables become lines."""
+"""Text for terminals: control characters are escaped, tables are rendered as lines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def printable(text: str) -> str:
-    """`text` with what could steer a terminal written out: documents may hold anything."""
+def escape_control_characters(text: str) -> str:
+    """Escape characters that could control a terminal; user documents may contain any."""
     return "".join(
         character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
         for character in text.expandtabs(4)
@@ -16,17 +16,17 @@ def printable(text: str) -> str:
 
 
 def escape_on_terminal(text: str) -> str:
-    """`text` for standard output: `printable` where that is a terminal, unchanged for files and pipes."""
-    return printable(text) if sys.stdout.isatty() else text
+    """Escape control characters if standard output is a terminal; files and pipes get the text unchanged."""
+    return escape_control_characters(text) if sys.stdout.isatty() else text
 
 
 def print_message(text: str) -> None:
-    """Print `text`, which may quote untrusted files, on standard error at once."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """Print text, which may quote untrusted files, on standard error without buffering."""
+    print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
-def rendered(parts: Iterable[Any], width: int = 120) -> str:
-    """Tables as text for standard output, with colours where that is a terminal, else `width` characters wide."""
+def render_tables(parts: Iterable[Any], width: int = 120) -> str:
+    """Render rich tables as text for standard output: coloured on a terminal, else `width` characters wide."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

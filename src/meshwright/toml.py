@@ -1,4 +1,4 @@
-"""TOML files: read with errors that name file and line, and written so that they read back equal."""
+"""TOML files: reading with errors that name file and line, and formatting that reads back equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from meshwright.untrusted import check_nesting, read_file
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """The tables of the TOML file at `path`; `kind` is what it should be ("recipe"). `UserError` if it is not that."""
+    """Read a TOML file into tables. kind: what it should be ("recipe"), for errors. Raises `UserError` if it is not
+    valid."""
     try:
         text = read_file(path, "recipe_bytes", pipe=True).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(_no_such_file(path, kind)) from None
+        raise UserError(_describe_missing_file(path, kind)) from None
     except IsADirectoryError:
         raise UserError(f"{path} is a directory; a {kind} is a TOML file") from None
     except UnicodeDecodeError as error:
@@ -30,7 +31,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of TOML text; `UserError` names the line, after `where`."""
+    """Parse TOML text into tables; `UserError` has `where` and the line."""
     try:
         tables = tomllib.loads(text)
         check_nesting(tables)
@@ -47,7 +48,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not valid TOML: {error}") from None
 
 
-def _no_such_file(path: Path, kind: str) -> str:
+def _describe_missing_file(path: Path, kind: str) -> str:
+    """Return the message for a missing file, with the nearest existing name."""
     if not path.parent.is_dir():
         return f"no such {kind}: {path} (there is no directory {path.parent})"
     files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]
@@ -55,29 +57,31 @@ def _no_such_file(path: Path, kind: str) -> str:
     return f"no such {kind}: {path}" + (f"; did you mean {path.parent / close}?" if close else "")
 
 
-def write_toml(tables: Mapping[str, Any]) -> str:
-    """`tables` as TOML text. Values: strings, booleans, numbers, lists and dictionaries of these; no None."""
+def format_toml(tables: Mapping[str, Any]) -> str:
+    """Format tables as TOML. Values: strings, booleans, numbers, lists and dictionaries of these; not None."""
     lines: list[str] = []
-    _write_table(tables, "", lines)
+    _append_table(tables, "", lines)
     return "\n".join(lines) + "\n"
 
 
-def _write_table(table: Mapping[str, Any], name: str, lines: list[str]) -> None:
+def _append_table(table: Mapping[str, Any], name: str, lines: list[str]) -> None:
+    """Append the lines of a table and its inner tables."""
     values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     if name and (values or not table):
         lines.extend([""] * bool(lines) + [f"[{name}]"])
-    lines.extend(f"{_key(key)} = {toml_value(value)}" for key, value in values.items())
+    lines.extend(f"{_format_key(key)} = {format_toml_value(value)}" for key, value in values.items())
     for key, value in table.items():
         if isinstance(value, Mapping):
-            _write_table(value, f"{name}.{_key(key)}" if name else _key(key), lines)
+            _append_table(value, f"{name}.{_format_key(key)}" if name else _format_key(key), lines)
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+def _format_key(key: str) -> str:
+    """Format a key, quoted if necessary."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_toml_value(key)
 
 
-def toml_value(value: Any) -> str:
-    """One value as TOML writes it."""
+def format_toml_value(value: Any) -> str:
+    """Format one value as TOML."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are a subset of TOML's
     if isinstance(value, bool):
@@ -85,8 +89,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # the shortest text that reads back as the same number; "inf" and "nan" are TOML too
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
+        return f"[{', '.join(format_toml_value(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(key)} = {toml_value(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{_format_key(key)} = {format_toml_value(item)}' for key, item in value.items())}}}"
     assert isinstance(value, int), f"{value!r} has no TOML form"
     return str(value)

@@ -1,4 +1,4 @@
-"""Reads JSON files that strangers may have written: bounded size and nesting, and only the errors that are stated."""
+"""Reading of untrusted files: bounded size and nesting, and only the documented errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
-    """All bytes of a file of at most `limits.limit_of(limit)` bytes.
+    """Read a file of at most `limits.limit_of(limit)` bytes.
 
-    pipe: a FIFO such as the shell's `<(...)` is read too. OSError: it cannot be read, is larger, or is a device, whose
-    end may never come.
+    pipe: accept a FIFO, such as the shell's `<(...)`. Raises OSError if the file cannot be read, is larger, or is a
+        device, which may never end.
     """
     largest = limit_of(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
@@ -40,7 +40,7 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
 
 
 def _read_at_most(file: IO[bytes], count: int) -> bytes:
-    """The first `count` bytes of a file; `file.read(count)` would allocate as many, however small the file is."""
+    """Read up to `count` bytes in parts; `file.read(count)` would allocate all of them for a small file too."""
     parts: list[bytes] = []
     while count and (part := file.read(min(count, 1 << 20))):
         parts.append(part)
@@ -49,9 +49,9 @@ def _read_at_most(file: IO[bytes], count: int) -> bytes:
 
 
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
-    """The value of JSON text. ValueError, and nothing else, where it is not JSON, or nested deeper than is read.
+    """Parse JSON text. Raises ValueError, and nothing else, for invalid JSON or too deep nesting.
 
-    object_pairs_hook: as `json.loads` has it; what it raises is raised here.
+    object_pairs_hook: as in `json.loads`; its exceptions are passed on.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -65,12 +65,12 @@ def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | Non
 
 
 def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
-    """The value of a JSON file. OSError as `read_file`, ValueError as `parse_json`."""
+    """Read and parse a JSON file. Raises OSError as `read_file`, ValueError as `parse_json`."""
     return parse_json(read_file(path, limit), object_pairs_hook)
 
 
 def check_nesting(value: Any) -> None:
-    """ValueError for a value of lists and dictionaries that is nested deeper than is read."""
+    """Raise ValueError if lists and dictionaries are nested deeper than the limit."""
     level = [value]
     for _ in range(limit_of("nesting")):
         level = [
@@ -86,4 +86,5 @@ def check_nesting(value: Any) -> None:
 
 
 def _too_deep() -> str:
+    """Return the message for too deep nesting."""
     return f"nested deeper than {limit_of('nesting')} levels"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright.collectives.library import generate
-from meshwright.program.collective_text import parse_collective, print_collective
-from meshwright.program.json_form import to_json
+from meshwright.program.collective_text import format_collective, parse_collective
+from meshwright.program.json_form import to_json_dict
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_auto_ranks_all_and_says_why_and_where_it_changes(asked):
 def test_a_program_from_a_file_is_checked_and_timed(asked, tmp_path: Path):
     program = generate("broadcast", "binomial-tree", 5, root=3)
     named = asked("broadcast", "binomial-tree", "--ranks", "5", "--bytes", "1MB", "--root", "3")
-    for name, text in (("b.txt", print_collective(program)), ("b.json", json.dumps(to_json(program)))):
+    for name, text in (("b.txt", format_collective(program)), ("b.json", json.dumps(to_json_dict(program)))):
         (tmp_path / name).write_text(text)
         answer = asked("broadcast", f"@{tmp_path / name}", "--bytes", "1MB")
         assert answer["closed_form_seconds"] is None
@@ -99,7 +99,7 @@ def test_a_program_from_a_file_is_checked_and_timed(asked, tmp_path: Path):
 
 
 def test_a_program_that_does_not_hold_is_exit_1_with_rank_step_and_reason(command_line, tmp_path: Path):
-    text = print_collective(generate("all-reduce", "ring", 4))
+    text = format_collective(generate("all-reduce", "ring", 4))
     lines = text.splitlines()
     spoiled = next(number for number, line in enumerate(lines) if "reduce data" in line)
     lines[spoiled] = lines[spoiled].replace("reduce data", "receive data")
@@ -187,7 +187,7 @@ def test_a_mistake_is_one_line_and_exit_2(command_line, words: str, said: str):
 
 @pytest.mark.parametrize("option", [("--ranks", "4"), ("--root", "1"), ("--segments", "2"), ("--reduction", "mean")])
 def test_what_a_file_says_itself_is_not_said_otherwise(command_line, tmp_path: Path, option: tuple[str, str]):
-    (tmp_path / "b.txt").write_text(print_collective(generate("broadcast", "binomial-tree", 5)))
+    (tmp_path / "b.txt").write_text(format_collective(generate("broadcast", "binomial-tree", 5)))
     outcome = command_line("collective", "broadcast", f"@{tmp_path / 'b.txt'}", "--bytes", "4", *option)
     assert outcome.code == 2 and option[0] in outcome.errors
     outcome = command_line("collective", "all-reduce", f"@{tmp_path / 'b.txt'}", "--bytes", "4")

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.data.cleaning.rules import asked
 from meshwright.recipe import CleanRecipe
-from meshwright.terminal import printable
+from meshwright.terminal import escape_control_characters
 
 
 @pytest.fixture
@@ -144,4 +144,4 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
 
 
 def test_text_cannot_steer_the_terminal():
-    assert printable("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"
+    assert escape_control_characters("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"

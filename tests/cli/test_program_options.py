@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.program.load import load_program, print_program
+from meshwright.program.load import format_program, load_program
 
 COMMANDS = {
     "collective": ("all-reduce", "ring", "--ranks", "3", "--bytes", "12"),
@@ -47,7 +47,7 @@ def test_a_program_is_written_in_the_form_of_its_name_and_read_back(command_line
     text = path.read_text()
     assert text.startswith("{" if file.lower().endswith("json") else FIRST_LINE[name])
     dialect: Any = "pipeline" if name == "schedule" else "collective"
-    assert print_program(load_program(path, dialect), path) == text
+    assert format_program(load_program(path, dialect), path) == text
 
 
 def test_the_text_drawing_stands_below_the_report_and_in_the_document(command_line, name: str):

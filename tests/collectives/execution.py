@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 import numpy as np
 
 from meshwright.program.collective import CollectiveProgram, Kind
-from meshwright.program.order import match, post_order
+from meshwright.program.order import find_posting_order, match_transfers
 
 JUNK = -(10**12)  # what memory holds before something is written there
 
@@ -27,7 +27,7 @@ def run(program: CollectiveProgram, vectors: np.ndarray) -> np.ndarray:
     memory = np.full((n, program.slots), JUNK)
     match program.operation:
         case "all-gather" | "gather":
-            memory[program.owner(chunk), chunk] = vectors[program.owner(chunk), chunk]
+            memory[program.find_owner(chunk), chunk] = vectors[program.find_owner(chunk), chunk]
         case "broadcast" | "scatter" | "send-receive":
             memory[program.root, : program.chunks] = vectors[program.root]
         case _:
@@ -117,7 +117,7 @@ def assert_right(program: CollectiveProgram, seed: int = 0) -> None:
     n, chunks = vectors.shape
     memory = run(program, vectors)
     data, total, chunk = memory[:, :chunks], vectors.sum(0), np.arange(chunks)
-    owner = program.owner(chunk)
+    owner = program.find_owner(chunk)
     match program.operation:
         case "all-reduce":
             assert (data == total).all()
@@ -148,8 +148,8 @@ def assert_right(program: CollectiveProgram, seed: int = 0) -> None:
 def heard(program: CollectiveProgram) -> np.ndarray:
     """[ranks, ranks] whether a rank at its end knows that the other has begun."""
     s, n = program.steps, program.ranks
-    sends, receives = match(s.rank, s.peer, s.kind == Kind.SIGNAL, s.kind == Kind.WAIT)
-    schedule = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SIGNAL, s.kind == Kind.WAIT)
+    schedule = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     knows = np.eye(n, dtype=bool)
     level = np.maximum(schedule.level[s.group_index[sends]], schedule.level[s.group_index[receives]])
     for now in np.unique(level):
@@ -163,8 +163,8 @@ def rounds(program: CollectiveProgram) -> int:
     """The longest chain of dependent transfers."""
     s = program.steps
     sending = np.isin(s.kind, (Kind.SEND, Kind.SIGNAL))
-    sends, receives = match(s.rank, s.peer, sending, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)))
-    return post_order(s.group_rank, s.group_index[sends], s.group_index[receives]).depth
+    sends, receives = match_transfers(s.rank, s.peer, sending, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)))
+    return find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives]).depth
 
 
 def sent(program: CollectiveProgram) -> np.ndarray:

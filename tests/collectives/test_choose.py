@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from meshwright.collectives.choose import Chooser, Settings, auto
+from meshwright.collectives.choose import Chooser, Settings, choose_algorithm
 from meshwright.collectives.crossover import Curves
 from meshwright.collectives.library import ALGORITHMS, generate
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.topologies import parse_topology
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS
 from meshwright.program.check_collective import check_collective
@@ -18,7 +18,7 @@ from meshwright.program.simulate_collective import simulate_collective
 
 
 def best(operation: str, name: str, ranks: int, size: float) -> str:
-    return auto(operation, topology(name, ranks), size).best.algorithm
+    return choose_algorithm(operation, parse_topology(name, ranks), size).best.algorithm
 
 
 def test_few_rounds_win_for_small_vectors_and_few_bytes_for_large_ones():
@@ -42,8 +42,8 @@ def test_a_network_has_the_algorithm_that_was_made_for_it():
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_algorithm_that_takes_so_many_ranks_is_ranked_by_its_simulated_time(operation: str):
-    network = topology("switch", 6)
-    choice = auto(operation, network, 1e5, root=0)
+    network = parse_topology("switch", 6)
+    choice = choose_algorithm(operation, network, 1e5, root=0)
     assert {one.algorithm for one in choice.ranking} | choice.refused.keys() == set(ALGORITHMS[operation])
     times = [one.seconds for one in choice.ranking]
     assert times == pytest.approx(sorted(times))
@@ -57,16 +57,16 @@ def test_every_algorithm_that_takes_so_many_ranks_is_ranked_by_its_simulated_tim
 
 
 def test_what_refuses_is_said_with_its_reason():
-    choice = auto("all-reduce", topology("switch", 7), 1e5)
+    choice = choose_algorithm("all-reduce", parse_topology("switch", 7), 1e5)
     assert set(choice.refused) == {"2d-torus", "2d-mesh", "3d-torus"}
     assert "cannot take 7 ranks" in choice.refused["2d-torus"]
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
 def test_no_other_number_of_segments_nearby_is_better(size: float):
-    network = topology("switch", 8)
+    network = parse_topology("switch", 8)
     chooser = Chooser("broadcast", network)
-    chosen = chooser.candidate("ring", size, near=math.inf)
+    chosen = chooser.find_candidate("ring", size, near=math.inf)
     assert chosen is not None and chosen.settings.segments is not None
     for segments in (chosen.settings.segments // 2, chosen.settings.segments * 2):
         if 1 <= segments <= 256:
@@ -75,32 +75,37 @@ def test_no_other_number_of_segments_nearby_is_better(size: float):
 
 
 def test_where_the_closed_form_is_wrong_about_segments_the_simulator_is_asked():
-    network = topology("torus:2x3", 6)
-    ranking = {one.algorithm: one for one in auto("broadcast", network, 3e6).ranking}
-    by_form = Chooser("broadcast", network).candidate("double-binary-tree", 3e6)
+    network = parse_topology("torus:2x3", 6)
+    ranking = {one.algorithm: one for one in choose_algorithm("broadcast", network, 3e6).ranking}
+    by_form = Chooser("broadcast", network).find_candidate("double-binary-tree", 3e6)
     assert by_form is not None
     assert ranking["double-binary-tree"].seconds < 0.95 * by_form.seconds
     assert ranking["double-binary-tree"].settings.segments != by_form.settings.segments
 
 
 def test_settings_come_from_the_network_unless_they_are_said():
-    chooser = Chooser("all-reduce", topology("nodes:2x6", 12))
-    assert chooser.fitting("hierarchical") == Settings(groups=6)
-    assert Chooser("all-reduce", topology("nodes:2x6", 12), said=Settings(groups=3)).fitting("hierarchical").groups == 3
-    torus = Chooser("all-reduce", topology("torus:3x4", 12))
-    assert torus.fitting("2d-torus").dims == torus.fitting("torus").dims == (3, 4)
-    assert torus.fitting("3d-torus").dims is None and torus.fitting("ring") == Settings()
+    chooser = Chooser("all-reduce", parse_topology("nodes:2x6", 12))
+    assert chooser.resolve_settings("hierarchical") == Settings(groups=6)
+    assert (
+        Chooser("all-reduce", parse_topology("nodes:2x6", 12), requested=Settings(groups=3))
+        .resolve_settings("hierarchical")
+        .groups
+        == 3
+    )
+    torus = Chooser("all-reduce", parse_topology("torus:3x4", 12))
+    assert torus.resolve_settings("2d-torus").dims == torus.resolve_settings("torus").dims == (3, 4)
+    assert torus.resolve_settings("3d-torus").dims is None and torus.resolve_settings("ring") == Settings()
 
 
 def test_equals_are_named_and_the_first_of_the_library_is_taken():
-    choice = auto("all-gather", topology("switch", 4), 1e9)
+    choice = choose_algorithm("all-gather", parse_topology("switch", 4), 1e9)
     ring, pairwise = (next(one for one in choice.ranking if one.algorithm == name) for name in ("ring", "pairwise"))
     assert ring.seconds == pytest.approx(pairwise.seconds)
     assert choice.ranking.index(ring) < choice.ranking.index(pairwise)
 
 
 def test_one_rank_has_nothing_to_do():
-    assert auto("all-reduce", topology("switch", 1), 1e6).best.seconds == 0
+    assert choose_algorithm("all-reduce", parse_topology("switch", 1), 1e6).best.seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_one_rank_has_nothing_to_do():
 )
 def test_mistakes(operation: str, root: int, said: str):
     with pytest.raises(UserError, match=said):
-        auto(operation, topology("switch", 4), 1e6, root)
+        choose_algorithm(operation, parse_topology("switch", 4), 1e6, root)
 
 
 # --- crossovers
@@ -116,7 +121,7 @@ def test_mistakes(operation: str, root: int, said: str):
 
 @functools.cache
 def chooser() -> Chooser:
-    return Chooser("all-reduce", topology("nodes:2x3,outer=10GB/s,5us", 6))
+    return Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6))
 
 
 @functools.cache
@@ -126,11 +131,11 @@ def curves_of_it() -> Curves:
 
 @pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
 def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
-    one = Chooser("all-reduce", topology(f"nodes:2x3,{outer}", 6))
+    one = Chooser("all-reduce", parse_topology(f"nodes:2x3,{outer}", 6))
     found = Curves.over(one, 2**14, 2**22).crossovers()
     assert found
     for crossover in found:
-        before, after = (one.candidate(name, crossover.size) for name in (crossover.before, crossover.after))
+        before, after = (one.find_candidate(name, crossover.size) for name in (crossover.before, crossover.after))
         assert before is not None and after is not None
         assert before.seconds == pytest.approx(after.seconds, rel=0.02)
         for name, size in ((crossover.before, crossover.size / 1.05), (crossover.after, crossover.size * 1.05)):
@@ -147,19 +152,19 @@ def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_t
 
 def test_the_quick_search_finds_the_same_crossovers():
     for name, ranks in (("nodes:2x3,outer=10GB/s,5us", 6), ("torus:3x3", 9), ("switch", 4)):
-        one = Chooser("all-reduce", topology(name, ranks))
+        one = Chooser("all-reduce", parse_topology(name, ranks))
         assert Curves.quick(one, most=2**24).crossovers() == Curves.over(one, most=2**24).crossovers()
 
 
 def test_on_many_ranks_what_is_left_out_could_not_have_been_the_best():
     # Closed forms know one kind of links only: the best here is not the one that they put first.
-    one, size = Chooser("all-gather", topology("nodes:10x8", 80)), 2**12
+    one, size = Chooser("all-gather", parse_topology("nodes:10x8", 80)), 2**12
     choice = one.choose(size)
     assert choice.left_out and choice.best.algorithm != min(
-        one.algorithms, key=lambda name: one.closed_form(name, size)
+        one.algorithms, key=lambda name: one.compute_closed_form(name, size)
     )
     for name in choice.left_out:
-        candidate = one.candidate(name, size)
+        candidate = one.find_candidate(name, size)
         assert candidate is not None and candidate.seconds > choice.best.seconds, name
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from meshwright.cli.collective import command
-from meshwright.collectives.cost import closed_form_seconds
-from meshwright.collectives.library import ALGORITHMS, generate, options
+from meshwright.collectives.cost import compute_closed_form_seconds
+from meshwright.collectives.library import ALGORITHMS, generate, list_options
 from meshwright.collectives.report import collective
-from meshwright.collectives.topologies import TOPOLOGIES, topology
+from meshwright.collectives.topologies import TOPOLOGIES, parse_topology
 from meshwright.names import ALGORITHM_ALIASES
 from meshwright.program.check_collective import check_collective
 
@@ -59,7 +59,7 @@ def test_rounds_bytes_and_closed_form_are_as_stated(row: list[str]):
     ranks, side, said = 16, 4, {}
     if algorithm.startswith("3d"):
         ranks, side = 27, 3
-    if "segments" in options(operation, algorithm) and "k" in row[2]:
+    if "segments" in list_options(operation, algorithm) and "k" in row[2]:
         said = {"segments": SEGMENTS}
     kind = re.fullmatch(r"(?:[23]d-)?(torus|mesh)", algorithm)
     if kind:
@@ -70,7 +70,7 @@ def test_rounds_bytes_and_closed_form_are_as_stated(row: list[str]):
     else:
         network = f"{'ring' if algorithm == 'bidirectional-ring' else 'switch'},10GB/s,7us"
     checked = check_collective(generate(operation, algorithm, ranks, **said))
-    form = closed_form_seconds(operation, algorithm, topology(network, ranks), SIZE, **said)
+    form = compute_closed_form_seconds(operation, algorithm, parse_topology(network, ranks), SIZE, **said)
     known = {"n": ranks, "X": side, "L": math.ceil(math.log2(ranks)), "k": SEGMENTS, "g": 4, "m": 4}
     known |= {"S": SIZE, "a": ALPHA, "b": 1 / BANDWIDTH, "p": 2e-6, "q": 1e-11}
     assert checked.rounds == value(row[2], **known)
@@ -99,7 +99,7 @@ def test_every_topology_and_setting_is_documented_and_every_shape_valid():
         kind = TOPOLOGIES[name.partition(":")[0]]
         assert names([row[2]]) == {*kind.tiers, *kind.numbers, *kind.flags}
         shape = name.partition(":")[2]
-        assert topology(name, math.prod(map(int, shape.split("x"))) if shape else 8)
+        assert parse_topology(name, math.prod(map(int, shape.split("x"))) if shape else 8)
 
 
 def test_every_option_is_documented():

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.collectives.bounds import lower_bound_seconds
-from meshwright.collectives.cost import CLOSED_FORMS, closed_form_seconds
-from meshwright.collectives.grid import nearly_cubic, ranks_per_node
-from meshwright.collectives.library import ALGORITHMS, ROOTED, generate, options
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.bounds import compute_lower_bound_seconds
+from meshwright.collectives.cost import CLOSED_FORMS, compute_closed_form_seconds
+from meshwright.collectives.grid import find_nearly_cubic, resolve_ranks_per_node
+from meshwright.collectives.library import ALGORITHMS, ROOTED, generate, list_options
+from meshwright.collectives.topologies import parse_topology
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS
 from meshwright.program.check_collective import check_collective
@@ -42,11 +42,11 @@ def meant_for(algorithm: str, ranks: int, dims: tuple[int, ...] | None = None) -
     """The network that an algorithm was made for."""
     if "torus" in algorithm or "mesh" in algorithm:
         kind = "torus" if "torus" in algorithm else "mesh"
-        dims = dims or (nearly_cubic(ranks, int(algorithm[0])) if algorithm[0].isdigit() else (ranks,))
-        return topology(f"{kind}:{'x'.join(map(str, dims))}", ranks)
+        dims = dims or (find_nearly_cubic(ranks, int(algorithm[0])) if algorithm[0].isdigit() else (ranks,))
+        return parse_topology(f"{kind}:{'x'.join(map(str, dims))}", ranks)
     if algorithm.startswith("hierarchical"):
-        return topology(f"nodes:{ranks_per_node('', ranks)},inner=100GB/s,2us,outer=10GB/s,7us", ranks)
-    return topology("ring" if algorithm == "bidirectional-ring" else "switch", ranks)
+        return parse_topology(f"nodes:{resolve_ranks_per_node('', ranks)},inner=100GB/s,2us,outer=10GB/s,7us", ranks)
+    return parse_topology("ring" if algorithm == "bidirectional-ring" else "switch", ranks)
 
 
 def seconds(program: Any, network: Network, size: float) -> float:
@@ -81,7 +81,7 @@ def test_the_simulator_takes_as_long_as_the_closed_form_says(operation: str, alg
         network = meant_for(algorithm, ranks)
         least, most = bounds_of_the_form(algorithm, ranks)
         for size in SIZES:
-            form = closed_form_seconds(operation, algorithm, network, size)
+            form = compute_closed_form_seconds(operation, algorithm, network, size)
             assert form is not None
             simulated = seconds(program, network, size)
             assert least * form * (1 - 1e-9) <= simulated <= most * form * (1 + 1e-9), (ranks, size)
@@ -94,7 +94,7 @@ def test_roots_other_than_0_take_as_long(operation: str, algorithm: str):
     for ranks, root in ((5, 3), (8, 7), (12, 5)):
         program = checked(operation, algorithm, ranks, root=root)
         network = meant_for(algorithm, ranks)
-        form = closed_form_seconds(operation, algorithm, network, 1e6)
+        form = compute_closed_form_seconds(operation, algorithm, network, 1e6)
         least, most = bounds_of_the_form(algorithm, ranks)
         assert form is not None
         assert least * form <= seconds(program, network, 1e6) * (1 + 1e-9) <= most * form * (1 + 2e-9)
@@ -108,7 +108,7 @@ def test_grids_of_any_sides_take_as_long_as_their_form(operation: str, name: str
     program = checked(operation, name, ranks, dims=dims)
     network = meant_for(name, ranks, dims)
     for size in SIZES:
-        form = closed_form_seconds(operation, name, network, size, dims=dims)
+        form = compute_closed_form_seconds(operation, name, network, size, dims=dims)
         assert seconds(program, network, size) == pytest.approx(form)
 
 
@@ -119,8 +119,8 @@ def test_grids_of_any_sides_take_as_long_as_their_form(operation: str, name: str
 )
 def test_nodes_of_any_size_take_as_long_as_the_form(operation: str, algorithm: str, groups: int):
     program = checked(operation, algorithm, 12, groups=groups)
-    network = topology(f"nodes:{groups},inner=100GB/s,2us,outer=10GB/s,7us", 12)
-    form = closed_form_seconds(operation, algorithm, network, 1e6, groups=groups)
+    network = parse_topology(f"nodes:{groups},inner=100GB/s,2us,outer=10GB/s,7us", 12)
+    form = compute_closed_form_seconds(operation, algorithm, network, 1e6, groups=groups)
     assert seconds(program, network, 1e6) == pytest.approx(form)
 
 
@@ -130,15 +130,15 @@ def test_pipelines_of_any_depth_take_as_long_as_the_form(operation: str, segment
     for algorithm, near in (("ring", 1e-9), ("double-binary-tree", 0.1)):
         for ranks in (4, 7, 16):
             program = checked(operation, algorithm, ranks, segments=segments)
-            network = topology("switch", ranks)
-            form = closed_form_seconds(operation, algorithm, network, 1e7, segments=segments)
+            network = parse_topology("switch", ranks)
+            form = compute_closed_form_seconds(operation, algorithm, network, 1e7, segments=segments)
             assert seconds(program, network, 1e7) == pytest.approx(form, rel=near), (algorithm, ranks)
 
 
 def test_two_trees_come_near_their_form_when_the_pipeline_is_long():
-    network = topology("switch", 16)
+    network = parse_topology("switch", 16)
     program = checked("all-reduce", "double-binary-tree", 16, segments=64)
-    form = closed_form_seconds("all-reduce", "double-binary-tree", network, 1e9, segments=64)
+    form = compute_closed_form_seconds("all-reduce", "double-binary-tree", network, 1e9, segments=64)
     assert form is not None
     assert seconds(program, network, 1e9) == pytest.approx(form, rel=0.02)
     assert form == pytest.approx((2 * 4 + 63) * (5e-6 + 2e9 / 64 / 25e9))
@@ -149,33 +149,34 @@ def test_a_binomial_tree_in_segments_takes_no_longer_than_its_form(operation: st
     for ranks in (4, 6, 16):
         for segments in (2, 8):
             program = checked(operation, "binomial-tree", ranks, segments=segments)
-            network = topology("switch", ranks)
-            form = closed_form_seconds(operation, "binomial-tree", network, 1e7, segments=segments)
+            network = parse_topology("switch", ranks)
+            form = compute_closed_form_seconds(operation, "binomial-tree", network, 1e7, segments=segments)
             assert form is not None and 0.4 * form < seconds(program, network, 1e7) <= 1.02 * form
 
 
 def test_messages_to_everybody_leave_one_port_one_after_the_other_and_many_ports_at_once():
     small, large = 1.0, 1e9
     for name, waits in (("switch,10GB/s,10us", 6), ("full-mesh,10GB/s,10us", 0)):
-        network = topology(name, 8)
-        form = closed_form_seconds("all-gather", "all-pairs", network, small)
+        network = parse_topology(name, 8)
+        form = compute_closed_form_seconds("all-gather", "all-pairs", network, small)
         assert form == pytest.approx(10e-6 + waits * 2e-6, rel=1e-3)
         assert seconds(checked("all-gather", "all-pairs", 8), network, small) == pytest.approx(form)
     full, port = (
-        closed_form_seconds("scatter", "linear", topology(name, 8), large) for name in ("full-mesh", "switch")
+        compute_closed_form_seconds("scatter", "linear", parse_topology(name, 8), large)
+        for name in ("full-mesh", "switch")
     )
     assert full is not None and port is not None
     assert port / full == pytest.approx(7, rel=1e-2)
-    assert seconds(checked("scatter", "linear", 8), topology("full-mesh", 8), large) == pytest.approx(full)
+    assert seconds(checked("scatter", "linear", 8), parse_topology("full-mesh", 8), large) == pytest.approx(full)
 
 
 def test_textbook_forms():
     """As written in the literature, not as code of ours computes them."""
-    network = topology("switch,10GB/s,4us", 8)
+    network = parse_topology("switch,10GB/s,4us", 8)
     alpha, beta, size = 4e-6, 1e-10, 3e6
 
     def form(operation: str, algorithm: str) -> Any:
-        return pytest.approx(closed_form_seconds(operation, algorithm, network, size))
+        return pytest.approx(compute_closed_form_seconds(operation, algorithm, network, size))
 
     assert 14 * alpha + 2 * 7 / 8 * size * beta == form("all-reduce", "ring")
     assert 6 * alpha + 2 * 7 / 8 * size * beta == form("all-reduce", "rabenseifner")
@@ -185,18 +186,18 @@ def test_textbook_forms():
     assert 3 * alpha + 7 / 8 * size * beta == form("all-gather", "bruck") == form("reduce-scatter", "recursive-halving")
     assert 3 * alpha + 3 * size / 2 * beta == form("all-to-all", "bruck")
     assert 3 * (alpha + size * beta) == form("broadcast", "binomial-tree")
-    torus = topology("torus:3x3,10GB/s,4us", 9)  # both axes and both ways at once
+    torus = parse_topology("torus:3x3,10GB/s,4us", 9)  # both axes and both ways at once
     assert 8 * alpha + 2 / 4 * size * (2 / 3 + 2 / 9) * beta == pytest.approx(
-        closed_form_seconds("all-reduce", "2d-torus", torus, size)
+        compute_closed_form_seconds("all-reduce", "2d-torus", torus, size)
     )
-    ring = topology("ring,10GB/s,4us", 8)
+    ring = parse_topology("ring,10GB/s,4us", 8)
     assert 14 * alpha + 7 / 8 * size * beta == pytest.approx(
-        closed_form_seconds("all-reduce", "bidirectional-ring", ring, size)
+        compute_closed_form_seconds("all-reduce", "bidirectional-ring", ring, size)
     )
 
 
 def test_an_algorithm_of_nobody_has_no_closed_form():
-    assert closed_form_seconds("all-reduce", "by-hand", topology("switch", 4), 1.0) is None
+    assert compute_closed_form_seconds("all-reduce", "by-hand", parse_topology("switch", 4), 1.0) is None
 
 
 # --- lower bounds
@@ -218,10 +219,12 @@ def test_no_program_is_faster_than_the_lower_bound(operation: str, algorithm: st
         if program is None:
             continue
         for name in names:
-            network = topology(name, ranks)
+            network = parse_topology(name, ranks)
             simulator = CollectiveSimulator(program, network)
             for size in (1e4, 1e9):
-                assert simulator.run(size).seconds >= lower_bound_seconds(operation, network, size) * (1 - 1e-9), (
+                assert simulator.run(size).seconds >= compute_lower_bound_seconds(operation, network, size) * (
+                    1 - 1e-9
+                ), (
                     name,
                     size,
                 )
@@ -232,7 +235,7 @@ def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
     generator = np.random.default_rng(zlib.crc32(f"{operation} {algorithm}".encode()))
     for _ in range(2):
         ranks = int(generator.choice([4, 6, 8]))
-        has = options(operation, algorithm)
+        has = list_options(operation, algorithm)
         said: dict[str, Any] = {}
         if "root" in has:
             said["root"] = int(generator.integers(ranks))
@@ -244,9 +247,9 @@ def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
         if program is None:
             continue
         for name in ("switch", "ring", "full-mesh", "nodes:2,rails", "spine-leaf:2,oversubscription=3"):
-            network = topology(name, ranks, latency=float(generator.choice([0.0, 1e-6, 1e-3])))
+            network = parse_topology(name, ranks, latency=float(generator.choice([0.0, 1e-6, 1e-3])))
             for size in (1e2, 1e7):
-                bound = lower_bound_seconds(operation, network, size, said.get("root", 0))
+                bound = compute_lower_bound_seconds(operation, network, size, said.get("root", 0))
                 assert seconds(program, network, size) >= bound * (1 - 1e-9), (name, size, said)
 
 
@@ -271,33 +274,35 @@ def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
 def test_the_bound_is_reached_by_large_vectors_where_an_optimal_algorithm_is_known(
     operation: str, algorithm: str, name: str
 ):
-    network = topology(name, 8)
-    bound = lower_bound_seconds(operation, network, 1e11)
+    network = parse_topology(name, 8)
+    bound = compute_lower_bound_seconds(operation, network, 1e11)
     assert seconds(checked(operation, algorithm, 8), network, 1e11) == pytest.approx(bound, rel=1e-3)
 
 
 def test_the_bound_knows_the_slowest_cut():
-    leaves = topology("spine-leaf:2x4,10GB/s,0s,oversubscription=4", 8)  # 10 GB/s between the leaves
-    assert lower_bound_seconds("all-reduce", leaves, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9)
-    assert lower_bound_seconds("all-to-all", leaves, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
-    line = topology("mesh:8,10GB/s,0s", 8)  # one cable in the middle
-    assert lower_bound_seconds("all-to-all", line, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
-    assert lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
+    leaves = parse_topology("spine-leaf:2x4,10GB/s,0s,oversubscription=4", 8)  # 10 GB/s between the leaves
+    assert compute_lower_bound_seconds("all-reduce", leaves, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9)
+    assert compute_lower_bound_seconds("all-to-all", leaves, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
+    line = parse_topology("mesh:8,10GB/s,0s", 8)  # one cable in the middle
+    assert compute_lower_bound_seconds("all-to-all", line, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
+    assert compute_lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
 
 
 def test_the_bound_knows_which_way_bytes_must_go():
     """With one slow direction: a rank must send its own share in an all-gather, and the others' in a reduce-scatter."""
     for operation, out, into in (("all-gather", 1, 3), ("reduce-scatter", 3, 1), ("scatter", 3, 0), ("gather", 0, 3)):
         for link, shares in ((0, out), (4, into)):  # rank 0's ways to and from the switch
-            network = topology("switch,10GB/s,0s", 4)
+            network = parse_topology("switch,10GB/s,0s", 4)
             network.bandwidth[link] = 1e8
-            bound = lower_bound_seconds(operation, network, 4e9)
+            bound = compute_lower_bound_seconds(operation, network, 4e9)
             assert bound == pytest.approx(max(shares * 1e9 / 1e8, 3e9 / 10e9))
 
 
 def test_the_bound_knows_the_longest_way():
-    assert lower_bound_seconds("barrier", topology("ring,1us", 9), 0) == pytest.approx(4e-6)
-    assert lower_bound_seconds("broadcast", topology("mesh:3x3,1us", 9), 0, root=4) == pytest.approx(2e-6)
-    assert lower_bound_seconds("gather", topology("mesh:3x3,1us", 9), 0, root=8) == pytest.approx(4e-6)
-    assert lower_bound_seconds("send-receive", topology("ring,1us", 8), 0, root=0) == pytest.approx(1e-6)
-    assert all(lower_bound_seconds(operation, topology("switch", 1), 1e9) == 0 for operation in OPERATIONS)
+    assert compute_lower_bound_seconds("barrier", parse_topology("ring,1us", 9), 0) == pytest.approx(4e-6)
+    assert compute_lower_bound_seconds("broadcast", parse_topology("mesh:3x3,1us", 9), 0, root=4) == pytest.approx(2e-6)
+    assert compute_lower_bound_seconds("gather", parse_topology("mesh:3x3,1us", 9), 0, root=8) == pytest.approx(4e-6)
+    assert compute_lower_bound_seconds("send-receive", parse_topology("ring,1us", 8), 0, root=0) == pytest.approx(1e-6)
+    assert all(
+        compute_lower_bound_seconds(operation, parse_topology("switch", 1), 1e9) == 0 for operation in OPERATIONS
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.collectives.library import ALGORITHMS, ROOTED, generate, options
+from meshwright.collectives.library import ALGORITHMS, ROOTED, generate, list_options
 from meshwright.errors import UserError
 from meshwright.names import ALGORITHM_ALIASES, COLLECTIVE_ALGORITHMS, OPERATIONS
 from meshwright.program.collective import Builder, CollectiveProgram, Kind, Steps
@@ -54,7 +54,7 @@ def test_grids_can_have_any_sides_that_multiply_to_the_ranks(dims: tuple[int, ..
 @pytest.mark.parametrize("segments", [1, 2, 3, 9])
 def test_a_pipelined_vector_can_have_any_number_of_segments(segments: int):
     for operation, name in EVERY:
-        if "segments" in options(operation, name):
+        if "segments" in list_options(operation, name):
             for ranks in (1, 2, 5, 8):
                 assert_right(generate(operation, name, ranks, segments=segments))
 
@@ -85,7 +85,7 @@ def test_the_oracle_sees_a_missing_reduction_a_race_and_a_circle():
     with pytest.raises(AssertionError):
         assert_right(race.build())
 
-    both = Steps.arranged(
+    both = Steps.from_unsorted(
         rank=[0, 0, 1, 1],
         group=[0, 1, 0, 1],
         kind=[Kind.SEND, Kind.RECEIVE] * 2,

@@ -9,13 +9,13 @@ from math import ceil, floor, log2, prod
 import numpy as np
 import pytest
 
-from meshwright.collectives.double_binary_tree import in_order_tree, two_trees
-from meshwright.collectives.grid import nearly_cubic, ranks_per_node
+from meshwright.collectives.double_binary_tree import build_two_trees, compute_in_order_parents
+from meshwright.collectives.grid import find_nearly_cubic, resolve_ranks_per_node
 from meshwright.collectives.library import generate
 from meshwright.errors import UserError
 from meshwright.program import collective
 from meshwright.program.collective import CollectiveProgram, Kind
-from meshwright.program.order import match, post_order
+from meshwright.program.order import find_posting_order, match_transfers
 from tests.collectives.execution import rounds, sent
 
 COUNTS = (*range(1, 18), 24, 32)
@@ -39,7 +39,7 @@ def folded(n: int) -> int:
 
 def node(n: int) -> int:
     """Ranks of a node where nobody says."""
-    return ranks_per_node("", n)
+    return resolve_ranks_per_node("", n)
 
 
 Form = Callable[[int], float]
@@ -187,7 +187,7 @@ def test_a_chain_passes_the_vector_once_over_every_link_but_one():
 
 @pytest.mark.parametrize("n", range(1, 70))
 def test_an_in_order_tree_is_binary_and_as_low_as_can_be_with_odd_leaves(n: int):
-    parent = in_order_tree(n)[1:].tolist()
+    parent = compute_in_order_parents(n)[1:].tolist()
     assert parent.count(0) == 1
     children = Counter(parent)
     assert all(children[node] <= 2 for node in range(1, n + 1))
@@ -210,7 +210,9 @@ def _subtree(node: int, parent: list[int]) -> list[int]:
 @pytest.mark.parametrize("n", range(1, 70))
 def test_no_rank_is_an_inner_node_of_both_trees(n: int):
     for ranks, root in ((np.arange(n), None), (np.arange(1, n + 1), 0)):
-        inner = [{int(parent) for parents, _ in tree for parent in parents} - {root} for tree in two_trees(ranks, root)]
+        inner = [
+            {int(parent) for parents, _ in tree for parent in parents} - {root} for tree in build_two_trees(ranks, root)
+        ]
         assert inner[0].isdisjoint(inner[1])
 
 
@@ -219,10 +221,10 @@ def test_the_second_tree_is_the_first_mirrored_or_where_that_would_not_do_shifte
         return {(int(a), int(b)) for parents, children in tree for a, b in zip(parents, children, strict=True)}
 
     for n in (2, 6, 8, 14):
-        first, second = map(edges, two_trees(np.arange(n)))
+        first, second = map(edges, build_two_trees(np.arange(n)))
         assert second == {(n - 1 - a, n - 1 - b) for a, b in first}
     for n in (3, 7, 13):
-        first, second = map(edges, two_trees(np.arange(n)))
+        first, second = map(edges, build_two_trees(np.arange(n)))
         assert second == {((a + 1) % n, (b + 1) % n) for a, b in first}
 
 
@@ -241,8 +243,8 @@ def test_with_two_trees_no_rank_sends_or_receives_more_than_twice_the_vector():
 def lockstep(program: CollectiveProgram, by: str) -> float:
     """Vectors that pass, one after the other, where each round lasts as long as the rank (or pair) that sends most."""
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.kind == Kind.SEND, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE)))
-    schedule = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+    sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SEND, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE)))
+    schedule = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     moment = np.maximum(schedule.rounds[s.group_index[sends]], schedule.rounds[s.group_index[receives]])
     load: Counter[tuple[int, ...]] = Counter()
     for at, rank, peer, count in zip(moment, s.rank[sends], s.peer[sends], s.count[sends], strict=True):
@@ -362,12 +364,12 @@ def test_bruck_and_recursive_all_gathers_send_one_message_a_round():
 
 
 def test_grids_are_as_square_as_the_number_of_ranks_allows():
-    assert nearly_cubic(12, 2) == (3, 4)
-    assert nearly_cubic(64, 3) == (4, 4, 4)
-    assert nearly_cubic(24, 3) == (2, 3, 4)
-    assert nearly_cubic(14, 2) == (2, 7)
-    assert nearly_cubic(7, 2) is None
-    assert nearly_cubic(1, 3) == (1, 1, 1)
+    assert find_nearly_cubic(12, 2) == (3, 4)
+    assert find_nearly_cubic(64, 3) == (4, 4, 4)
+    assert find_nearly_cubic(24, 3) == (2, 3, 4)
+    assert find_nearly_cubic(14, 2) == (2, 7)
+    assert find_nearly_cubic(7, 2) is None
+    assert find_nearly_cubic(1, 3) == (1, 1, 1)
 
 
 def test_a_node_has_the_largest_divisor_up_to_the_square_root_unless_said():
@@ -400,7 +402,7 @@ def test_programs_that_no_memory_holds_are_refused_at_once(monkeypatch: pytest.M
     )
     assert "too large" in refusal("all-to-all", "bruck", 100000)
     assert "too large" in refusal("broadcast", "ring", 4, segments=10**9)
-    monkeypatch.setattr(collective, "MOST_STEPS", 100)
+    monkeypatch.setattr(collective, "MAX_STEPS", 100)
     assert "more than 100 steps" in refusal("all-reduce", "ring", 8)
 
 

@@ -10,7 +10,7 @@ from meshwright.collectives.library import generate
 from meshwright.collectives.named import named_programs
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.program.collective_text import print_collective
+from meshwright.program.collective_text import format_collective
 from meshwright.recipe import CollectivesRecipe
 
 
@@ -31,7 +31,7 @@ def refusal(layout: str, **table: str) -> str:
 
 def file(place: Path, operation: str, algorithm: str, ranks: int) -> str:
     path = place / f"{operation}-{ranks}.txt"
-    path.write_text(print_collective(generate(operation, algorithm, ranks)))
+    path.write_text(format_collective(generate(operation, algorithm, ranks)))
     return f"@{path}"
 
 
@@ -72,7 +72,7 @@ def test_a_file_serves_the_axes_of_its_size(tmp_path: Path):
 
 def test_auto_takes_few_rounds_for_small_vectors_and_few_bytes_for_large_ones():
     found = named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
-    small, large = found.for_bytes(1000), found.for_bytes(1e9)
+    small, large = found.choose_program(1000), found.choose_program(1e9)
     assert small.bytes_sent(1.0).max() > large.bytes_sent(1.0).max() == pytest.approx(2 * 7 / 8), "none sends fewer"
     assert small.program.algorithm == "butterfly"
 

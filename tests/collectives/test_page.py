@@ -11,12 +11,12 @@ import pytest
 from meshwright.collectives.choose import Chooser
 from meshwright.collectives.crossover import Curves
 from meshwright.collectives.page import draw_crossovers
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.topologies import parse_topology
 
 
 @functools.cache
 def curves_of_it() -> Curves:
-    return Curves.over(Chooser("all-reduce", topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
+    return Curves.over(Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])

@@ -9,16 +9,16 @@ import pytest
 
 from meshwright.collectives import networks
 from meshwright.collectives.quantities import (
-    exact_rate,
-    exact_seconds,
+    format_bytes,
+    format_exact_rate,
+    format_exact_seconds,
+    format_rate,
+    format_seconds,
     parse_bytes,
     parse_rate,
     parse_seconds,
-    show_bytes,
-    show_rate,
-    show_seconds,
 )
-from meshwright.collectives.topologies import TOPOLOGIES, topology
+from meshwright.collectives.topologies import TOPOLOGIES, parse_topology
 from meshwright.errors import UserError
 from meshwright.program.network import Network
 
@@ -66,7 +66,7 @@ def hops(network: Network, source: int) -> dict[int, int]:
 
 @every
 def test_every_route_is_a_path_from_source_to_target(text: str, ranks: int):
-    network = topology(text, ranks)
+    network = parse_topology(text, ranks)
     sources, targets = pairs(network)
     routes = network.find_routes(sources, targets)
     assert len(routes) == len(sources)
@@ -74,32 +74,32 @@ def test_every_route_is_a_path_from_source_to_target(text: str, ranks: int):
         links = routes.link[routes.first[number] : routes.first[number + 1]]
         stops = [source, *network.link_to[links]]
         assert stops[:-1] == list(network.link_from[links]) and stops[-1] == target
-        assert list(network.route(int(source), int(target))) == list(links)
+        assert list(network.find_route(int(source), int(target))) == list(links)
 
 
 @every
 def test_routes_are_shortest(text: str, ranks: int):
-    network = topology(text, ranks)
+    network = parse_topology(text, ranks)
     for source in range(ranks):
         distance = hops(network, source)
         for target in set(range(ranks)) - {source}:
-            assert len(network.route(source, target)) == distance[target], (source, target)
+            assert len(network.find_route(source, target)) == distance[target], (source, target)
 
 
 @every
 def test_both_directions_of_every_cable_are_there_and_alike(text: str, ranks: int):
-    network = topology(text, ranks)
+    network = parse_topology(text, ranks)
 
     def ends(one, other):
         return sorted(zip(one, other, network.latency, network.bandwidth, strict=True))
 
     assert ends(network.link_from, network.link_to) == ends(network.link_to, network.link_from)
-    assert len({network.link_name(link) for link in range(network.links)}) == network.links
+    assert len({network.format_link(link) for link in range(network.links)}) == network.links
 
 
 @every
 def test_partitions_name_a_block_for_every_rank(text: str, ranks: int):
-    network = topology(text, ranks)
+    network = parse_topology(text, ranks)
     for block in network.partitions:
         assert len(block) == network.vertices and (block[:ranks] >= 0).all()
         assert set(block[block >= 0]) == set(range(block.max() + 1))
@@ -107,8 +107,8 @@ def test_partitions_name_a_block_for_every_rank(text: str, ranks: int):
 
 @every
 def test_the_canonical_name_names_the_same_network(text: str, ranks: int):
-    one = topology(text, ranks, latency=3.7e-6, bandwidth=1.1e9 / 3)
-    other = topology(one.name, ranks)
+    one = parse_topology(text, ranks, latency=3.7e-6, bandwidth=1.1e9 / 3)
+    other = parse_topology(one.name, ranks)
     assert other.name == one.name
     for column in ("link_from", "link_to", "latency", "bandwidth"):
         assert np.array_equal(getattr(one, column), getattr(other, column)), column
@@ -117,14 +117,14 @@ def test_the_canonical_name_names_the_same_network(text: str, ranks: int):
 @every
 def test_distances_are_those_of_the_cheapest_paths(text: str, ranks: int):
     """Against Floyd and Warshall's algorithm."""
-    network = topology(text, ranks)
+    network = parse_topology(text, ranks)
     distance = np.full((network.vertices, network.vertices), np.inf)
     np.fill_diagonal(distance, 0.0)
     np.minimum.at(distance, (network.link_from, network.link_to), network.latency)
     for middle in range(network.vertices):
         distance = np.minimum(distance, distance[:, middle : middle + 1] + distance[middle])
-    assert network.distances(0) == pytest.approx(distance[0, :ranks])
-    assert network.distances(0, towards=True) == pytest.approx(distance[:ranks, 0])
+    assert network.compute_distances(0) == pytest.approx(distance[0, :ranks])
+    assert network.compute_distances(0, towards=True) == pytest.approx(distance[:ranks, 0])
     between = [distance[a, b] for a, b in itertools.permutations(range(ranks), 2)]
     assert network.least_latency <= min(between, default=0.0) * (1 + 1e-12)
 
@@ -133,58 +133,60 @@ def test_distances_are_those_of_the_cheapest_paths(text: str, ranks: int):
 
 
 def test_a_switch_has_one_port_a_rank_and_its_latency_a_message():
-    network = topology("switch,10GB/s,4us", 5)
+    network = parse_topology("switch,10GB/s,4us", 5)
     assert network.links == 10 and set(network.bandwidth) == {10e9}
-    assert network.latency[network.route(1, 3)].sum() == 4e-6
+    assert network.latency[network.find_route(1, 3)].sum() == 4e-6
 
 
 def test_a_torus_has_two_cables_a_dimension_and_one_where_a_dimension_is_two():
-    assert topology("torus:4x4", 16).links == 16 * 2 * 2
-    assert topology("torus:2x4", 8).links == 8 * (1 + 2)
-    assert topology("mesh:4x4", 16).links == 2 * 2 * 4 * 3
+    assert parse_topology("torus:4x4", 16).links == 16 * 2 * 2
+    assert parse_topology("torus:2x4", 8).links == 8 * (1 + 2)
+    assert parse_topology("mesh:4x4", 16).links == 2 * 2 * 4 * 3
 
 
 def test_a_torus_goes_along_the_last_dimension_first_and_the_shorter_way_round():
-    network = topology("torus:4x5", 20)
-    names = [network.link_name(link) for link in network.route(0, 3 * 5 + 3)]
+    network = parse_topology("torus:4x5", 20)
+    names = [network.format_link(link) for link in network.find_route(0, 3 * 5 + 3)]
     assert names == ["rank 0 → rank 4", "rank 4 → rank 3", "rank 3 → rank 18"]
 
 
 def test_with_rails_a_message_to_another_place_changes_rail_inside_its_own_node():
-    network = topology("nodes:2x4,rails", 8)
-    names = [network.link_name(link) for link in network.route(1, 6)]
+    network = parse_topology("nodes:2x4,rails", 8)
+    names = [network.format_link(link) for link in network.find_route(1, 6)]
     assert names == ["rank 1 → node 0", "node 0 → rank 2", "rank 2 → rail 2", "rail 2 → rank 6"]
-    assert [network.link_name(link) for link in network.route(2, 6)] == names[2:]
+    assert [network.format_link(link) for link in network.find_route(2, 6)] == names[2:]
 
 
 def test_devices_that_share_an_adapter_reach_it_over_the_inner_links():
-    network = topology("nodes:2x4,adapters=2,inner=100GB/s,1us,outer=10GB/s,8us", 8)
-    names = [network.link_name(link) for link in network.route(1, 6)]
+    network = parse_topology("nodes:2x4,adapters=2,inner=100GB/s,1us,outer=10GB/s,8us", 8)
+    names = [network.format_link(link) for link in network.find_route(1, 6)]
     assert names == ["rank 1 → node 0", "node 0 → network (link 0)", "network → node 1 (link 1)", "node 1 → rank 6"]
-    assert network.latency[network.route(1, 6)].sum() == pytest.approx(9e-6)
-    assert network.bandwidth[network.route(1, 6)].tolist() == [100e9, 10e9, 10e9, 100e9]
+    assert network.latency[network.find_route(1, 6)].sum() == pytest.approx(9e-6)
+    assert network.bandwidth[network.find_route(1, 6)].tolist() == [100e9, 10e9, 10e9, 100e9]
 
 
 def test_oversubscription_divides_what_a_leaf_has_towards_the_spine():
-    network = topology("spine-leaf:2x8,25GB/s,oversubscription=4,spines=2", 16)
-    assert network.bandwidth[network.route(0, 9)].tolist() == [25e9, 25e9, 25e9, 25e9]
-    assert network.link_name(network.route(0, 9)[1]) == "leaf 0 → spine 1"
-    assert network.bandwidth[network.route(0, 7)].tolist() == [25e9, 25e9]
-    trunk = network.bandwidth[[i for i in range(network.links) if network.link_name(i).startswith("leaf 0 → spine")]]
+    network = parse_topology("spine-leaf:2x8,25GB/s,oversubscription=4,spines=2", 16)
+    assert network.bandwidth[network.find_route(0, 9)].tolist() == [25e9, 25e9, 25e9, 25e9]
+    assert network.format_link(network.find_route(0, 9)[1]) == "leaf 0 → spine 1"
+    assert network.bandwidth[network.find_route(0, 7)].tolist() == [25e9, 25e9]
+    trunk = network.bandwidth[[i for i in range(network.links) if network.format_link(i).startswith("leaf 0 → spine")]]
     assert trunk.sum() == 8 * 25e9 / 4
 
 
 def test_shapes_say_what_algorithms_ask_for():
-    assert topology("torus:2x3x4", 24).dims == (2, 3, 4)
-    assert topology("nodes:8", 16).groups == 8 and topology("nodes:2x8", 16).groups == 8
-    assert topology("spine-leaf:4", 12).groups == 4
+    assert parse_topology("torus:2x3x4", 24).dims == (2, 3, 4)
+    assert parse_topology("nodes:8", 16).groups == 8 and parse_topology("nodes:2x8", 16).groups == 8
+    assert parse_topology("spine-leaf:4", 12).groups == 4
 
 
 def test_what_the_text_leaves_open_is_taken_from_the_arguments_or_the_stated_defaults():
-    assert topology("switch", 4).name == "switch,25GB/s,5us"
-    assert topology("switch,1us", 4, latency=2e-6, bandwidth=1e9).name == "switch,1GB/s,1us"
-    assert topology("nodes:2", 4, latency=2e-6, bandwidth=1e9).name == "nodes:2x2,inner=450GB/s,3us,outer=1GB/s,2us"
-    assert networks.switch(2).bandwidth[0] == 25e9 and networks.switch(2).latency.sum() / 2 == 5e-6
+    assert parse_topology("switch", 4).name == "switch,25GB/s,5us"
+    assert parse_topology("switch,1us", 4, latency=2e-6, bandwidth=1e9).name == "switch,1GB/s,1us"
+    assert (
+        parse_topology("nodes:2", 4, latency=2e-6, bandwidth=1e9).name == "nodes:2x2,inner=450GB/s,3us,outer=1GB/s,2us"
+    )
+    assert networks.build_switch(2).bandwidth[0] == 25e9 and networks.build_switch(2).latency.sum() / 2 == 5e-6
 
 
 # --- mistakes
@@ -218,14 +220,14 @@ def test_what_the_text_leaves_open_is_taken_from_the_arguments_or_the_stated_def
 )
 def test_a_mistake_is_one_line_that_says_what_is_right(text: str, ranks: int, said: str):
     with pytest.raises(UserError) as caught:
-        topology(text, ranks)
+        parse_topology(text, ranks)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_every_example_is_valid():
     ranks = {"torus": 16, "mesh": 16, "nodes": 16, "spine-leaf": 32}
     for name, kind in TOPOLOGIES.items():
-        assert topology(kind.example, ranks.get(name, 8)).ranks == ranks.get(name, 8)
+        assert parse_topology(kind.example, ranks.get(name, 8)).ranks == ranks.get(name, 8)
 
 
 # --- quantities
@@ -252,19 +254,24 @@ def test_what_is_no_size_is_refused(text: str):
 
 @pytest.mark.parametrize("value", [5e-6, 1.0, 1 / 3, 3.7e-9, 0.1 + 0.2, 0.0])
 def test_exact_quantities_are_read_back(value: float):
-    assert parse_seconds(exact_seconds(value)) == value
+    assert parse_seconds(format_exact_seconds(value)) == value
     if value:
-        assert parse_rate(exact_rate(value * 1e9)) == value * 1e9
+        assert parse_rate(format_exact_rate(value * 1e9)) == value * 1e9
 
 
 def test_quantities_are_shown_in_the_unit_that_fits():
-    assert [show_bytes(value) for value in (0, 1000, 1536, 64 << 20)] == ["0 bytes", "1,000 bytes", "1.5 KiB", "64 MiB"]
-    assert [show_bytes(value) for value in (1e18, 1e30)] == ["909,495 TiB", "9.09e+17 TiB"]
-    assert [show_seconds(value) for value in (0, 5e-6, 0.00123, 2, 3e-10)] == [
+    assert [format_bytes(value) for value in (0, 1000, 1536, 64 << 20)] == [
+        "0 bytes",
+        "1,000 bytes",
+        "1.5 KiB",
+        "64 MiB",
+    ]
+    assert [format_bytes(value) for value in (1e18, 1e30)] == ["909,495 TiB", "9.09e+17 TiB"]
+    assert [format_seconds(value) for value in (0, 5e-6, 0.00123, 2, 3e-10)] == [
         "0 s",
         "5 µs",
         "1.23 ms",
         "2 s",
         "0.3 ns",
     ]
-    assert show_rate(25e9) == "25 GB/s"
+    assert format_rate(25e9) == "25 GB/s"

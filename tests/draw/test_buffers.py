@@ -85,7 +85,7 @@ def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
     columns = {name: getattr(program.steps, name).tolist() for name in Steps.__dataclass_fields__}
     for name, value in {"rank": 1, "group": 9, "kind": 3, "slot": 2, "count": 1, "peer": -1, "source": 0}.items():
         columns[name].append(value)
-    checked = check_collective(dataclasses.replace(program, steps=Steps.arranged(**columns), scratch=1))
+    checked = check_collective(dataclasses.replace(program, steps=Steps.from_unsorted(**columns), scratch=1))
     last = frames(checked)[-1]
     assert last.title == "at the end: on each rank"
     assert shown(last) == [["Σ0", "Σ1", ""], ["Σ0", "Σ1", "Σ0"]]

@@ -14,7 +14,7 @@ from meshwright.draw.gantt import COLOURS, draw_overview, draw_page, draw_svg
 from meshwright.draw.gantt_text import draw_text
 from meshwright.draw.text_width import text_width
 from meshwright.program.collective import Builder as CollectiveBuilder
-from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
 from meshwright.program.timeline import Span, Timeline, collective_timeline, pipeline_timeline
 from meshwright.program.trace import trace_events
 
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def v_program() -> PipelineProgram:
     """Two ranks, four stages in a V, one micro-batch; on rank 1 a forward and a backward of the next overlap."""
-    builder = Builder("hand-made", 2, 2, (v_shaped(2),))
+    builder = Builder("hand-made", 2, 2, (place_in_v_shape(2),))
     first, second = builder.ranks
     first.forward(0, stage=0)
     first.forward(1, stage=0)
@@ -33,7 +33,7 @@ def v_program() -> PipelineProgram:
     first.forward(0, stage=3)
     first.input_gradient(0, stage=3)
     first.weight_gradient(0, stage=3)
-    with second.together():
+    with second.overlap():
         second.forward(1, stage=1)
         second.backward(0, stage=2)
     return builder.build()

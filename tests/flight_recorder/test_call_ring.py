@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.flight_recorder import call_ring
-from meshwright.flight_recorder.call_log import Group, ranks_text
-from meshwright.flight_recorder.call_ring import CAPACITY, CallWriter, memory_file, named_file, read_calls
+from meshwright.flight_recorder.call_log import Group, format_ranks
+from meshwright.flight_recorder.call_ring import CAPACITY, CallWriter, create_memory_file, create_named_file, read_calls
 
 FLOATS, SHAPE = "float32", (3, 4)
 
 
 @pytest.fixture
 def descriptor():
-    made = memory_file(2, 4)
+    made = create_memory_file(2, 4)
     yield made
     os.close(made)
 
@@ -89,12 +89,12 @@ def test_a_torn_record_is_told_from_a_whole_one(descriptor, byte):
     for at in range(CAPACITY + 5):
         post(writer, group, size=at)
     with mmap.mmap(descriptor, 0) as memory:
-        memory[call_ring._records(call_ring.GROUPS) + 64 * ((CAPACITY + 5) % CAPACITY) + byte] ^= 0x10
+        memory[call_ring._compute_records_offset(call_ring.GROUPS) + 64 * ((CAPACITY + 5) % CAPACITY) + byte] ^= 0x10
     seen = read_calls(descriptor)
     assert seen.torn == 1
     assert seen.calls[-1].number == CAPACITY + 4, "the newest whole one"
     with mmap.mmap(descriptor, 0) as memory:
-        memory[call_ring._records(call_ring.GROUPS) + 64 * ((CAPACITY + 1) % CAPACITY) + byte] ^= 0x10
+        memory[call_ring._compute_records_offset(call_ring.GROUPS) + 64 * ((CAPACITY + 1) % CAPACITY) + byte] ^= 0x10
     seen = read_calls(descriptor)
     assert seen.torn == 2 and [call.number for call in seen.calls] == [CAPACITY + 2, CAPACITY + 3, CAPACITY + 4]
 
@@ -160,7 +160,7 @@ def test_a_named_file_is_made_anew_and_junk_is_no_ring(tmp_path: Path):
     path.write_bytes(b"something else")
     with path.open("rb") as junk:
         assert read_calls(junk.fileno()) is None
-        made = named_file(path, 0, 2)
+        made = create_named_file(path, 0, 2)
         assert read_calls(junk.fileno()) is None, "who had the old one open still has that"
     writer = CallWriter(made)
     post(writer, writer.group((0, 1)))
@@ -177,5 +177,9 @@ def test_groups_are_written_and_read_back(ranks, paired):
 
 
 def test_ranks_are_written_briefly():
-    assert ranks_text(range(512)) == "0-511" and ranks_text((1, 5, 9, 13)) == "1-13/4" and ranks_text((3, 2)) == "3,2"
+    assert (
+        format_ranks(range(512)) == "0-511"
+        and format_ranks((1, 5, 9, 13)) == "1-13/4"
+        and format_ranks((3, 2)) == "3,2"
+    )
     assert Group.from_text("nonsense") == Group(())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.flight_recorder.call_log import Call, Group, RankCalls
 from meshwright.flight_recorder.disagreement import diagnose
 from meshwright.flight_recorder.rank_report import Snapshot
-from meshwright.flight_recorder.verdict import Seen, position
+from meshwright.flight_recorder.verdict import RankState, describe_position
 
 quickly = settings(deadline=None, max_examples=40)
 STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
@@ -49,8 +49,8 @@ class Rank:
             )
         )
 
-    def seen(self, state: str = "S", ended: str = "", keep: int = 1000) -> Seen:
-        return Seen(
+    def seen(self, state: str = "S", ended: str = "", keep: int = 1000) -> RankState:
+        return RankState(
             self.rank, RankCalls(self.rank, self.ranks, 100, tuple(self.calls[-keep:]), self.counts), state, ended
         )
 
@@ -155,7 +155,7 @@ def test_parts_of_an_all_to_all_may_differ_and_those_of_a_reduce_scatter_of_rows
     ranks[1].calls[-1] = replace(ranks[1].calls[-1], payload_bytes=2048)
     assert diagnose([rank.seen() for rank in ranks], 99.0).kind == "disagree"
     ranks[1].calls[-1] = replace(ranks[1].calls[-1], payload_bytes=1920, form="bfloat16[8, 65]")
-    assert diagnose([rank.seen() for rank in ranks], 99.0).of_calls
+    assert diagnose([rank.seen() for rank in ranks], 99.0).is_call_mismatch
 
 
 @pytest.mark.parametrize("lost", ["form", "name"])
@@ -170,9 +170,11 @@ def test_a_name_that_found_no_room_on_one_ranks_heap_is_like_any_other(lost):
     ranks[0].calls[19] = replace(ranks[0].calls[19], **unknown)
     ranks[1].calls[19] = replace(ranks[1].calls[19], form="float32[5]")
     verdict = diagnose([rank.seen() for rank in ranks], 99.0)
-    assert verdict.of_calls and 0 not in verdict.odd, "the other two are compared all the same"
+    assert verdict.is_call_mismatch and 0 not in verdict.odd, "the other two are compared all the same"
     ranks[0].calls[19] = replace(ranks[0].calls[19], site="other", operation="all_reduce", form="")
-    assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).of_calls, "another site is another call"
+    assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).is_call_mismatch, (
+        "another site is another call"
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
@@ -218,7 +220,7 @@ def test_a_rank_that_is_stopped_or_dead_in_a_call_that_all_have_entered_is_found
         seen = [rank.seen() for rank in ranks[:2]] + [ranks[2].seen(state, ended)]
         verdict = diagnose(seen, 99.0)
         assert (verdict.kind, verdict.odd) == (kind, (2,)), verdict.line
-        assert position(seen[2]) == "in call 6 (all_reduce norm over axis)"
+        assert describe_position(seen[2]) == "in call 6 (all_reduce norm over axis)"
 
 
 def test_who_came_late_is_told_from_a_network_that_carries_nothing():
@@ -250,7 +252,7 @@ def test_where_no_host_waits_the_one_that_has_queued_less_is_named(state, ended,
         r"25\.0 s ago at gradients\.py:1 \(f\); its last was call 4",
         verdict.line,
     ), verdict.line
-    assert Snapshot(seen, now=30.0).text(verdict.line)
+    assert Snapshot(seen, now=30.0).format_report(verdict.line)
     assert diagnose([rank.seen() for rank in ranks], 30.0) is None, "nothing is wrong: some are faster"
     assert diagnose([rank.seen("X") for rank in in_step(3, 5)], 30.0) is None, "all are as far"
     for rank in ranks:
@@ -274,7 +276,7 @@ def test_a_report_shows_every_rank_and_the_calls_where_they_part():
     ranks = in_step(3, 4, group)
     left_waiting(ranks, 2, 4, group)
     snapshot = Snapshot([rank.seen("T" if rank.rank == 2 else "S") for rank in ranks], now=9.0, when="then")
-    text = snapshot.text(snapshot.verdict.line)
+    text = snapshot.format_report(snapshot.verdict.line)
     assert text.splitlines()[0] == snapshot.verdict.line
     assert (
         "  rank 0 (process 100, sleeping): has been waiting for 4.0 s in call 5 of ranks 0-2 (all_reduce norm" in text
@@ -282,6 +284,6 @@ def test_a_report_shows_every_rank_and_the_calls_where_they_part():
     assert "> rank 2 (process 100, stopped (state T)): waits in no call" in text
     assert ">       5  all_reduce norm over axis float32[4] (ranks 0,1); not entered (rank 2)" in text
     assert "        4  all_reduce gradients over axis float32[4] (all)" in text
-    assert not Snapshot([Seen(0), Seen(1)]).told and "rank 1 (state unknown): has made no call" in Snapshot(
-        [Seen(1)]
-    ).text("")
+    assert not Snapshot(
+        [RankState(0), RankState(1)]
+    ).has_calls and "rank 1 (state unknown): has made no call" in Snapshot([RankState(1)]).format_report("")

@@ -20,11 +20,11 @@ from tests.fuzz.inputs import decode, spoiled_json, write_input
 
 def read_program(dialect: str, name: str) -> Callable[[bytes, Path], None]:
     def read(data: bytes, directory: Path) -> None:
-        from meshwright.program.load import load_program, print_program
+        from meshwright.program.load import format_program, load_program
 
         program = load_program(write_input(directory, name, data), dialect)  # type: ignore[call-overload]
-        again = write_input(directory, f"again-{name}", print_program(program, name).encode())
-        assert print_program(load_program(again, dialect), name).encode() == again.read_bytes()  # type: ignore[call-overload]
+        again = write_input(directory, f"again-{name}", format_program(program, name).encode())
+        assert format_program(load_program(again, dialect), name).encode() == again.read_bytes()  # type: ignore[call-overload]
 
     return read
 
@@ -32,14 +32,14 @@ def read_program(dialect: str, name: str) -> Callable[[bytes, Path], None]:
 @cache
 def program_seeds(dialect: str, name: str) -> list[bytes]:
     from meshwright.collectives.library import generate as collective
-    from meshwright.program.load import print_program
+    from meshwright.program.load import format_program
     from meshwright.schedules.library import generate as schedule
 
     if dialect == "collective":
         made: list[Any] = [collective("all-reduce", "ring", 3), collective("all-to-all", "bruck", 4)]
     else:
         made = [schedule("1f1b", 2, 3), schedule("zb-v", 2, 4), schedule("dualpipe", 2, 4)]
-    return [print_program(each, name).encode() for each in made]
+    return [format_program(each, name).encode() for each in made]
 
 
 def program_json(dialect: str) -> st.SearchStrategy[bytes]:

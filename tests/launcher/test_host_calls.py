@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.flight_recorder import call_ring
-from meshwright.flight_recorder.call_ring import CallWriter, named_file
+from meshwright.flight_recorder.call_ring import CallWriter, create_named_file
 from meshwright.launcher.host_calls import HostCalls
 from meshwright.launcher.rendezvous import Place
 from meshwright.monitoring.run_directory import RunDirectory
@@ -20,7 +20,7 @@ PLACE = Place(0, 2, 0, "env://", "torchrun", 2)
 
 def leave(path: Path, rank: int, calls: int) -> None:
     """The ring of a rank that has queued calls, waited for none, as on CUDA, and is gone."""
-    descriptor = named_file(path / f"rank-{rank:05d}", rank, 2)
+    descriptor = create_named_file(path / f"rank-{rank:05d}", rank, 2)
     writer = CallWriter(descriptor)
     for _ in range(calls):
         number = writer.post(writer.group((0, 1)), "data.gradients", "all_reduce", "data", 4, "float32", (4,))

@@ -19,7 +19,7 @@ from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.launcher import launcher
 from meshwright.launcher.launcher import LaunchSpec, RankFault, launch
 from meshwright.launcher.started_rank import start_rank
-from meshwright.threads import available_cores, child_environment
+from meshwright.threads import build_child_environment, count_available_cores
 from tests.training.launcher_ranks import COMMAND, ROOT
 
 
@@ -49,8 +49,8 @@ def processes(directory: Path) -> list[int]:
 def test_the_result_is_that_of_rank_0(tmp_path, capfd):
     result = start(tmp_path, "tell", ranks=3)
     assert (result["rank"], result["ranks"]) == (0, 3) and len(result["long"]) == 300_000
-    assert result["threads"] == max(1, available_cores() // 3)
-    assert result["spin"] == child_environment()["GOMP_SPINCOUNT"]
+    assert result["threads"] == max(1, count_available_cores() // 3)
+    assert result["spin"] == build_child_environment()["GOMP_SPINCOUNT"]
     written = json.loads((tmp_path / "ranks.json").read_text())
     assert list(written) == ["0", "1", "2"] and written["0"] == result["process"]
     assert result["group"] == os.getpgid(0)  # children stay in the launcher's process group

@@ -32,7 +32,7 @@ def recipe(tiny_recipe, monkeypatch):
 def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_be_taken(recipe, monkeypatch):
     state = {"layout": "dp1 fp32", "threads": 2}
     assert resolve_threads(recipe(), 2, state) == rank_threads.ThreadChoice(2)
-    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 1)
     kept = resolve_threads(recipe(), 1, state)
     assert kept.count == 2
     assert kept.note.startswith("threads: keeping 2 per rank from the checkpoint for bitwise reproducibility (")
@@ -55,7 +55,7 @@ def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew
 
 
 def test_note_does_not_blame_what_meshwright_set_itself(recipe, monkeypatch):
-    monkeypatch.setattr(rank_threads, "available_cores", lambda: 1)
+    monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 1)
     for name, value in (("OMP_NUM_THREADS", "1"), ("MESHWRIGHT_THREADS", "1")):
         monkeypatch.setenv(name, value)
     assert "1 available cores would give 1" in resolve_threads(recipe(), 1, {"layout": "dp1 fp32", "threads": 2}).note
@@ -106,7 +106,7 @@ def test_another_number_of_threads_is_one_line_about_the_last_bits():
 
 
 def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.threads.available_cores", lambda: 8)
+    monkeypatch.setattr("meshwright.threads.count_available_cores", lambda: 8)
     elsewhere = f"run.directory={tmp_path}/none"
     small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
     assert [local_threads(each, 2).count for each in (small, large)] == [1, 4]
@@ -119,7 +119,7 @@ def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_pat
 
 
 def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
-    monkeypatch.setattr(rank_threads, "available_cores", lambda: 8)
+    monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 8)
     shared = cores_of_rank({})
     assert shared["cores"] == 8 and shared["shared"]
     own = cores_of_rank({"SLURM_CPUS_PER_TASK": "3"})

@@ -13,7 +13,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.pipeline_text import print_pipeline
+from meshwright.program.pipeline_text import format_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.named import SCHEDULES
 from tests.parallel import pipeline_cases as cases
@@ -93,7 +93,7 @@ def test_any_program_that_holds_runs_as_it_stands(four: LocalRanks, tmp_path: An
         hold_against_one_device(program, [rank[at] for rank in results])
 
     path = tmp_path / "mine.txt"
-    path.write_text(print_pipeline(next(iter(on_four.values()))))
+    path.write_text(format_pipeline(next(iter(on_four.values()))))
     program = generate(f"@{path}")
     results = four.run(cases.named, [f"@{path}"], None, None, "pp4")
     hold_against_one_device(program, [rank[0] for rank in results])

@@ -17,7 +17,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.estimate import evaluate, problem_of
 from meshwright.planner.rates import constants
 from meshwright.planner.search import search
-from meshwright.toml import parse_toml, write_toml
+from meshwright.toml import format_toml, parse_toml
 from tests.planner.calibration_cases import DEVICE, MIB, cluster_file, made_up_run
 
 
@@ -61,7 +61,7 @@ def test_a_table_in_the_middle_of_a_file_is_replaced_too(tmp_path):
     path = cluster_file(tmp_path)
     tables = parse_toml(path.read_text(), "") | {"calibration": Calibration(3.0, 3.0, 3.0, 1).table()}
     texts = [
-        write_toml({"calibration": tables["calibration"], **{k: v for k, v in tables.items() if k != "calibration"}}),
+        format_toml({"calibration": tables["calibration"], **{k: v for k, v in tables.items() if k != "calibration"}}),
         "calibration = { time_factor = 3.0, time_low = 3.0, time_high = 3.0, runs = 1 }\n" + path.read_text(),
         f"# mine\n{path.read_text()}\n [calibration] # old\n time_factor = 3\n time_low = 3\n time_high = 3\n runs = 1",
     ]

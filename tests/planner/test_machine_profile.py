@@ -93,7 +93,7 @@ def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
 
 
 def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(profile: HardwareProfile, monkeypatch):
-    monkeypatch.setattr("meshwright.planner.machine_profile.available_cores", lambda: 2)
+    monkeypatch.setattr("meshwright.planner.machine_profile.count_available_cores", lambda: 2)
     with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")
 
@@ -112,7 +112,7 @@ def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(p
 
 
 def test_damaged_tables_are_passed_over(profile: HardwareProfile, monkeypatch):
-    monkeypatch.setattr("meshwright.planner.machine_profile.available_cores", lambda: 2)
+    monkeypatch.setattr("meshwright.planner.machine_profile.count_available_cores", lambda: 2)
     write_profile(KEY, replace(profile, cluster={"device": 7}))
     with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")

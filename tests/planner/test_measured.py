@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.planner.measured import Collective, Curve, Measured, Pass, Products, read
-from meshwright.toml import write_toml
+from meshwright.toml import format_toml
 
 SIZES = tuple(float(2**exponent) for exponent in range(10, 25, 2))
 
@@ -113,7 +113,7 @@ def example() -> Measured:
 
 
 def test_what_is_written_is_read_back_equal():
-    assert read(tomllib.loads(write_toml(example().tables())), "here") == example()
+    assert read(tomllib.loads(format_toml(example().tables())), "here") == example()
     assert read(replace(example(), collectives=(), copies=()).tables(), "here").collectives == ()
 
 

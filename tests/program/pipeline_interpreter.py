@@ -11,7 +11,15 @@ from collections import defaultdict
 
 import numpy as np
 
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, Placement, program_of, straight, v_shaped
+from meshwright.program.pipeline import (
+    Builder,
+    Kind,
+    PipelineProgram,
+    Placement,
+    build_program,
+    place_cyclically,
+    place_in_v_shape,
+)
 
 COLUMNS = ("rank", "group", "kind", "stage", "replica", "micro_batch", "component")
 
@@ -66,7 +74,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
     def meet(rank: int, step: int) -> bool:
         """Let a transfer take place if both ends are under way, first come first served between two ranks."""
         sends = s.kind[step] in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        peer = program.peer(step)
+        peer = program.find_peer(step)
         pair = (rank, peer) if sends else (peer, rank)
         out, back = posted[*pair, True], posted[*pair, False]
         if not out or not back or step != (out if sends else back)[0]:
@@ -112,7 +120,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
             open_steps = under_way[rank] = set(group)
             for step in group:
                 sends = s.kind[step] in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-                peer = program.peer(step)
+                peer = program.find_peer(step)
                 posted[(rank, peer, True) if sends else (peer, rank, False)].append(step)
             return True
         if open_steps:
@@ -164,10 +172,10 @@ def random_program(rng: random.Random) -> PipelineProgram:
     ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 5)
     placement: Placement = rng.choice(
         [
-            (straight(ranks),),
-            (straight(ranks, 2),),
-            (v_shaped(ranks),),
-            (straight(ranks), tuple(reversed(straight(ranks)))),
+            (place_cyclically(ranks),),
+            (place_cyclically(ranks, 2),),
+            (place_in_v_shape(ranks),),
+            (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks)))),
         ]
     )
     stages = len(placement[0])
@@ -203,7 +211,7 @@ def random_program(rng: random.Random) -> PipelineProgram:
         ]
         together = [step, rng.choice(beside)] if beside and rng.random() < 0.5 else [step]
         if len(together) == 2:
-            with program.ranks[rank].together():
+            with program.ranks[rank].overlap():
                 for each in together:
                     program.ranks[rank].add(*each)
         else:
@@ -221,4 +229,4 @@ def rows_of(program: PipelineProgram) -> list[list[int]]:
 
 def with_rows(program: PipelineProgram, rows: list[list[int]]) -> PipelineProgram:
     """The program with other steps."""
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, rows)
+    return build_program(program.name, program.ranks, program.micro_batches, program.placement, rows)

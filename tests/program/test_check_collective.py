@@ -19,13 +19,13 @@ def program_of(operation: str, ranks: int, chunks: int, *rows: tuple[int, ...], 
     names = ("rank", "group", "kind", "slot", "count", "peer", "source")
     columns = np.array(rows, np.int64).reshape(-1, 7).T
     return CollectiveProgram(
-        operation, "hand", ranks, chunks, Steps.arranged(**dict(zip(names, columns, strict=True))), **more
+        operation, "hand", ranks, chunks, Steps.from_unsorted(**dict(zip(names, columns, strict=True))), **more
     )
 
 
 def without(program: CollectiveProgram, step: int) -> CollectiveProgram:
     s = program.steps
-    kept = Steps.arranged(
+    kept = Steps.from_unsorted(
         **{name: np.delete(column, step) for name, column in vars(s).items() if name in s.__dataclass_fields__}
     )
     return CollectiveProgram(program.operation, program.algorithm, program.ranks, program.chunks, kept)

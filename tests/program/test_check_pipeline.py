@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, program_of, straight
+from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, build_program, place_cyclically
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.named import SCHEDULES
@@ -205,7 +205,7 @@ def test_a_replica_through_which_nothing_runs_is_not_updated() -> None:
 
 def test_a_number_of_ranks_beyond_all_memory_is_refused_without_a_table_of_them() -> None:
     with pytest.raises(ProgramError, match="holds 0 stages of replica 0, of 1 for 2147483647 ranks"):
-        check_pipeline(program_of("huge", 2**31 - 1, 1, ((2**31 - 2,),), []))
+        check_pipeline(build_program("huge", 2**31 - 1, 1, ((2**31 - 2,),), []))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_number_of_ranks_beyond_all_memory_is_refused_without_a_table_of_them(
 )
 def test_a_placement_that_no_program_has_is_refused(placement: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        check_pipeline(program_of("bad", 2, 1, placement, []))
+        check_pipeline(build_program("bad", 2, 1, placement, []))
     assert str(caught.value) == message
 
 
@@ -247,7 +247,7 @@ def test_a_number_out_of_range_is_refused(column: int, value: int, message: str)
 
 def test_the_parts_of_a_layer_make_a_whole_and_run_in_their_order() -> None:
     def cut(forward: list[Component], backward: list[Component], weights: list[Component]) -> PipelineProgram:
-        builder = Builder("cut", 1, 1, (straight(1),))
+        builder = Builder("cut", 1, 1, (place_cyclically(1),))
         for kind, parts in (
             (Kind.FORWARD, forward),
             (Kind.INPUT_GRADIENT, backward),

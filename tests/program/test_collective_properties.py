@@ -14,7 +14,7 @@ from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.errors import UserError
 from meshwright.program.check_collective import check_collective
 from meshwright.program.collective import CollectiveProgram, Kind, Steps
-from meshwright.program.collective_text import parse_collective, print_collective
+from meshwright.program.collective_text import format_collective, parse_collective
 from meshwright.program.order import ProgramError
 from tests.program.example_collectives import programs
 from tests.program.interpreter import failure
@@ -23,7 +23,7 @@ COLUMNS = ("rank", "group", "kind", "slot", "count", "peer", "source")
 
 
 def rebuilt(program: CollectiveProgram, columns: dict[str, np.ndarray]) -> CollectiveProgram:
-    return dataclasses.replace(program, steps=Steps.arranged(**columns))
+    return dataclasses.replace(program, steps=Steps.from_unsorted(**columns))
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_a_mutant_is_caught_or_still_right(program: CollectiveProgram, seed: int
         reason = str(error)
     else:
         assert [failure(program, seed + i) for i in range(3)] == [""] * 3
-        assert parse_collective(print_collective(program)) == program
+        assert parse_collective(format_collective(program)) == program
         return
     # The other way round where the kind of mistake leaves no way out: no false alarms.
     if any(words in reason for words in ("deadlock", "has no receive", "has no send", "(end)")):
@@ -117,7 +117,7 @@ def test_a_group_whose_copies_work_in_one_order_only_is_refused(turned: bool) ->
         columns = {name: column[::-1] for name, column in columns.items()}
     planted = rebuilt(program, columns)
     assert failure(planted, seed=1) != ""  # and wrong where the copies take place in another order
-    for each in (planted, parse_collective(print_collective(planted))):
+    for each in (planted, parse_collective(format_collective(planted))):
         with pytest.raises(ProgramError) as caught:
             check_collective(each)
         assert str(caught.value) == (
@@ -139,7 +139,7 @@ def scrambles(draw: st.DrawFn) -> CollectiveProgram:
         columns.append((sender, first, Kind.SEND, slot, 1, receiver, -1))
         columns.append((receiver, second, kind, into, 1, sender, -1))
     table = dict(zip(COLUMNS, np.array(columns).T, strict=True))
-    return CollectiveProgram("reduce-scatter", "scramble", ranks, ranks, Steps.arranged(**table))
+    return CollectiveProgram("reduce-scatter", "scramble", ranks, ranks, Steps.from_unsorted(**table))
 
 
 @given(scrambles(), st.integers(0, 2**32))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.program.collective import Builder, CollectiveProgram
-from meshwright.program.collective_text import parse_collective, print_collective
-from meshwright.program.json_form import from_json, to_json
+from meshwright.program.collective_text import format_collective, parse_collective
+from meshwright.program.json_form import from_json_dict, to_json_dict
 from tests.program.example_collectives import programs
 
 SWAP = """\
@@ -46,12 +46,12 @@ def every_kind() -> CollectiveProgram:
 
 def test_printing_and_reading_gives_an_equal_program() -> None:
     for program in (every_kind(), *programs()):
-        assert parse_collective(print_collective(program)) == program
-        assert from_json(to_json(program)) == program
+        assert parse_collective(format_collective(program)) == program
+        assert from_json_dict(to_json_dict(program)) == program
 
 
 def test_the_text_reads_as_written_here() -> None:
-    assert print_collective(every_kind()).splitlines()[:12] == [
+    assert format_collective(every_kind()).splitlines()[:12] == [
         "collective all-to-all some steps",
         "ranks 4",
         "chunks 4",
@@ -128,7 +128,7 @@ def test_an_empty_text_says_how_a_program_starts() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_no_text_breaks_the_reader(number: int, edits: list[tuple[int, str]]) -> None:
-    text = print_collective(programs()[number % len(programs())])
+    text = format_collective(programs()[number % len(programs())])
     for place, letter in edits:
         at = place % len(text)
         text = text[:at] + letter + text[at + place % 2 :]
@@ -137,4 +137,4 @@ def test_no_text_breaks_the_reader(number: int, edits: list[tuple[int, str]]) ->
     except UserError as error:
         assert "\n" not in str(error)
     else:
-        assert parse_collective(print_collective(program)) == program
+        assert parse_collective(format_collective(program)) == program

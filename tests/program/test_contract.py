@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from meshwright.program.collective import Builder, CollectiveProgram
-from meshwright.program.contract import ALL, everyone, initial, members, only, required
+from meshwright.program.contract import (
+    ALL,
+    build_initial_memory,
+    build_required_slots,
+    list_ranks,
+    make_full_set,
+    make_singletons,
+)
 
 Places = dict[tuple[int, int], tuple[int, object]]  # (rank, slot): (chunk, whose parts)
 
@@ -16,9 +23,9 @@ def program(operation: str, ranks: int, chunks: int, root: int = 0) -> Collectiv
 
 
 def starts(p: CollectiveProgram) -> Places:
-    memory = initial(p)
+    memory = build_initial_memory(p)
     return {
-        (rank, slot): (int(memory.chunk[rank, slot]), memory.ranks_in(rank, slot))
+        (rank, slot): (int(memory.chunk[rank, slot]), memory.list_contributors(rank, slot))
         for rank in range(p.ranks)
         for slot in range(p.slots)
         if memory.chunk[rank, slot] >= 0
@@ -26,7 +33,7 @@ def starts(p: CollectiveProgram) -> Places:
 
 
 def ends(p: CollectiveProgram) -> Places:
-    need = required(p)
+    need = build_required_slots(p)
     rows = zip(*(column.tolist() for column in (need.rank, need.slot, need.chunk, need.origin)), strict=True)
     return {(rank, slot): (chunk, origin) for rank, slot, chunk, origin in rows}
 
@@ -87,6 +94,6 @@ def test_a_barrier_ends_when_all_have_heard_from_all() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 63, 64, 65, 200])
 def test_sets_of_ranks_hold_what_was_put_in(ranks: int) -> None:
-    assert members(everyone(ranks)) == list(range(ranks))
-    sets = only(np.arange(ranks), ranks)
-    assert [members(words) for words in sets] == [[rank] for rank in range(ranks)]
+    assert list_ranks(make_full_set(ranks)) == list(range(ranks))
+    sets = make_singletons(np.arange(ranks), ranks)
+    assert [list_ranks(words) for words in sets] == [[rank] for rank in range(ranks)]

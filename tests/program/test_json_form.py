@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program import collective, pipeline
-from meshwright.program.json_form import from_json, print_json, to_json
+from meshwright.program.json_form import format_json, from_json_dict, to_json_dict
 
 
 def exchange() -> collective.CollectiveProgram:
@@ -27,11 +27,11 @@ def exchange() -> collective.CollectiveProgram:
 
 
 def two_stages() -> pipeline.PipelineProgram:
-    program = pipeline.Builder("small", 2, 4, (pipeline.straight(2), (1, 0)))
+    program = pipeline.Builder("small", 2, 4, (pipeline.place_cyclically(2), (1, 0)))
     for rank in program.ranks:
         for micro_batch in range(4):
             rank.forward(micro_batch, replica=micro_batch // 2)
-        with rank.together():
+        with rank.overlap():
             rank.input_gradient(3, replica=1)
             rank.add(pipeline.Kind.WEIGHT_GRADIENT, 3, replica=1, component=pipeline.Component.MLP)
     return program.build()
@@ -39,12 +39,12 @@ def two_stages() -> pipeline.PipelineProgram:
 
 @pytest.mark.parametrize("program", [exchange(), two_stages()], ids=["collective", "pipeline"])
 def test_a_program_is_equal_after_a_trip_through_json(program: Any) -> None:
-    assert from_json(json.loads(json.dumps(to_json(program)))) == program
-    assert from_json(json.loads(print_json(program))) == program
+    assert from_json_dict(json.loads(json.dumps(to_json_dict(program)))) == program
+    assert from_json_dict(json.loads(format_json(program))) == program
 
 
 def test_the_columns_say_kinds_in_words() -> None:
-    steps: Any = to_json(two_stages())["steps"]
+    steps: Any = to_json_dict(two_stages())["steps"]
     assert steps["kind"][:6] == ["forward"] * 4 + ["input-gradient", "weight-gradient"]
     assert steps["component"][5] == "mlp"
 
@@ -90,10 +90,10 @@ def change(path: str, value: object) -> Callable[[Any], None]:
     ],
 )
 def test_a_mistake_in_a_collective_is_named(path: str, value: object, message: str) -> None:
-    table = copy.deepcopy(to_json(exchange()))
+    table = copy.deepcopy(to_json_dict(exchange()))
     change(path, value)(table)
     with pytest.raises(UserError) as caught:
-        from_json(table, "p")
+        from_json_dict(table, "p")
     assert str(caught.value).startswith(message)
 
 
@@ -112,20 +112,20 @@ def test_a_mistake_in_a_collective_is_named(path: str, value: object, message: s
     ],
 )
 def test_a_mistake_in_a_pipeline_is_named(path: str, value: object, message: str) -> None:
-    table = copy.deepcopy(to_json(two_stages()))
+    table = copy.deepcopy(to_json_dict(two_stages()))
     change(path, value)(table)
     with pytest.raises(UserError) as caught:
-        from_json(table, "p")
+        from_json_dict(table, "p")
     assert str(caught.value).startswith(message)
 
 
 def test_what_is_no_object_is_refused() -> None:
     for value in (None, 3, "text", [1]):
         with pytest.raises(UserError, match="should be a JSON object"):
-            from_json(value)
+            from_json_dict(value)
 
 
 def test_a_program_without_steps_is_a_program() -> None:
     empty = collective.Builder("all-reduce", "none", 1, chunks=1).build()
-    assert from_json(to_json(empty)) == empty
-    assert np.array_equal(from_json(to_json(empty)).steps.rank, [])
+    assert from_json_dict(to_json_dict(empty)) == empty
+    assert np.array_equal(from_json_dict(to_json_dict(empty)).steps.rank, [])

@@ -8,10 +8,10 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program import collective, pipeline
-from meshwright.program.collective_text import print_collective
-from meshwright.program.json_form import print_json
+from meshwright.program.collective_text import format_collective
+from meshwright.program.json_form import format_json
 from meshwright.program.load import load_program
-from meshwright.program.pipeline_text import print_pipeline
+from meshwright.program.pipeline_text import format_pipeline
 
 
 def exchange() -> collective.CollectiveProgram:
@@ -22,7 +22,7 @@ def exchange() -> collective.CollectiveProgram:
 
 
 def one_stage() -> pipeline.PipelineProgram:
-    program = pipeline.Builder("small", 1, 1, (pipeline.straight(1),))
+    program = pipeline.Builder("small", 1, 1, (pipeline.place_cyclically(1),))
     program.ranks[0].forward(0)
     program.ranks[0].backward(0)
     return program.build()
@@ -30,21 +30,21 @@ def one_stage() -> pipeline.PipelineProgram:
 
 def test_both_forms_of_both_dialects_are_read(tmp_path: Path) -> None:
     path = tmp_path / "program"
-    for text in (print_collective(exchange()), print_json(exchange()), "\ufeff\n" + print_json(exchange())):
+    for text in (format_collective(exchange()), format_json(exchange()), "\ufeff\n" + format_json(exchange())):
         path.write_text(text)
         assert load_program(path, "collective") == exchange()
         assert load_program(f"@{path}", "collective") == exchange()
-    for text in (print_pipeline(one_stage()), print_json(one_stage())):
+    for text in (format_pipeline(one_stage()), format_json(one_stage())):
         path.write_text(text)
         assert load_program(path, "pipeline") == one_stage()
 
 
 def test_a_program_of_the_other_dialect_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "program"
-    path.write_text(print_json(one_stage()))
+    path.write_text(format_json(one_stage()))
     with pytest.raises(UserError, match="a pipeline program where a collective program is wanted"):
         load_program(path, "collective")
-    path.write_text(print_pipeline(one_stage()))
+    path.write_text(format_pipeline(one_stage()))
     with pytest.raises(UserError, match=r"program, line 1: "):
         load_program(path, "collective")
 

@@ -9,9 +9,9 @@ from meshwright.errors import UserError
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.program import makespan
 from meshwright.program.durations import Durations
-from meshwright.program.makespan import Makespans, makespans
+from meshwright.program.makespan import MakespanCache, compute_makespans
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.named import SCHEDULES
@@ -35,37 +35,37 @@ def some(program: PipelineProgram, count: int) -> list[Durations]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 9), (4, 8), (6, 30)])
 def test_wave_by_wave_is_rank_after_rank(name: str, ranks: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(makespan, "FEW", 0)
+    monkeypatch.setattr(makespan, "SERIAL_LIMIT", 0)
     if SCHEDULE_CHUNKS[name][0] == 2 or micro_batches % 2 == 0:
         program = generate(name, ranks, micro_batches + micro_batches % 2)
         durations = some(program, 3)
         alone = [simulate_pipeline(program, each).makespan for each in durations]
-        assert makespans(program, durations).tolist() == alone
-        assert makespans(program, durations[:1]).tolist() == alone[:1]
+        assert compute_makespans(program, durations).tolist() == alone
+        assert compute_makespans(program, durations[:1]).tolist() == alone[:1]
 
 
 def test_few_and_written_out_ones_are_the_same(monkeypatch: pytest.MonkeyPatch):
     program = generate("zb-v", 4, 8)
     durations = some(program, 2)
-    few = makespans(program, durations).tolist()
-    written = makespans(with_transfers(program), durations).tolist()
-    monkeypatch.setattr(makespan, "FEW", 0)
-    assert few == makespans(program, durations).tolist() == written
+    few = compute_makespans(program, durations).tolist()
+    written = compute_makespans(with_transfers(program), durations).tolist()
+    monkeypatch.setattr(makespan, "SERIAL_LIMIT", 0)
+    assert few == compute_makespans(program, durations).tolist() == written
 
 
 def test_what_was_asked_once_is_known(monkeypatch: pytest.MonkeyPatch):
     program = generate("1f1b", 4, 8)
     first, second = some(program, 2)
-    known = Makespans()
-    known.ask(program, [first, second])
-    monkeypatch.setattr(makespan, "makespans", lambda *_: pytest.fail("asked again"))
-    assert known.of(generate("1f1b", 4, 8), second) == simulate_pipeline(program, second).makespan
-    assert known.of(program, first) == simulate_pipeline(program, first).makespan
+    known = MakespanCache()
+    known.compute(program, [first, second])
+    monkeypatch.setattr(makespan, "compute_makespans", lambda *_: pytest.fail("asked again"))
+    assert known.get(generate("1f1b", 4, 8), second) == simulate_pipeline(program, second).makespan
+    assert known.get(program, first) == simulate_pipeline(program, first).makespan
 
 
 def test_ranks_that_wait_in_a_circle_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(makespan, "FEW", 0)
-    builder = Builder("stuck", 2, 2, (straight(2),))
+    monkeypatch.setattr(makespan, "SERIAL_LIMIT", 0)
+    builder = Builder("stuck", 2, 2, (place_cyclically(2),))
     for rank, order in zip(builder.ranks, ((0, 1), (1, 0)), strict=True):
         for m in order if rank.rank == 0 else order[:1]:
             rank.forward(m)
@@ -74,10 +74,10 @@ def test_ranks_that_wait_in_a_circle_are_named(monkeypatch: pytest.MonkeyPatch):
             rank.forward(m)
             rank.backward(m)
     with pytest.raises(ProgramError, match="waits in a circle"):
-        makespans(builder.build(), [Durations(1.0, 1.0, 1.0)])
+        compute_makespans(builder.build(), [Durations(1.0, 1.0, 1.0)])
 
 
 def test_times_beyond_all_numbers_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(makespan, "FEW", 0)
+    monkeypatch.setattr(makespan, "SERIAL_LIMIT", 0)
     with pytest.raises(UserError, match="take another unit of time"):
-        makespans(generate("1f1b", 4, 8), [Durations(1e308, 1e308, 1e308)])
+        compute_makespans(generate("1f1b", 4, 8), [Durations(1e308, 1e308, 1e308)])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, Component, Kind, straight
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline import Builder, Component, Kind, place_cyclically
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.transfers import with_transfers
@@ -47,14 +47,14 @@ rank 1
 
 def test_1f1b_reads_as_it_is_drawn() -> None:
     program = with_transfers(generate("1f1b", 2, 2))
-    assert print_pipeline(program) == TEXT
+    assert format_pipeline(program) == TEXT
     assert parse_pipeline(TEXT) == program
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_parsed_back_equal(name: str) -> None:
     for program in (generate(name, 4, 8), with_transfers(generate(name, 4, 8))):
-        assert parse_pipeline(print_pipeline(program)) == program
+        assert parse_pipeline(format_pipeline(program)) == program
 
 
 @settings(max_examples=50, deadline=None)
@@ -63,20 +63,20 @@ def test_any_program_is_parsed_back_equal(seed: int) -> None:
     rng = random.Random(seed)
     program = random_program(rng)
     for each in (program, with_transfers(program)):
-        assert parse_pipeline(print_pipeline(each)) == each
+        assert parse_pipeline(format_pipeline(each)) == each
 
 
 def test_parts_updates_replicas_and_ranks_without_steps_are_parsed_back_equal() -> None:
-    builder = Builder("two words", 2, 3, (straight(2), (1, 0)))
+    builder = Builder("two words", 2, 3, (place_cyclically(2), (1, 0)))
     first, _ = builder.ranks
     for part in Component:
         first.add(Kind.FORWARD, 2, component=part)
-    with first.together():
+    with first.overlap():
         first.forward(1, replica=1)
         first.input_gradient(0)
     first.update(2)
     program = builder.build()
-    text = print_pipeline(program)
+    text = format_pipeline(program)
     assert "0F2.attention\n" in text
     assert "1'F1 | 0I0\n" in text
     assert text.endswith("0U2\n\nrank 1\n")
@@ -149,12 +149,12 @@ def test_a_spoiled_text_is_refused_in_one_line_or_is_another_program(seed: int) 
     except UserError as error:
         assert str(error).startswith("program, line ")
         return
-    assert parse_pipeline(print_pipeline(program)) == program
+    assert parse_pipeline(format_pipeline(program)) == program
 
 
 def test_a_program_of_many_steps_is_parsed_back_equal() -> None:
     program = generate("1f1b", 32, 512)
     assert len(program.steps) == 2 * 32 * 512
-    again = parse_pipeline(print_pipeline(program))
+    again = parse_pipeline(format_pipeline(program))
     assert again == program
     assert np.array_equal(again.steps.group_index, program.steps.group_index)

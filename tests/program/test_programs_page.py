@@ -13,10 +13,10 @@ import pytest
 from meshwright.program.check_collective import check_collective
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.collective import CollectiveProgram
-from meshwright.program.collective_text import parse_collective, print_collective
-from meshwright.program.json_form import from_json, to_json
+from meshwright.program.collective_text import format_collective, parse_collective
+from meshwright.program.json_form import from_json_dict, to_json_dict
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "programs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -30,11 +30,11 @@ def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -
     text, after = TEXTS[at], TEXTS[at + 1] if at + 1 < len(TEXTS) else ""
     if text.startswith("collective"):
         collective = parse_collective(text)
-        assert print_collective(collective) == text
+        assert format_collective(collective) == text
         check = partial(check_collective, collective)
     else:
         pipeline = parse_pipeline(text)
-        assert print_pipeline(pipeline) == text
+        assert format_pipeline(pipeline) == text
         check = partial(check_pipeline, pipeline)
     if after.startswith(ERROR):
         with pytest.raises(ProgramError) as caught:
@@ -46,8 +46,8 @@ def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -
 
 @pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "json"])
 def test_a_json_is_what_is_written_and_holds(text: str) -> None:
-    program = from_json(json.loads(text))
-    assert to_json(program) == json.loads(text)
+    program = from_json_dict(json.loads(text))
+    assert to_json_dict(program) == json.loads(text)
     if isinstance(program, CollectiveProgram):
         check_collective(program)
     else:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from meshwright.program.collective import ARRIVING, SENDING, Builder, CollectiveProgram
-from meshwright.program.flows import FairSharing, fair_rates
+from meshwright.program.flows import FairSharing, compute_fair_rates
 from meshwright.program.network import Network, Routes
-from meshwright.program.order import match
+from meshwright.program.order import match_transfers
 from meshwright.program.simulate_collective import CollectiveSimulator, simulate_collective
 
 
 def matched(program: CollectiveProgram) -> Any:
     """What the simulator needs of a checked program: these programs move no meaningful vectors."""
     s = program.steps
-    sends, receives = match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING))
+    sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
     return SimpleNamespace(program=program, sends=sends, receives=receives)
 
 
@@ -61,13 +61,13 @@ def transfers(ranks: int, chunks: int, *rounds: list[tuple[int, int, int]], redu
 
 
 def test_flows_on_one_link_share_it_evenly():
-    assert fair_rates(np.array([0, 1, 2]), np.array([5, 5, 5]), 3, np.full(6, 12.0)).tolist() == [4, 4, 4]
+    assert compute_fair_rates(np.array([0, 1, 2]), np.array([5, 5, 5]), 3, np.full(6, 12.0)).tolist() == [4, 4, 4]
 
 
 def test_what_a_flow_cannot_use_goes_to_the_others():
     # The textbook's example: link 0 of capacity 1 with three flows, one of which goes on over link 1 of capacity 2
     # with a fourth flow: that one gets what the third leaves.
-    rates = fair_rates(np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1]), 4, np.array([1.0, 2.0]))
+    rates = compute_fair_rates(np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1]), 4, np.array([1.0, 2.0]))
     assert rates == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5 / 3])
 
 
@@ -99,16 +99,16 @@ def test_rates_are_those_of_progressive_filling(seed: int):
     paths = random_paths(generator, generator.randint(1, 25), generator.randint(2, 12))
     bandwidth = np.array([generator.choice([0.5, 1, 1, 2, 7.3]) for _ in range(12)])
     flow = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
-    rates = fair_rates(flow, np.array([link for path in paths for link in path]), len(paths), bandwidth)
+    rates = compute_fair_rates(flow, np.array([link for path in paths for link in path]), len(paths), bandwidth)
     assert rates == pytest.approx(naive_rates(paths, bandwidth))
 
 
 def test_rates_that_are_looked_up_belong_to_their_routes_in_any_order():
     routes = Routes(np.array([0, 1, 2, 4]), np.array([0, 1, 0, 1]))
     sharing = FairSharing(routes, np.array([1.0, 4.0]))
-    first = sharing.rates(np.array([0, 1, 2]))
+    first = sharing.compute_rates(np.array([0, 1, 2]))
     assert first == pytest.approx([0.5, 3.5, 0.5])
-    assert sharing.rates(np.array([1, 2, 0])) == pytest.approx([3.5, 0.5, 0.5])
+    assert sharing.compute_rates(np.array([1, 2, 0])) == pytest.approx([3.5, 0.5, 0.5])
 
 
 # --- time
@@ -212,7 +212,7 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
         size = steps.count[send] * total_bytes / program.program.chunks
         messages[int(group_of[send]), int(group_of[receive])] += size
     rank_of = steps.group_rank.tolist()
-    path = {m: network.route(rank_of[m[0]], rank_of[m[1]]).tolist() for m in messages}
+    path = {m: network.find_route(rank_of[m[0]], rank_of[m[1]]).tolist() for m in messages}
     latency: dict[tuple[int, int], float] = {}
     before: dict[tuple[int, int], int] = defaultdict(int)
     for m in sorted(
@@ -294,11 +294,11 @@ def test_random_programs_take_as_long_as_in_the_naive_simulation(seed: int):
 def test_least_latency_and_distances_are_those_of_the_cheapest_paths():
     network = line(4, 0.5)
     assert network.least_latency == 0.5
-    assert network.distances(0).tolist() == [0, 0.5, 1.0, 1.5]
+    assert network.compute_distances(0).tolist() == [0, 0.5, 1.0, 1.5]
     network.latency[0] = 2.0  # from rank 0 to rank 1, not back
-    assert network.distances(0).tolist() == [0, 2.0, 2.5, 3.0]
-    assert network.distances(0, towards=True).tolist() == [0, 0.5, 1.0, 1.5]
+    assert network.compute_distances(0).tolist() == [0, 2.0, 2.5, 3.0]
+    assert network.compute_distances(0, towards=True).tolist() == [0, 0.5, 1.0, 1.5]
 
 
 def test_links_have_names():
-    assert line(3).link_name(2) == "rank 1 → rank 0"
+    assert line(3).format_link(2) == "rank 1 → rank 0"

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.program.order import ProgramError
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, program_of, straight, v_shaped
+from meshwright.program.pipeline import (
+    Builder,
+    Kind,
+    PipelineProgram,
+    build_program,
+    place_cyclically,
+    place_in_v_shape,
+)
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
 from meshwright.schedules.library import generate
@@ -61,7 +68,7 @@ def test_gpipe_on_two_ranks_step_by_step() -> None:
     assert timing.bubble_to_ideal == pytest.approx(1 / 2)
     assert timing.peak_activations.tolist() == [2, 2]
     assert timing.weight_copies.tolist() == [1, 1]
-    assert timing.transfers.tolist() == [2, 2]
+    assert timing.messages_sent.tolist() == [2, 2]
 
 
 def test_uneven_stages_and_boundaries_each_take_their_own_time() -> None:
@@ -95,7 +102,7 @@ ranks 2, micro-batches 1, placement 0 1 1 0
     timing = simulate_pipeline(v, Durations(1, 1, 1, transfer=5))
     assert times(timing)["2F0"] == (7, 8)
     assert timing.makespan == 4 * 1 + 4 * 2 + 4 * 5
-    assert timing.transfers.tolist() == [2, 2]
+    assert timing.messages_sent.tolist() == [2, 2]
 
 
 def test_an_overlapped_pair_starts_and_ends_together() -> None:
@@ -149,7 +156,7 @@ ranks 2, micro-batches 2, placement 0 1
     assert when["1RECV_F0"] == (0, 2.5)
     assert when["1F0"] == (2.5, 3.5)
     assert when["1RECV_F1"] == (3.5, 3.5)  # its message is there before it is posted
-    assert timing.transfers.tolist() == [2, 2]
+    assert timing.messages_sent.tolist() == [2, 2]
     assert timing.makespan == timing.end[timing.program.steps.kind <= Kind.UPDATE].max()
 
 
@@ -160,7 +167,7 @@ ranks 1, micro-batches 2, placement 0
 0F0, 0I0, 0F1, 0W0, 0B1
 """)
     timing = simulate_pipeline(split, UNIT)
-    at, held = timing.activations(0)
+    at, held = timing.compute_activations(0)
     assert list(zip(at, held, strict=True)) == [(0, 1), (2, 2), (4, 1), (6, 0)]
     assert timing.peak_activations.tolist() == [2]
 
@@ -204,10 +211,10 @@ def test_a_version_made_while_a_backward_uses_another_is_held_beside_it() -> Non
 
 
 def test_durations_of_two_replicas_go_by_stage_where_a_rank_holds_one_of_each_and_else_by_rank() -> None:
-    one_stage = program_of("one", 2, 2, ((0, 1), (1, 0)), [])
-    assert Durations.per_rank(one_stage, [1, 10]).table("forward", one_stage).tolist() == [[1, 10], [1, 10]]
-    two_stages = program_of("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
-    by_rank = Durations.per_rank(two_stages, [2, 20]).table("forward", two_stages)
+    one_stage = build_program("one", 2, 2, ((0, 1), (1, 0)), [])
+    assert Durations.per_rank(one_stage, [1, 10]).tabulate("forward", one_stage).tolist() == [[1, 10], [1, 10]]
+    two_stages = build_program("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
+    by_rank = Durations.per_rank(two_stages, [2, 20]).tabulate("forward", two_stages)
     assert by_rank.tolist() == [[1, 10, 1, 10], [10, 1, 10, 1]]
 
 
@@ -226,7 +233,7 @@ def test_pipedream_has_no_bubble_once_it_is_full(ranks: int, micro_batches: int)
 
 
 def test_durations_a_rank_are_shared_by_its_chunks_and_durations_a_stage_are_not() -> None:
-    builder = Builder("v", 2, 1, (v_shaped(2),))
+    builder = Builder("v", 2, 1, (place_in_v_shape(2),))
     for rank, order in enumerate(((0, 3), (1, 2))):
         for stage in order:
             builder.ranks[rank].forward(0, stage)
@@ -234,9 +241,9 @@ def test_durations_a_rank_are_shared_by_its_chunks_and_durations_a_stage_are_not
             builder.ranks[rank].backward(0, stage)
     v = builder.build()
     by_rank = Durations.per_rank(v, forward=[2, 6], input_gradient=2, weight_gradient=[1, 2, 3, 4])
-    assert by_rank.table("forward", v).tolist() == [[1, 3, 3, 1]]
-    assert by_rank.table("input_gradient", v).tolist() == [[1, 1, 1, 1]]
-    assert by_rank.table("weight_gradient", v).tolist() == [[1, 2, 3, 4]]
+    assert by_rank.tabulate("forward", v).tolist() == [[1, 3, 3, 1]]
+    assert by_rank.tabulate("input_gradient", v).tolist() == [[1, 1, 1, 1]]
+    assert by_rank.tabulate("weight_gradient", v).tolist() == [[1, 2, 3, 4]]
     in_turn = Durations.per_rank((2, 2), forward=[2, 6])
     assert np.asarray(in_turn.forward).tolist() == [1, 3, 1, 3]
 
@@ -296,8 +303,8 @@ ranks 3, micro-batches 2, placement 0 1 2
 def relaxed(program: PipelineProgram, durations: Durations) -> np.ndarray:
     """Start of every step: the rules of the data flow, one by one, applied until no start moves any more."""
     s, stages = program.steps, program.stages
-    table = {name: durations.table(name, program) for name in ("forward", "input_gradient", "weight_gradient")}
-    transfer = durations.table("transfer", program)
+    table = {name: durations.tabulate(name, program) for name in ("forward", "input_gradient", "weight_gradient")}
+    transfer = durations.tabulate("transfer", program)
     lasts = np.zeros(len(s))
     for i in range(len(s)):
         at = s.replica[i], s.stage[i]
@@ -368,7 +375,7 @@ def test_memory_and_time_add_up(seed: int) -> None:
     timing = simulate_pipeline(one, Durations(*numbers.uniform(0.1, 2, (3, one.stages))))
     s = one.steps
     for rank in range(one.ranks):
-        held = timing.activations(rank)[1]
+        held = timing.compute_activations(rank)[1]
         assert held.max(initial=0) == timing.peak_activations[rank]
         assert len(held) == 0 or held[-1] == 0
         mine = s.rank == rank
@@ -387,7 +394,7 @@ def test_memory_and_time_add_up(seed: int) -> None:
 
 
 def test_the_program_of_one_rank_has_no_bubble() -> None:
-    builder = Builder("alone", 1, 3, (straight(1),))
+    builder = Builder("alone", 1, 3, (place_cyclically(1),))
     for m in range(3):
         builder.ranks[0].forward(m)
         builder.ranks[0].backward(m)
@@ -396,6 +403,6 @@ def test_the_program_of_one_rank_has_no_bubble() -> None:
 
 
 def test_a_program_without_steps_takes_no_time() -> None:
-    timing = simulate_pipeline(Builder("empty", 2, 1, (straight(2),)).build(), UNIT)
+    timing = simulate_pipeline(Builder("empty", 2, 1, (place_cyclically(2),)).build(), UNIT)
     assert (timing.makespan, timing.bubble_fraction, timing.bubble_to_ideal) == (0, 0, 0)
-    assert timing.idle.tolist() == timing.peak_activations.tolist() == timing.transfers.tolist() == [0, 0]
+    assert timing.idle.tolist() == timing.peak_activations.tolist() == timing.messages_sent.tolist() == [0, 0]

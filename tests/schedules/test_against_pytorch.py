@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.order import ProgramError
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs, rounds
+from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs, split_into_rounds
 from meshwright.schedules.pytorch_csv import from_csv, to_csv
 from meshwright.schedules.synchronous import gpipe, one_f_one_b
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
@@ -63,14 +63,14 @@ def test_1f1b_is_pytorchs_but_for_the_last_rank_whose_forwards_it_lists_off_by_o
 def test_schedules_with_chunks_are_pytorchs(ranks: int, name: str, generator: Callable[..., PipelineProgram]):
     for chunks in (2, 3, 4):
         for m in (1, 3, 4, 8, 10, 16):
-            if name == "LoopedBFS" or len({len(taken) for taken in rounds(ranks, m)}) == 1:
+            if name == "LoopedBFS" or len({len(taken) for taken in split_into_rounds(ranks, m)}) == 1:
                 assert rows(generator(ranks, m, chunks)) == torch_rows(name, ranks, m, chunks)
 
 
 def test_interleaved_takes_numbers_of_micro_batches_that_pytorch_refuses():
     with pytest.raises(ValueError, match="multiple of the number of rounds"):
         torch_rows("Interleaved1F1B", 4, 9)
-    assert [len(taken) for taken in rounds(4, 9)] == [5, 4]
+    assert [len(taken) for taken in split_into_rounds(4, 9)] == [5, 4]
     assert interleaved(4, 9).micro_batches == 9
 
 

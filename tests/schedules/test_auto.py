@@ -14,15 +14,15 @@ from meshwright.errors import UserError
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
-from meshwright.program.pipeline import PipelineProgram, straight, v_shaped
+from meshwright.program.pipeline import PipelineProgram, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.auto import find_schedule, search_schedule
 from meshwright.schedules.library import generate
-from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
-from meshwright.schedules.local_search import critical_blocks, improve
-from meshwright.schedules.orders import Problem, fits, orders_of, program_from, run
+from meshwright.schedules.list_scheduling import GreedyParameters, reorder_out_of_order, schedule_greedily
+from meshwright.schedules.local_search import find_critical_blocks, improve_orders
+from meshwright.schedules.orders import Problem, build_program_from_orders, extract_orders, is_feasible, time_orders
 from meshwright.schedules.report import schedule
-from meshwright.schedules.steady_pattern import shortest_period, steady_orders
+from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 from meshwright.schedules.transfers import with_transfers
 
 QUICK = 40_000  # effort: what is claimed here does not depend on a long search
@@ -138,12 +138,12 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
     draw = np.random.default_rng([seed, ranks, micro_batches, memory])
     times = draw.choice([0.2, 0.5, 1.0, 1.3, 2.0], (3, ranks))
     durations = Durations(*times, transfer=float(draw.choice([0.0, 0.1, 0.4])))
-    problem = Problem.of(ranks, micro_batches, straight(ranks), durations, (float(memory),) * ranks)
+    problem = Problem.from_durations(ranks, micro_batches, place_cyclically(ranks), durations, (float(memory),) * ranks)
     orders = [
-        [order for order in every_order(micro_batches, rank, ranks) if fits(problem, rank, order)]
+        [order for order in every_order(micro_batches, rank, ranks) if is_feasible(problem, rank, order)]
         for rank in range(ranks)
     ]
-    least = min(run(problem, list(each)).makespan for each in product(*orders))
+    least = min(time_orders(problem, list(each)).makespan for each in product(*orders))
     found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, effort=10 * QUICK)
     assert found.makespan == pytest.approx(least)
     assert problem.lower_bound <= least * (1 + 1e-9)
@@ -152,8 +152,10 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
 def test_taking_micro_batches_by_number_loses_nothing():
     """Two micro-batches on two ranks in any order whatever, against those in which each kind goes by number."""
     durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
-    problem = Problem.of(2, 2, straight(2), durations, (inf, inf))
-    by_number = min(run(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2))))
+    problem = Problem.from_durations(2, 2, place_cyclically(2), durations, (inf, inf))
+    by_number = min(
+        time_orders(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2)))
+    )
     lasts = {
         (kind, stage): t
         for kind, times in enumerate(([1.0, 0.7], [0.4, 1.5], [0.3, 1.0]))
@@ -189,39 +191,39 @@ def test_taking_micro_batches_by_number_loses_nothing():
 
 # The parts of the search
 
-LAYOUTS = {"one chunk": straight(4), "two chunks": straight(4, 2), "V": v_shaped(4)}
+LAYOUTS = {"one chunk": place_cyclically(4), "two chunks": place_cyclically(4, 2), "V": place_in_v_shape(4)}
 
 
 def uneven_problem(layout: str, limit: float = inf, seed: int = 0) -> tuple[Problem, Durations]:
     draw, stages = np.random.default_rng(seed), len(LAYOUTS[layout])
     durations = Durations(*draw.uniform(0.1, 2.0, (3, stages)), transfer=draw.uniform(0, 0.3, stages - 1))
-    return Problem.of(4, 6, LAYOUTS[layout], durations, (limit,) * 4), durations
+    return Problem.from_durations(4, 6, LAYOUTS[layout], durations, (limit,) * 4), durations
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("limit", [1.0, 2.0, inf])
 def test_its_clock_and_its_memory_are_the_simulators(layout, limit):
     problem, durations = uneven_problem(layout, limit)
-    makespan, orders = greedy(problem, Greed(problem.limit))
-    program = program_from("greedy", problem, orders)
+    makespan, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
+    program = build_program_from_orders("greedy", problem, orders)
     check_pipeline(program)
     timing = simulate_pipeline(program, durations)
-    assert timing.makespan == pytest.approx(makespan) == pytest.approx(run(problem, orders).makespan)
+    assert timing.makespan == pytest.approx(makespan) == pytest.approx(time_orders(problem, orders).makespan)
     assert max(timing.peak_activations) <= limit
-    assert orders_of(program) == orders
+    assert extract_orders(program) == orders
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
     problem, _ = uneven_problem(layout)
-    _, orders = greedy(problem, Greed(problem.limit))
-    clock, differed = run(problem, orders), 0
+    _, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
+    clock, differed = time_orders(problem, orders), 0
     for rank, position in product(range(4), range(len(orders[0]) - 1)):
         changed = [list(order) for order in orders]
         changed[rank][position : position + 2] = reversed(changed[rank][position : position + 2])
-        if fits(problem, rank, changed[rank]):
-            whole = run(problem, changed)
-            part = run(problem, changed, clock, clock.by_rank[rank][position])
+        if is_feasible(problem, rank, changed[rank]):
+            whole = time_orders(problem, changed)
+            part = time_orders(problem, changed, clock, clock.by_rank[rank][position])
             assert part.makespan == whole.makespan
             assert whole.makespan == inf or part.by_task == whole.by_task
             differed += whole.makespan != clock.makespan
@@ -233,77 +235,79 @@ def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
 @pytest.mark.parametrize("seed", range(3))
 def test_every_part_keeps_memory_and_order(layout, limit, seed):
     problem, durations = uneven_problem(layout, limit, seed)
-    pattern = steady_orders(problem, 1.5 * shortest_period(problem), (0.0,) * 2 * problem.chunks)
-    starts = [greedy(problem, Greed(problem.limit, patience=0.5))[1]]
-    starts += [pattern] if all(fits(problem, rank, order) for rank, order in enumerate(pattern)) else []
+    pattern = build_periodic_orders(problem, 1.5 * compute_shortest_period(problem), (0.0,) * 2 * problem.chunks)
+    starts = [schedule_greedily(problem, GreedyParameters(problem.limit, patience=0.5))[1]]
+    starts += [pattern] if all(is_feasible(problem, rank, order) for rank, order in enumerate(pattern)) else []
     for orders in starts:
-        _, overtaken = out_of_order(problem, orders, 8, 0.3)
-        makespan, improved = improve(problem, overtaken, 60)
-        assert makespan == run(problem, improved).makespan <= run(problem, overtaken).makespan
+        _, overtaken = reorder_out_of_order(problem, orders, 8, 0.3)
+        makespan, improved = improve_orders(problem, overtaken, 60)
+        assert makespan == time_orders(problem, improved).makespan <= time_orders(problem, overtaken).makespan
         for found in (orders, overtaken, improved):
-            program = program_from("part", problem, found)
+            program = build_program_from_orders("part", problem, found)
             check_pipeline(program)
             assert max(simulate_pipeline(program, durations).peak_activations) <= limit
 
 
 def test_an_order_fits_if_memory_and_its_own_tasks_allow_it():
-    problem = Problem.of(
+    problem = Problem.from_durations(
         1, 2, (0,), Durations(1.0, 1.0, 1.0), (1.0,)
     )  # tasks: forward 0, input gradient 1, weight gradient 2
-    assert fits(problem, 0, [0, 1, 2, 0, 1, 2])
-    assert not fits(problem, 0, [0, 0, 1, 2, 1, 2]), "two activations"
-    assert not fits(problem, 0, [0, 2, 1, 0, 1, 2]), "a weight gradient before its input gradient"
+    assert is_feasible(problem, 0, [0, 1, 2, 0, 1, 2])
+    assert not is_feasible(problem, 0, [0, 0, 1, 2, 1, 2]), "two activations"
+    assert not is_feasible(problem, 0, [0, 2, 1, 0, 1, 2]), "a weight gradient before its input gradient"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs", "zb-v", "dualpipe-v"])
 def test_a_backward_cut_in_two_is_no_slower(name):
     program, durations = generate(name, 4, 8), Durations(1.0, 0.7, 1.1, 0.2)
     by_stage = Durations.per_rank(program, 1.0, 0.7, 1.1, 0.2)
-    problem = Problem.of(4, 8, program.placement[0], by_stage, (inf,) * 4)
-    cut = program_from("cut", problem, orders_of(program))
+    problem = Problem.from_durations(4, 8, program.placement[0], by_stage, (inf,) * 4)
+    cut = build_program_from_orders("cut", problem, extract_orders(program))
     check_pipeline(cut)
     assert makespan_and_peak(cut, durations)[0] <= makespan_and_peak(program, durations)[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
-@pytest.mark.parametrize("layout", [straight, v_shaped])
+@pytest.mark.parametrize("layout", [place_cyclically, place_in_v_shape])
 def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
     makespans = []
     for micro_batches in (2 * ranks, 4 * ranks):
         even = Durations(1.0, 1.0, 1.0)
-        problem = Problem.of(ranks, micro_batches, layout(ranks), even, (inf,) * ranks)
-        makespans.append(run(problem, steady_orders(problem, shortest_period(problem), (0.0,) * 4)).makespan)
-    assert makespans[1] - makespans[0] == 2 * ranks * shortest_period(problem) == 6 * ranks * problem.chunks
+        problem = Problem.from_durations(ranks, micro_batches, layout(ranks), even, (inf,) * ranks)
+        makespans.append(
+            time_orders(problem, build_periodic_orders(problem, compute_shortest_period(problem), (0.0,) * 4)).makespan
+        )
+    assert makespans[1] - makespans[0] == 2 * ranks * compute_shortest_period(problem) == 6 * ranks * problem.chunks
 
 
 @pytest.mark.parametrize("ranks", [4, 5, 8])
 def test_a_steady_pattern_without_delays_is_as_fast_and_small_as_v_min(ranks):
     even = Durations(0.5, 0.5, 0.5)
-    problem = Problem.of(ranks, 2 * ranks, v_shaped(ranks), even, (inf,) * ranks)
-    orders = steady_orders(problem, shortest_period(problem), (0.0,) * 4)
-    timing = simulate_pipeline(program_from("pattern", problem, orders), even)
+    problem = Problem.from_durations(ranks, 2 * ranks, place_in_v_shape(ranks), even, (inf,) * ranks)
+    orders = build_periodic_orders(problem, compute_shortest_period(problem), (0.0,) * 4)
+    timing = simulate_pipeline(build_program_from_orders("pattern", problem, orders), even)
     v_min = simulate_pipeline(generate("v-min", ranks, 2 * ranks), even)
     assert timing.makespan <= v_min.makespan and max(timing.peak_activations) <= max(v_min.peak_activations)
 
 
 def test_moves_along_the_critical_path_repair_a_bad_start():
-    problem = Problem.of(4, 8, straight(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
-    start = orders_of(generate("1f1b", 4, 8))
-    makespan, orders = improve(problem, start, 500)
-    assert makespan == run(problem, orders).makespan <= 28 < run(problem, start).makespan
+    problem = Problem.from_durations(4, 8, place_cyclically(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
+    start = extract_orders(generate("1f1b", 4, 8))
+    makespan, orders = improve_orders(problem, start, 500)
+    assert makespan == time_orders(problem, orders).makespan <= 28 < time_orders(problem, start).makespan
     problem, _ = uneven_problem("two chunks", 2.0)
-    start = greedy(problem, Greed(problem.limit))[1]
-    makespan, orders = improve(problem, start, 500)
-    assert makespan == run(problem, orders).makespan < run(problem, start).makespan
+    start = schedule_greedily(problem, GreedyParameters(problem.limit))[1]
+    makespan, orders = improve_orders(problem, start, 500)
+    assert makespan == time_orders(problem, orders).makespan < time_orders(problem, start).makespan
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_critical_path_adds_up_to_the_makespan(layout):
     problem, _ = uneven_problem(layout)
-    _, orders = greedy(problem, Greed(problem.limit))
-    clock = run(problem, orders)
+    _, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
+    clock = time_orders(problem, orders)
     lasts, lags = 0.0, 0.0
-    for rank, first, last in critical_blocks(problem, orders, clock):
+    for rank, first, last in find_critical_blocks(problem, orders, clock):
         lasts += sum(problem.duration[x] for x in orders[rank][first : last + 1])
         lags += problem.lag[orders[rank][first]]
     assert lasts + lags == pytest.approx(clock.makespan)

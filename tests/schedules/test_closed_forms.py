@@ -153,7 +153,7 @@ def test_bubble_peak_weights_and_messages_are_the_papers(name: str) -> None:
         else:
             assert bubble == pytest.approx(expected), case
         assert timing.peak_activations.max() == form.peak(case), case
-        assert timing.transfers.sum() == form.borders(case) * case.m, case
+        assert timing.messages_sent.sum() == form.borders(case) * case.m, case
         assert timing.busy == pytest.approx([case.m * case.R] * case.p)
         if name == "pipedream":
             assert timing.weight_copies.tolist() == [case.p - rank for rank in range(case.p)]

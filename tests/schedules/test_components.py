@@ -10,14 +10,14 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, Component, Kind, PipelineProgram, place_cyclically
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
 from meshwright.schedules.chimera import chimera
 from meshwright.schedules.components import ComponentDurations, simulate_components, with_components
 from meshwright.schedules.dualpipe import dualpipe
 from meshwright.schedules.dualpipe_v import dualpipe_v
 from meshwright.schedules.library import generate
-from meshwright.schedules.placement import placement_table, stage_layers
+from meshwright.schedules.placement import format_placement, split_layers
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.schedules.v_shape import v_half, v_min
@@ -53,10 +53,10 @@ def test_a_program_in_parts_still_holds_and_needs_the_same_memory(program: Pipel
 
 def test_a_pair_becomes_the_four_groups_of_figure_4():
     """In each, one direction computes and the other communicates."""
-    program = Builder("pair", 1, 2, (straight(1),))
+    program = Builder("pair", 1, 2, (place_cyclically(1),))
     (rank,) = program.ranks
     rank.forward(0)
-    with rank.together():
+    with rank.overlap():
         rank.forward(1)
         rank.backward(0)
     rank.input_gradient(1)
@@ -90,7 +90,7 @@ def test_an_overlapped_pair_takes_the_longer_stream_of_each_group(
     durations: ComponentDurations, apart: float, overlapped: float
 ):
     """EVEN: attention 1 | combine; MLP's backward 2 | dispatch; MLP 1 | dispatch; attention's backward 2 | combine."""
-    assert durations.one_after_the_other == apart
+    assert durations.serial == apart
     assert durations.overlapped == overlapped
 
 
@@ -99,7 +99,7 @@ def test_an_overlapped_pair_takes_the_longer_stream_of_each_group(
 def test_a_program_takes_as_long_in_parts_as_with_whole_pairs_that_overlap(
     program: PipelineProgram, durations: ComponentDurations
 ):
-    parts, whole = simulate_components(program, durations), simulate_pipeline(program, durations.durations())
+    parts, whole = simulate_components(program, durations), simulate_pipeline(program, durations.to_durations())
     assert parts.timing.makespan == pytest.approx(whole.makespan)
     assert parts.timing.busy == pytest.approx(whole.busy)
     assert parts.timing.peak_activations.tolist() == whole.peak_activations.tolist()
@@ -151,14 +151,14 @@ def test_dualpipe_beats_the_schedules_that_cannot_overlap_where_all_to_all_costs
 
 
 def test_first_and_last_layer_lie_on_the_first_rank():
-    assert placement_table(dualpipe_v(4, 8), 16) == (
+    assert format_placement(dualpipe_v(4, 8), 16) == (
         "rank   chunk 0                          chunk 1\n"
         "0      stage 0: embedding, layers 0-1   stage 7: layers 14-15, head\n"
         "1      stage 1: layers 2-3              stage 6: layers 12-13\n"
         "2      stage 2: layers 4-5              stage 5: layers 10-11\n"
         "3      stage 3: layers 6-7              stage 4: layers 8-9\n"
     )
-    assert placement_table(dualpipe(4, 8), 6) == (
+    assert format_placement(dualpipe(4, 8), 6) == (
         "rank   replica 0                        replica 1\n"
         "0      stage 0: embedding, layers 0-1   stage 3: layer 5, head\n"
         "1      stage 1: layers 2-3              stage 2: layer 4\n"
@@ -168,19 +168,19 @@ def test_first_and_last_layer_lie_on_the_first_rank():
 
 
 def test_a_rank_with_one_stage_has_one_column():
-    assert placement_table(one_f_one_b(2, 2)) == (
+    assert format_placement(one_f_one_b(2, 2)) == (
         "rank\n0      stage 0: embedding, layer 0\n1      stage 1: layer 1, head\n"
     )
 
 
 def test_layers_that_do_not_divide_differ_by_one_at_most():
-    assert stage_layers(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    assert split_layers(5, 3) == [range(2), range(2, 4), range(4, 5)]
     for layers, stages in ((61, 16), (5, 5), (32, 7)):
-        cut = stage_layers(layers, stages)
+        cut = split_layers(layers, stages)
         assert [layer for held in cut for layer in held] == list(range(layers))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
     with pytest.raises(UserError, match="at least 8 layers"):
-        placement_table(dualpipe_v(4, 8), 7)
+        format_placement(dualpipe_v(4, 8), 7)
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text()
@@ -200,7 +200,7 @@ def test_the_pages_figures_are_those_of_the_clock():
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
 def test_the_pages_placements_are_printed_ones(name: str):
-    assert f"```text\n{placement_table(generate(name, 4, 8), 16)}```" in PAGE
+    assert f"```text\n{format_placement(generate(name, 4, 8), 16)}```" in PAGE
 
 
 def test_the_page_is_right_about_forward_doubling_and_v_mins_gaps():

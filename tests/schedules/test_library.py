@@ -12,7 +12,7 @@ from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
-from meshwright.program.pipeline_text import print_pipeline
+from meshwright.program.pipeline_text import format_pipeline
 from meshwright.schedules.library import generate, program_of
 from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.pytorch_csv import to_csv
@@ -64,7 +64,7 @@ def test_what_a_schedule_cannot_take_is_said_with_what_would_be_right(arguments:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("suffix", "write"), [(".txt", print_pipeline), (".csv", to_csv)])
+@pytest.mark.parametrize(("suffix", "write"), [(".txt", format_pipeline), (".csv", to_csv)])
 def test_a_file_serves_as_a_name(suffix: str, write, tmp_path: Path):
     program, path = one_f_one_b(3, 5), tmp_path / f"schedule{suffix}"
     path.write_text(write(program))
@@ -106,7 +106,7 @@ def test_a_file_that_was_edited_is_read_again(tmp_path: Path):
     file = tmp_path / "mine.txt"
     layout = Layout.parse(f"pp2:@{file} mb4")
     for name in ("gpipe", "1f1b", "gpipe"):
-        file.write_text(print_pipeline(generate(name, 2, 4)) + "\n" * (name == "1f1b"))
+        file.write_text(format_pipeline(generate(name, 2, 4)) + "\n" * (name == "1f1b"))
         assert program_of(layout).steps == generate(name, 2, 4).steps
     file.unlink()
     with pytest.raises(UserError, match=r"mine\.txt"):

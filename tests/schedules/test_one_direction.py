@@ -10,7 +10,7 @@ import pytest
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
-from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs, rounds
+from meshwright.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs, split_into_rounds
 from meshwright.schedules.synchronous import gpipe, one_f_one_b
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -56,9 +56,9 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahea
 def test_a_micro_batch_crosses_each_border_twice_and_with_v_chunks_v_times_as_many(p: int):
     m, v = 4, 3
     for generator in ONE_STAGE:
-        assert timed(generator(p, m)).transfers.sum() == 2 * m * (p - 1)
+        assert timed(generator(p, m)).messages_sent.sum() == 2 * m * (p - 1)
     for generator in CHUNKED:
-        assert timed(generator(p, m, v)).transfers.sum() == (2 * m * (v * p - 1) if p > 1 else 0)
+        assert timed(generator(p, m, v)).messages_sent.sum() == (2 * m * (v * p - 1) if p > 1 else 0)
 
 
 @each_number_of_ranks
@@ -75,7 +75,7 @@ def test_bubble_of_interleaved_and_looped_bfs_is_divided_by_the_chunks(p: int, v
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_peak_of_interleaved(p: int, v: int):
     for m in (p, p + 1, 2 * p, 4 * p):
-        g = len(rounds(p, m)[0])
+        g = len(split_into_rounds(p, m)[0])
         peak = timed(interleaved(p, m, v)).peak_activations
         assert peak[0] == pytest.approx(min(m, g - (g + 1 - 2 * p) / v))
         if m % p == 0:
@@ -88,7 +88,7 @@ def test_peak_of_interleaved(p: int, v: int):
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_bubble_of_interleaved_zero_bubble_is_that_of_zb_h1_divided_by_the_chunks(p: int, v: int):
     for m in (p, p + 1, 2 * p - 1, 2 * p, 3 * p + 2):
-        timing, g = timed(interleaved_zero_bubble(p, m, v)), len(rounds(p, m)[0])
+        timing, g = timed(interleaved_zero_bubble(p, m, v)), len(split_into_rounds(p, m)[0])
         assert timing.makespan == pytest.approx(3 * m + (p - 1) / v)
         assert timing.peak_activations == pytest.approx([g - (g - p) / v] * p)
 

@@ -45,7 +45,7 @@ def test_written_with_transfers_it_runs_even_if_each_of_them_blocks(program: Pip
     read = from_csv(to_csv(with_transfers(program)))
     check_pipeline(read)
     assert len(read.steps.group_rank) == len(read.steps)
-    computing = read.steps.is_one_of(COMPUTING)
+    computing = read.steps.has_kind(COMPUTING)
     for column in ("rank", "kind", "stage", "micro_batch"):
         assert np.array_equal(getattr(read.steps, column)[computing], getattr(program.steps, column))
 

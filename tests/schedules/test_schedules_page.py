@@ -11,8 +11,8 @@ import pytest
 
 from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import LETTERS, PipelineProgram, program_of
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline import LETTERS, PipelineProgram, build_program
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.program.simulate_pipeline import Durations, simulate_pipeline
 from meshwright.schedules.library import generate
 from meshwright.schedules.named import SCHEDULES
@@ -47,7 +47,7 @@ def test_the_table_of_figures_is_what_the_clock_says():
                 f"{timing.idle.max():g}",
                 span(timing.peak_activations),
                 f"{timing.weight_copies.max():g}",
-                str(timing.transfers.max()),
+                str(timing.messages_sent.max()),
             ]
         )
     assert rows("schedule | makespan | bubble fraction") == found
@@ -80,7 +80,7 @@ def straight_on(program: PipelineProgram, steps: int) -> PipelineProgram:
     columns = [s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component]
     once = np.stack(columns, axis=1)
     again = [once + np.array([0, k * len(s), 0, 0, 0, k * program.micro_batches, 0]) for k in range(steps)]
-    return program_of(
+    return build_program(
         program.name, program.ranks, steps * program.micro_batches, program.placement, np.concatenate(again)
     )
 
@@ -106,7 +106,7 @@ def test_every_schedule_has_its_section_and_every_kind_of_step_its_row():
     assert re.findall(r"`([A-Z_]+)`", " ".join(row[0] for row in rows("kind | step"))) == list(LETTERS.values())
 
 
-@pytest.mark.parametrize("write", [print_pipeline, to_csv])
+@pytest.mark.parametrize("write", [format_pipeline, to_csv])
 def test_the_forms_of_1f1b_that_are_shown_are_the_real_ones(write: Callable[[PipelineProgram], str]):
     blocks = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert write(one_f_one_b(2, 2)) in blocks

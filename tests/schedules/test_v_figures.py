@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.pipeline import PipelineProgram, program_of
+from meshwright.program.pipeline import PipelineProgram, build_program
 from meshwright.program.simulate_pipeline import Durations, PipelineTiming, simulate_pipeline
 from meshwright.schedules.chimera import chimera
 from meshwright.schedules.dualpipe import dualpipe
@@ -63,11 +63,11 @@ def test_dualpipe_v_holds_with_one_copy_of_the_weights():
 
 def test_messages_of_v_schedules_are_twice_those_of_1f1b_and_bidirectional_ones_need_no_more():
     p, m = 4, 8
-    once = timed(one_f_one_b(p, m)).transfers.sum()
+    once = timed(one_f_one_b(p, m)).messages_sent.sum()
     for generator in (zb_v, v_half, v_min, dualpipe_v):
-        assert timed(generator(p, m)).transfers.sum() == 2 * once
+        assert timed(generator(p, m)).messages_sent.sum() == 2 * once
     for generator in (dualpipe, chimera, gems):
-        assert timed(generator(p, m)).transfers.sum() == once
+        assert timed(generator(p, m)).messages_sent.sum() == once
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
@@ -141,7 +141,9 @@ def one_after_the_other(program: PipelineProgram) -> PipelineProgram:
     """The same order with every step in a group of its own."""
     s = program.steps
     columns = (s.rank, np.arange(len(s)), s.kind, s.stage, s.replica, s.micro_batch, s.component)
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1))
+    return build_program(
+        program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1)
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import RankLost
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import load_recipe_text
@@ -85,4 +85,4 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
         return run(post, call, planted, axis, output, async_op, then)
 
     collectives._run = faulty
-    process_calls().pass_over(faulty)  # what it wraps is called from where `faulty` is
+    get_process_writer().skip_frames_of(faulty)  # what it wraps is called from where `faulty` is

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckFailed, RankLost, RanksDisagree, Terminated, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import Place, initialise, meet
 
@@ -97,7 +97,7 @@ def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]
 
 
 def wait_in_a_call(start: Place, site: str) -> None:
-    calls = process_calls()
+    calls = get_process_writer()
     calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
 
 
@@ -106,7 +106,7 @@ def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[
         time.sleep(60)
     wait_in_a_call(start, "data.gradients")
     time.sleep(0.3)
-    process_calls().give_up()
+    get_process_writer().give_up()
     raise RankLost("rank 1 had no answer")
 
 
@@ -120,7 +120,7 @@ def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[st
 
 def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dict[str, Any]:
     """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
-    calls = process_calls()
+    calls = get_process_writer()
     calls.done(calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
     if start.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 from meshwright.planner.models import config_of
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.refuse import refuse
-from meshwright.toml import write_toml
+from meshwright.toml import format_toml
 from meshwright.training.automatic import chosen_layout
 
 TABLES = {
@@ -30,7 +30,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "meshwright" / "cluster.toml"
     path.parent.mkdir()
     device = {"name": "cpu", "memory_bytes": 4e9, "memory_gb_per_second": 8.0, "peaks": {"fp32": 0.05, "bf16": 0.01}}
-    path.write_text(write_toml({"device": device, "devices": 4, "inside_gb_per_second": 1.0}))
+    path.write_text(format_toml({"device": device, "devices": 4, "inside_gb_per_second": 1.0}))
     return path
 
 
@@ -59,6 +59,6 @@ def test_what_fits_nowhere_is_answered_in_a_line(measured: Path):
 
 def test_other_commands_want_a_name(tmp_path: Path):
     path = tmp_path / "recipe.toml"
-    path.write_text(write_toml(TABLES))
+    path.write_text(format_toml(TABLES))
     with pytest.raises(UserError, match=r'recipe.toml: layout "auto" is chosen by `meshwright train`; here name one'):
         _ = load_recipe(path).parsed_layout

@@ -23,7 +23,7 @@ from meshwright.planner.step_time import step_time
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import Effort
 from meshwright.spec.presets import preset
-from meshwright.threads import available_cores
+from meshwright.threads import count_available_cores
 from meshwright.toml import read_toml
 from meshwright.training import first_start
 from meshwright.training.automatic import chosen_layout
@@ -86,7 +86,7 @@ def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]
     assert find_hardware_profile(2, 1) is None
     lines = started(DP2)
     assert asked == [{"ranks": 2, "threads": 1, "precisions": ["bf16"], "axes": []}]
-    assert str(HardwareProfileKey.here(available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
+    assert str(HardwareProfileKey.here(count_available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
     assert len(lines) == 2 and lines[1].startswith("measured in ")
     assert started(DP2) == [] and len(asked) == 1
     found = find_hardware_profile(2, 1)
@@ -175,7 +175,7 @@ def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]
 @pytest.mark.parametrize("damage", ["{", '{"version": 1}', "tables"])
 def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str):
     started(DP2)
-    path = HardwareProfileKey.here(available_cores(), 2, 1).path
+    path = HardwareProfileKey.here(count_available_cores(), 2, 1).path
     path.write_text(path.read_text().replace('"shapes"', '"sapes"') if damage == "tables" else damage)
     started(DP2)
     assert len(asked) == 2 and find_hardware_profile(2, 1) is not None

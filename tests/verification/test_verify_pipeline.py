@@ -75,11 +75,11 @@ def test_stages_go_with_the_other_axes(four, model, layout, layers):
 
 
 def test_a_schedule_from_a_file_trains_as_it_stands(two, tmp_path):
-    from meshwright.program.pipeline_text import print_pipeline
+    from meshwright.program.pipeline_text import format_pipeline
     from meshwright.schedules.library import generate
 
     file = tmp_path / "mine.txt"
-    file.write_text(print_pipeline(generate("v-half", 2, 4)))
+    file.write_text(format_pipeline(generate("v-half", 2, 4)))
     check(two, "qwen3-0.6b", f"pp2:@{file} mb4")
 
 

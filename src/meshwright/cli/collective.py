@@ -135,9 +135,9 @@ def command(
             write_file(trace, json.dumps(_trace(report)))
         program_text = None
         if program_file is not None:
-            from meshwright.program.load import print_program
+            from meshwright.program.load import format_program
 
-            program_text = print_program(report.checked.program, program_file)
+            program_text = format_program(report.checked.program, program_file)
             if not printed:
                 write_file(program_file, program_text)
         named = (("picture", svg), ("page", html), ("trace", trace), ("program", None if printed else program_file))

@@ -12,7 +12,7 @@ from meshwright.cli import data_records
 from meshwright.cli.plumbing import answering, json_option, overrides_argument, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.cli.tokenizer_text import tables, tokens_line
-from meshwright.terminal import print_message, printable, rendered
+from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -49,7 +49,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     with answering(as_json) as answer:
         data, samples = _prepared(recipe, overrides, check=True)
         summary = data.summary(samples)
-        answer(summary, rendered([_tables(summary)]))
+        answer(summary, render_tables([_tables(summary)]))
 
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
@@ -67,7 +67,7 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     with answering(as_json) as answer:
         data, samples = _prepared(recipe, overrides, check=False)
         summary, described = data.summary(samples), describe_rows(data, rows)
-        answer({**summary, "rows": described}, rendered([_tables(summary), *map(_picture, described)]))
+        answer({**summary, "rows": described}, render_tables([_tables(summary), *map(_picture, described)]))
 
 
 @a_command("report", "meshwright data report recipe.toml --output report.html")
@@ -120,7 +120,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
             write_file(html, page(report, shown))
             document = {**document, "files": {"page": str(html)}}
             parts.append(f"page: {html}")
-        answer(document, rendered(parts))
+        answer(document, render_tables(parts))
 
 
 for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
@@ -157,7 +157,9 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     facts.add_column(overflow="fold")
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
-        facts.add_row(f"dropped by {rule}", f"{count:,}" + (f"  (first: {printable(example)})" if example else ""))
+        facts.add_row(
+            f"dropped by {rule}", f"{count:,}" + (f"  (first: {escape_control_characters(example)})" if example else "")
+        )
     for name, split in summary["splits"].items():
         if "packing" in split and split["documents"]:
             line = packing_line(split["packing"], split["sequences"], summary["sequence"])
@@ -166,7 +168,7 @@ def _tables(summary: Mapping[str, Any]) -> Any:
         facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
-    facts.add_row("prepared in", printable(summary["directory"]))
+    facts.add_row("prepared in", escape_control_characters(summary["directory"]))
     return Group(splits, "", *_sources(summary), facts)
 
 
@@ -185,7 +187,7 @@ def _sources(summary: Mapping[str, Any]) -> list[Any]:
         train = source["train"]
         kept = train["documents"] + source["validation"]["documents"]
         table.add_row(
-            printable(source["name"]),
+            escape_control_characters(source["name"]),
             f"{source['files']:,}",
             f"{kept:,} of {source['documents']:,}",
             f"{train['tokens']:,}",
@@ -214,7 +216,11 @@ def _picture(row: Mapping[str, Any]) -> Any:
     for number, document in enumerate(row["documents"]):
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
-        for line in _marked(document) if "parts" in document else map(Text, _shortened(printable(document["text"]))):
+        for line in (
+            _marked(document)
+            if "parts" in document
+            else map(Text, _shortened(escape_control_characters(document["text"])))
+        ):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
         if "parts" not in document and document["stop"] - 1 in masked:
@@ -230,7 +236,7 @@ def _marked(document: Mapping[str, Any]) -> list[Text]:
 
     whole = Text()
     for part in document["parts"]:
-        text = printable(part["text"])
+        text = escape_control_characters(part["text"])
         whole.append(f"⟦{text}⟧" if part["trained"] else text, style="bold green" if part["trained"] else "")
     lines = list(whole.split("\n", allow_blank=True))
     if len(lines) <= 2 * _LINES:

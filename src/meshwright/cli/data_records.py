@@ -12,7 +12,7 @@ from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.terminal import print_message, printable, rendered
+from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
     from meshwright.synthesis.asking import Asker
@@ -91,7 +91,7 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
             labelled, summary = label_records(rows, asker, served["seed"], again)
             summary |= {"usage": _usage(asker, served), "output": output}
             write_rows(output, labelled)
-        answer(summary, rendered([_facts(summary)]))
+        answer(summary, render_tables([_facts(summary)]))
 
 
 @a_command(
@@ -125,7 +125,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
             write_file(html, balance_page(", ".join(file.name for file in files), report))
             report = {**report, "files": {"page": str(html)}}
             parts.append(f"page: {html}")
-        answer(report, rendered(parts))
+        answer(report, render_tables(parts))
 
 
 @a_command(
@@ -181,7 +181,7 @@ def import_(
         rows = [row for file in files for row in read_rows(file)]
         labelled, summary = import_rows(read_rows(records), rows, tool, leave_out_rejected)
         write_rows(output, labelled)
-        answer({**summary, "output": output}, rendered([_facts({**summary, "output": output})]))
+        answer({**summary, "output": output}, render_tables([_facts({**summary, "output": output})]))
 
 
 @a_command(
@@ -245,7 +245,7 @@ def vary(
                 )
             summary |= {"usage": _usage(asker, served), "output": output}
             write_rows(output, records)
-        answer(summary, rendered([_facts(summary)]))
+        answer(summary, render_tables([_facts(summary)]))
 
 
 COMMANDS = (label, balance, export, import_, vary)
@@ -279,7 +279,7 @@ def _facts(summary: Mapping[str, Any], prefix: str = "") -> Any:
             value = f"{len(value):,}" + (f": {', '.join(value[:5])}" if value else "")
         elif isinstance(value, int):
             value = f"{value:,}"
-        table.add_row(key.replace("_", " "), printable(str(value)) or "-")
+        table.add_row(key.replace("_", " "), escape_control_characters(str(value)) or "-")
     return table
 
 
@@ -291,7 +291,8 @@ def _balance(name: str, group: Mapping[str, Any]) -> Any:
 
     guessed = f", {group['guessed']:,} by a model's guess" if group["guessed"] else ""
     title = Text.assemble(
-        (printable(name), "bold"), f": {group['labelled']:,} of {group['records']:,} records labelled{guessed}"
+        (escape_control_characters(name), "bold"),
+        f": {group['labelled']:,} of {group['records']:,} records labelled{guessed}",
     )
     if not group["labelled"]:
         return Group(title, "")

@@ -12,7 +12,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option
-from meshwright.terminal import print_message, printable, rendered
+from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 _WIDTH = 160
 
@@ -49,7 +49,7 @@ def command(
         parts = [_sums(document), "", _tensors(document["tensors"])]
         if layout is not None:
             parts += ["", _ranks(document["placement"])]
-        answer(document, rendered(parts, _WIDTH))
+        answer(document, render_tables(parts, _WIDTH))
 
 
 def _progress(done: int, total: int) -> None:
@@ -65,20 +65,24 @@ def _sums(document: Mapping[str, Any]) -> Any:
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("path", printable(document["path"]))
+    facts.add_row("path", escape_control_characters(document["path"]))
     if document["family"]:
         facts.add_row("architecture", f"{document['family']}, {document['parameters_of_config']:,} parameters")
     types = ", ".join(f"{dtype} {_size(size)}" for dtype, size in document["bytes_by_type"].items())
     facts.add_row("tensors", f"{document['tensors_in_all']:,} of {document['elements']:,} elements: {types}")
     for file in document["files"]:
-        facts.add_row("file", f"{printable(file['file'])}: {file['tensors']:,} tensors, {_size(file['bytes'])}")
+        facts.add_row(
+            "file", f"{escape_control_characters(file['file'])}: {file['tensors']:,} tensors, {_size(file['bytes'])}"
+        )
     if document["not_in_index"]:
-        facts.add_row("not in the index", printable(", ".join(document["not_in_index"])))
+        facts.add_row("not in the index", escape_control_characters(", ".join(document["not_in_index"])))
     if document["config_problem"]:
-        facts.add_row("config.json", Text(printable(document["config_problem"]), style="red"))
+        facts.add_row("config.json", Text(escape_control_characters(document["config_problem"]), style="red"))
     if found := document["not_finite"]:
         names = ", ".join(list(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        facts.add_row("not finite", Text(f"{sum(found.values()):,} values, in {printable(names)}", style="red"))
+        facts.add_row(
+            "not finite", Text(f"{sum(found.values()):,} values, in {escape_control_characters(names)}", style="red")
+        )
     return facts
 
 
@@ -96,7 +100,7 @@ def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
         table.add_column("first values", overflow="fold")
     for tensor in tensors:
         shape = " × ".join(map(str, tensor["shape"])) or "scalar"
-        cells: list[Any] = [printable(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
+        cells: list[Any] = [escape_control_characters(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
         if found := tensor.get("statistics"):
             cells += [_number(found[key]) for key in ("mean", "std", "min", "max")]
             cells.append(f"{found['zeros']:,}")

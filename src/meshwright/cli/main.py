@@ -15,7 +15,7 @@ import click
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, usage_line
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory_message
-from meshwright.terminal import print_message, printable
+from meshwright.terminal import escape_control_characters, print_message
 from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
@@ -147,7 +147,7 @@ def _model_warnings_as_lines() -> Iterator[None]:
 
 
 def _fail(reason: str, code: int, kind: str = "error: ") -> int:
-    line = printable(" ".join(reason.split()))  # it may quote a file that holds anything
+    line = escape_control_characters(" ".join(reason.split()))  # it may quote a file that holds anything
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
     click.echo(f"meshwright: {kind}{line}", err=True)
     return code

@@ -112,9 +112,9 @@ def command(
         report = report_of(schedule, stages, microbatches, chunks=chunks, memory=memory, parts=parts, **durations)
         document, lines = report.to_json_dict(), [report.summary()]
         if layers is not None:
-            from meshwright.schedules.placement import placement_table
+            from meshwright.schedules.placement import format_placement
 
-            lines.append(placement_table(report.program, layers).rstrip())
+            lines.append(format_placement(report.program, layers).rstrip())
         if svg or html or trace or text:
             timeline = report.timeline()
         if svg:
@@ -169,9 +169,9 @@ def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Pat
 
 
 def _written(program: object, path: Path) -> str:
-    from meshwright.program.load import print_program
+    from meshwright.program.load import format_program
     from meshwright.program.pipeline import PipelineProgram
     from meshwright.schedules.pytorch_csv import to_csv
 
     assert isinstance(program, PipelineProgram)
-    return to_csv(program) if path.suffix.lower() == ".csv" else print_program(program, path)
+    return to_csv(program) if path.suffix.lower() == ".csv" else format_program(program, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.terminal import printable
+from meshwright.terminal import escape_control_characters
 
 _ROWS = 10
 
@@ -22,7 +22,7 @@ def tables(report: Mapping[str, Any]) -> Any:
     for source in report["sources"]:
         ratio = f"{source['bytes_per_token']:.3f}" if source["tokens"] else "-"
         counts = [f"{source[key]:,}" for key in ("documents", "bytes", "tokens")]
-        sources.add_row(printable(source["source"]), *counts, ratio)
+        sources.add_row(escape_control_characters(source["source"]), *counts, ratio)
 
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="bold", no_wrap=True)
@@ -39,7 +39,7 @@ def tables(report: Mapping[str, Any]) -> Any:
     difference = found["first_difference"]
     lost = f"; {_quoted(difference['text'])} becomes {_quoted(difference['decoded'])}" if difference else ""
     facts.add_row("decoded", f"{found['exact']:,} of {found['documents']:,} validation documents exactly{lost}")
-    facts.add_row("lies in", printable(report["directory"]))
+    facts.add_row("lies in", escape_control_characters(report["directory"]))
 
     both = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("most frequent", "longest"):
@@ -69,4 +69,4 @@ def _joined(tokens: Sequence[str]) -> str:
 
 def _quoted(token: str) -> str:
     """A token between marks that show where it begins and ends, its spaces and newlines visible."""
-    return f"‹{printable(token).replace(chr(10), chr(92) + 'n')}›"
+    return f"‹{escape_control_characters(token).replace(chr(10), chr(92) + 'n')}›"

@@ -1,7 +1,7 @@
-"""What no program can beat on a network: the farthest that data must come, and the bytes that must cross its cuts.
+"""Lower bounds of the time of an operation on a network: latency to the farthest rank, and bytes across its cuts.
 
-Both are bounds in the simulator's own model: messages pay the latency of their path, links carry no more than their
-bandwidth, and a message is a sum of contributions that nobody can take apart.
+Both hold in the simulator's model: messages take the latency of their route, links carry at most their bandwidth, and a
+reduced message cannot be separated into its contributions.
 """
 
 from __future__ import annotations
@@ -10,59 +10,61 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.program.network import Floats, Network, totals
+from meshwright.program.network import Floats, Network, sum_by_index
 from meshwright.program.order import Integers
 
 
-def lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
-    """Seconds that any program needs; total_bytes: the full vector.
+def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
+    """Return a lower bound of the seconds that any program needs for a full vector of `total_bytes`.
 
-    The larger of two: the least latency from a rank to the farthest one that needs its data; and, over each way to
-    divide the ranks into blocks that the network names (single ranks, nodes, halves of a torus ...), the least latency
-    of a message plus the time in which the links out of a block, into it, or of all blocks together carry what must
-    cross them. For all-reduce on uniform links that is alpha + 2(n-1)/n S beta.
+    The larger of two bounds: the lowest latency from a rank to the farthest rank that needs its data; and, over the
+    network's partitions into blocks (single ranks, nodes, halves of a torus ...), the lowest latency of a message plus
+    the time in which the links out of a block, into it, or of all blocks carry the required traffic. For all-reduce on
+    uniform links that is alpha + 2(n-1)/n S beta.
     """
     if network.ranks == 1:
         return 0.0
-    latency = _farthest(operation, network, root)
+    latency = _compute_latency_bound(operation, network, root)
     if total_bytes == 0 or operation == "barrier":
         return latency
-    transport = max((_cut_seconds(operation, network, part, root) for part in network.partitions), default=0.0)
+    transport = max((_compute_cut_seconds(operation, network, part, root) for part in network.partitions), default=0.0)
     return max(latency, network.least_latency + transport * total_bytes)
 
 
-def _farthest(operation: str, network: Network, root: int) -> float:
+def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
+    """Return the lowest latency in seconds over which data must travel."""
     if operation == "send-receive":
         target = network.ranks - 1 if root != network.ranks - 1 else 0
-        return float(network.distances(root)[target])
+        return float(network.compute_distances(root)[target])
     if operation in ("broadcast", "scatter"):
-        return float(network.distances(root).max())
+        return float(network.compute_distances(root).max())
     if operation in ("reduce", "gather"):
-        return float(network.distances(root, towards=True).max())
-    # Everybody needs something of everybody: of rank 0 and for rank 0, at the least.
-    return float(max(network.distances(0).max(), network.distances(0, towards=True).max()))
+        return float(network.compute_distances(root, towards=True).max())
+    # All pairs communicate; paths from and to rank 0 bound the latency.
+    return float(max(network.compute_distances(0).max(), network.compute_distances(0, towards=True).max()))
 
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Vectors that must leave each block, enter it, and pass between blocks all told."""
+    """Required traffic in units of the vector: out of each block [blocks], into each block [blocks], between blocks in
+    total."""
 
     out: Floats
     into: Floats
     total: float
 
 
-def _cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Seconds a byte of the vector that the links between blocks need."""
+def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
+    """Return the seconds a byte of the vector that the links between blocks need. block: [vertices]."""
     blocks = int(block.max()) + 1
     if blocks < 2:
         return 0.0
     tail, head = block[network.link_from], block[network.link_to]
     crosses = tail != head
     leaves, enters = crosses & (tail >= 0), crosses & (head >= 0)
-    capacity_out = totals(tail[leaves], network.bandwidth[leaves], blocks)
-    capacity_in = totals(head[enters], network.bandwidth[enters], blocks)
-    traffic = _needed(operation, block[: network.ranks], blocks, root)
+    capacity_out = sum_by_index(tail[leaves], network.bandwidth[leaves], blocks)
+    capacity_in = sum_by_index(head[enters], network.bandwidth[enters], blocks)
+    traffic = _compute_required_traffic(operation, block[: network.ranks], blocks, root)
     return max(
         float((traffic.out / capacity_out).max()),
         float((traffic.into / capacity_in).max()),
@@ -70,12 +72,12 @@ def _cut_seconds(operation: str, network: Network, block: Integers, root: int) -
     )
 
 
-def _needed(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
-    """What has to cross between blocks, in vectors. block: of each rank.
+def _compute_required_traffic(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
+    """Return the traffic between blocks that the operation requires. block: [ranks], block of each rank.
 
-    The totals: a sum over ranks in k blocks needs a message from each other block to where a chunk is wanted, k-1 a
-    chunk; the same goes for what is handed out. All-reduce needs both, 2(k-1): to let everybody know what everybody
-    knows takes 2(k-1) messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+    Totals: a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 a chunk;
+        so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages (F.
+        Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

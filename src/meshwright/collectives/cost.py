@@ -1,10 +1,10 @@
-"""Closed forms: how long each algorithm takes if messages cost alpha + bytes x beta and nothing is in the way.
+"""Closed forms of the time of each algorithm, if a message of b bytes costs alpha + b beta and links are not shared.
 
-n ranks, a vector of S bytes, alpha seconds a message, beta seconds a byte (1 / bandwidth). The forms hold on the
-network that an algorithm was made for: rings and chains on a ring, tori on a torus, meshes on a mesh, hierarchies on
-nodes, all others on a switch; there the simulator agrees with them. They know nothing of distance, of links that others
-use too, or of what has less to do while a pipeline fills and empties. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA
-19(1), 2005, derive most of them; the generators name the paper of each algorithm.
+n ranks, a vector of S bytes, alpha seconds a message (latency), beta seconds a byte (1 / bandwidth). The forms hold on
+the network that an algorithm was designed for: rings and chains on a ring, tori on a torus, meshes on a mesh,
+hierarchies on nodes, all others on a switch; there the simulator agrees with them. They ignore distance, contention,
+and the filling and draining of pipelines. Most are derived in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005;
+the generators name the paper of each algorithm.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.collectives.grid import ranks_per_node, sides
+from meshwright.collectives.grid import resolve_ranks_per_node, resolve_sides
 from meshwright.program.network import Network
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Links of one kind: seconds a message (alpha) and a byte (beta); gap: the part of alpha that a link's next message
-    waits for."""
+    """Links of one kind: alpha, seconds a message; beta, seconds a byte; gap, fraction of alpha between messages on a
+    link."""
 
     alpha: float
     beta: float
     gap: float = 0.0
 
-    def together(self, sizes: Sequence[float]) -> float:
-        """Messages that leave by one link at once: a gap apart, or as fast as their bytes get out."""
+    def time_concurrent(self, sizes: Sequence[float]) -> float:
+        """Return the seconds of concurrent messages over one link, given their bytes: a gap apart, or limited by
+        bandwidth."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
-    def rounds(self, count: float, size: float) -> float:
-        """So many messages of so many bytes, one after the other."""
+    def time_rounds(self, count: float, size: float) -> float:
+        """Return the seconds of `count` messages of `size` bytes, one after the other."""
         return count * (self.alpha + size * self.beta)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a closed form depends on. groups: ranks a node. cables: every rank has a link for each neighbour and each
-    way, so that all can be busy at once, instead of one port; ports: how many it has."""
+    """Parameters of a closed form. size: bytes of the vector. link, inner: outer and inner tier. groups: ranks of a
+    node. cables: every rank has a link to each neighbour in each direction, all usable at once, instead of one port;
+    ports: their number."""
 
     ranks: int
     size: float
@@ -63,24 +65,24 @@ class Case:
 
     @property
     def core(self) -> int:
-        """The power of two at or below n."""
+        """Largest power of two up to n."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """Ranks beyond it, which fold into others."""
+        """Number of ranks beyond that power of two."""
         return self.ranks - self.core
 
-    def per_node(self) -> tuple[int, int]:
-        """Nodes, and ranks of each."""
-        size = ranks_per_node("hierarchical", self.ranks, self.groups)
+    def get_node_shape(self) -> tuple[int, int]:
+        """Return the number of nodes and the ranks of each."""
+        size = resolve_ranks_per_node("hierarchical", self.ranks, self.groups)
         return self.ranks // size, size
 
 
 Form = Callable[[Case], float]
 
 
-def closed_form_seconds(
+def compute_closed_form_seconds(
     operation: str,
     algorithm: str,
     network: Network,
@@ -90,10 +92,10 @@ def closed_form_seconds(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> float | None:
-    """Seconds by the closed form, or None for a program that has none. Options as `generate` takes them.
+    """Return the seconds of the closed form, or None if the algorithm has none. Options as in `generate`.
 
-    alpha and beta are those of the network's links; where it has two tiers, hierarchical algorithms go by both, all
-    others by the outer one.
+    alpha and beta are those of the network's links; of two tiers, hierarchical algorithms use both, all others the
+    outer one.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -110,155 +112,172 @@ def closed_form_seconds(
 # --- rings and pairs
 
 
-def _ring(phases: int) -> Form:
-    return lambda c: phases * c.link.rounds(c.ranks - 1, c.share)
+def _ring_form(phases: int) -> Form:
+    """Form of n-1 rounds of a share, `phases` times."""
+    return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
-def _both_ways(phases: int) -> Form:
-    """Half of every block each way: twice as fast where each way has its own link, as rings of more than two have."""
-    return lambda c: phases * c.link.rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
+def _bidirectional_ring_form(phases: int) -> Form:
+    """Form of a bidirectional ring: twice as fast with a link for each direction, which rings of more than two ranks
+    have."""
+    return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
-def _at_once(phases: int) -> Form:
-    """A message to everybody, over the links that a rank has."""
-    return lambda c: phases * c.link.together([c.share] * math.ceil((c.ranks - 1) / c.ports))
+def _all_pairs_form(phases: int) -> Form:
+    """Form of messages to all ranks at once, over the ports of a rank."""
+    return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
-def _from_all(c: Case) -> float:
-    """A message from everybody, each out of another rank, over the links that one rank has."""
-    return c.link.rounds(1, (c.ranks - 1) / c.ports * c.share)
+def _linear_gather_form(c: Case) -> float:
+    """Form of messages from all ranks at once, over the ports of one rank."""
+    return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
 # --- recursive halving and doubling
 
 
-def _butterfly(c: Case) -> float:
-    return c.link.rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
+def _butterfly_form(c: Case) -> float:
+    """Form of the butterfly, with two rounds more for extra ranks."""
+    return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
-def _rabenseifner(c: Case) -> float:
+def _rabenseifner_form(c: Case) -> float:
+    """Form of the Rabenseifner all-reduce."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
-    return halves + (c.link.rounds(2, c.size) if c.extra else 0.0)
+    return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
-def _exchanges(c: Case) -> float:
-    """log2 m exchanges of 1, 2, 4 ... shares; where extra ranks have folded into others, these have two shares each."""
+def _sum_exchanges(c: Case) -> float:
+    """Return the seconds of log2 m exchanges of 1, 2, 4 ... shares; stand-ins of extra ranks have two shares each."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
-    return sum(c.link.rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
+    return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
-def _recursive_halving(c: Case) -> float:
-    return _exchanges(c) + (c.link.rounds(1, c.size) + c.link.rounds(1, c.share) if c.extra else 0.0)
+def _recursive_halving_form(c: Case) -> float:
+    """Form of the recursive-halving reduce-scatter."""
+    return _sum_exchanges(c) + (c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0)
 
 
-def _recursive_doubling(c: Case) -> float:
-    return _exchanges(c) + (c.link.rounds(1, c.share) + c.link.rounds(1, c.size - c.share) if c.extra else 0.0)
+def _recursive_doubling_form(c: Case) -> float:
+    """Form of the recursive-doubling all-gather."""
+    return _sum_exchanges(c) + (
+        c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
+    )
 
 
-def _bruck_all_to_all(c: Case) -> float:
+def _bruck_all_to_all_form(c: Case) -> float:
+    """Form of the Bruck all-to-all."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
-    return sum(c.link.rounds(1, blocks * c.share) for blocks in moved)
+    return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
 
 
 # --- trees and pipelines
 
 
-def _whole(rounds_of_tree: int) -> Form:
-    """The whole vector up or down a binomial tree; in k segments, the next starts a round later, and a rank with one
-    port sends to as many at once as there are segments under way."""
+def _binomial_tree_form(rounds_of_tree: int) -> Form:
+    """Form of a whole vector up or down a binomial tree, `rounds_of_tree` times; in k segments, one starts each round,
+    and a rank with one port sends as many at once as segments are in flight."""
 
     def form(c: Case) -> float:
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
-        return c.link.rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
+        return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
 
     return form
 
 
-def _halved(c: Case) -> float:
-    """A share for each rank down a binomial tree, or up."""
+def _binomial_scatter_form(c: Case) -> float:
+    """Form of a binomial-tree scatter or gather."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
-def _chain(c: Case) -> float:
+def _chain_form(c: Case) -> float:
+    """Form of the chain (pipelined ring) broadcast or reduce."""
     k = c.segments or max(1, c.ranks - 1)
-    return c.link.rounds(c.ranks + k - 2, c.size / k)
+    return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
-def _two_trees_all_reduce(c: Case) -> float:
+def _double_tree_all_reduce_form(c: Case) -> float:
+    """Form of the double-binary-tree all-reduce."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
-    return (2 * height + k - 1) * c.link.together([c.size / (2 * k)] * 4)  # up both trees, down one of them to two
+    return (2 * height + k - 1) * c.link.time_concurrent(
+        [c.size / (2 * k)] * 4
+    )  # up both trees, down one of them to two
 
 
-def _two_trees(c: Case) -> float:
-    """Both trees hang below the root, over the other n-1 ranks."""
+def _double_tree_form(c: Case) -> float:
+    """Form of the double-binary-tree broadcast or reduce, whose trees have the other n-1 ranks below the root."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
-    return (height + k) * c.link.together([c.size / (2 * k)] * 2)
+    return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
 
 
 # --- nodes
 
 
-def _hierarchical_all_reduce(c: Case) -> float:
-    nodes, each = c.per_node()
-    inside = c.inner.rounds(2 * (each - 1).bit_length(), c.size)
-    return inside + c.link.rounds(2 * (nodes - 1), c.size / nodes)
+def _hierarchical_all_reduce_form(c: Case) -> float:
+    """Form of the hierarchical all-reduce (trees inside, ring across)."""
+    nodes, each = c.get_node_shape()
+    inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
+    return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
-def _hierarchical(phases: int) -> Form:
-    """Rings inside each node over a node's share, rings across over a rank's."""
+def _hierarchical_form(phases: int) -> Form:
+    """Form of rings inside each node over a node's share, and across over a rank's share, `phases` times."""
 
     def form(c: Case) -> float:
-        nodes, each = c.per_node()
-        return phases * (c.inner.rounds(each - 1, c.size / each) + c.link.rounds(nodes - 1, c.share))
+        nodes, each = c.get_node_shape()
+        return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
 
     return form
 
 
-def _hierarchical_tree(c: Case) -> float:
-    nodes, each = c.per_node()
-    return c.link.rounds((nodes - 1).bit_length(), c.size) + c.inner.rounds((each - 1).bit_length(), c.size)
+def _hierarchical_tree_form(c: Case) -> float:
+    """Form of the hierarchical broadcast or reduce."""
+    nodes, each = c.get_node_shape()
+    return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
-def _hierarchical_all_to_all(c: Case) -> float:
-    nodes, each = c.per_node()
-    return c.inner.rounds(each - 1, c.size / each) + c.link.rounds(nodes - 1, c.size / nodes)
+def _hierarchical_all_to_all_form(c: Case) -> float:
+    """Form of the hierarchical all-to-all."""
+    nodes, each = c.get_node_shape()
+    return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
 
 # --- tori and meshes
 
 
-def _torus(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Along one axis after the other, half of every block one way round and half the other; with `turns`, a part of the
-    vector begins at each axis. A ring of two has only one link."""
+def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
+    """Form of torus algorithms: one axis after the other, half of every block in each direction; with `turns`, parts of
+    the vector start at each axis. A ring of two has only one link."""
 
     def form(c: Case) -> float:
-        shape = sides("torus", c.ranks, c.dims, dimensions)
+        shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
-        rounds = _on_axes(shape, c.size, turns)
+        rounds = _compute_axis_bytes(shape, c.size, turns)
         busiest = [max(size / way for size, way in zip(sizes, ways, strict=True)) for sizes in rounds]
         return phases * sum(
-            c.link.rounds(1, most if c.cables else sum(sizes)) for most, sizes in zip(busiest, rounds, strict=True)
+            c.link.time_rounds(1, most if c.cables else sum(sizes)) for most, sizes in zip(busiest, rounds, strict=True)
         )
 
     return form
 
 
-def _mesh(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """As a torus, but blocks run from both ends of each line: a whole block over each link and each way, so that a rank
-    with one port sends two."""
+def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
+    """Form of mesh algorithms: as a torus, but whole blocks over each link and direction, so that a rank with one port
+    sends two."""
 
     def form(c: Case) -> float:
-        rounds = _on_axes(sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
-        return phases * sum(c.link.rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
+        rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
+        return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
 
     return form
 
 
-def _on_axes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """For each round of a reduce-scatter over the axes of a grid: the bytes that a rank sends along each axis.
+def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
+    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over the axes of a
+    grid.
 
-    What is left of a part shrinks from axis to axis.
+    The remaining block of a part shrinks from axis to axis.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]
@@ -273,70 +292,75 @@ def _on_axes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[floa
     return rounds
 
 
-def _alpha(rounds: Callable[[Case], float]) -> Form:
+def _latency_form(rounds: Callable[[Case], float]) -> Form:
+    """Form of messages without bytes."""
     return lambda c: c.link.alpha * rounds(c)
 
 
-# A reduce-scatter is an all-gather run backwards, and costs the same.
-_ONE_WAY: dict[str, Form] = {
-    "ring": _ring(1),
-    "bidirectional-ring": _both_ways(1),
-    "pairwise": _ring(1),
-    "all-pairs": _at_once(1),
-    "hierarchical": _hierarchical(1),
-    "2d-torus": _torus(1, 2, turns=False),
-    "3d-torus": _torus(1, 3, turns=False),
-    "torus": _torus(1, None, turns=False),
-    "2d-mesh": _mesh(1, 2, turns=False),
-    "mesh": _mesh(1, None, turns=False),
+# A reduce-scatter is an all-gather in reverse, at the same cost.
+_SCATTER_OR_GATHER: dict[str, Form] = {
+    "ring": _ring_form(1),
+    "bidirectional-ring": _bidirectional_ring_form(1),
+    "pairwise": _ring_form(1),
+    "all-pairs": _all_pairs_form(1),
+    "hierarchical": _hierarchical_form(1),
+    "2d-torus": _torus_form(1, 2, turns=False),
+    "3d-torus": _torus_form(1, 3, turns=False),
+    "torus": _torus_form(1, None, turns=False),
+    "2d-mesh": _mesh_form(1, 2, turns=False),
+    "mesh": _mesh_form(1, None, turns=False),
 }
 
 CLOSED_FORMS: dict[str, dict[str, Form]] = {
-    "send-receive": {"direct": lambda c: c.link.rounds(1, c.size)},
+    "send-receive": {"direct": lambda c: c.link.time_rounds(1, c.size)},
     "barrier": {
-        "dissemination": _alpha(lambda c: c.levels),
-        "binomial-tree": _alpha(lambda c: 2 * c.levels),
+        "dissemination": _latency_form(lambda c: c.levels),
+        "binomial-tree": _latency_form(lambda c: 2 * c.levels),
     },
     "broadcast": {
-        "binomial-tree": _whole(1),
-        "ring": _chain,
-        "double-binary-tree": _two_trees,
-        "scatter-all-gather": lambda c: _halved(c) + _ring(1)(c),
-        "hierarchical": _hierarchical_tree,
+        "binomial-tree": _binomial_tree_form(1),
+        "ring": _chain_form,
+        "double-binary-tree": _double_tree_form,
+        "scatter-all-gather": lambda c: _binomial_scatter_form(c) + _ring_form(1)(c),
+        "hierarchical": _hierarchical_tree_form,
     },
-    "scatter": {"binomial-tree": _halved, "linear": _at_once(1)},
-    "gather": {"binomial-tree": _halved, "linear": _from_all},
+    "scatter": {"binomial-tree": _binomial_scatter_form, "linear": _all_pairs_form(1)},
+    "gather": {"binomial-tree": _binomial_scatter_form, "linear": _linear_gather_form},
     "reduce": {
-        "binomial-tree": _whole(1),
-        "ring": _chain,
-        "double-binary-tree": _two_trees,
-        "reduce-scatter-gather": lambda c: _recursive_halving(c) + _halved(c),
-        "hierarchical": _hierarchical_tree,
+        "binomial-tree": _binomial_tree_form(1),
+        "ring": _chain_form,
+        "double-binary-tree": _double_tree_form,
+        "reduce-scatter-gather": lambda c: _recursive_halving_form(c) + _binomial_scatter_form(c),
+        "hierarchical": _hierarchical_tree_form,
     },
-    "all-gather": {**_ONE_WAY, "recursive-doubling": _recursive_doubling, "bruck": _halved},
-    "reduce-scatter": {**_ONE_WAY, "recursive-halving": _recursive_halving},
+    "all-gather": {
+        **_SCATTER_OR_GATHER,
+        "recursive-doubling": _recursive_doubling_form,
+        "bruck": _binomial_scatter_form,
+    },
+    "reduce-scatter": {**_SCATTER_OR_GATHER, "recursive-halving": _recursive_halving_form},
     "all-reduce": {
-        "ring": _ring(2),
-        "bidirectional-ring": _both_ways(2),
-        "halving-doubling": lambda c: c.link.rounds(2 * c.levels, c.size),
-        "rabenseifner": _rabenseifner,
-        "butterfly": _butterfly,
-        "binomial-tree": _whole(2),
-        "double-binary-tree": _two_trees_all_reduce,
-        "all-pairs": _at_once(2),
-        "hierarchical": _hierarchical_all_reduce,
-        "hierarchical-scatter": _hierarchical(2),
-        "2d-torus": _torus(2, 2, turns=True),
-        "3d-torus": _torus(2, 3, turns=True),
-        "torus": _torus(2, None, turns=True),
-        "2d-mesh": _mesh(2, 2, turns=True),
-        "mesh": _mesh(2, None, turns=True),
+        "ring": _ring_form(2),
+        "bidirectional-ring": _bidirectional_ring_form(2),
+        "halving-doubling": lambda c: c.link.time_rounds(2 * c.levels, c.size),
+        "rabenseifner": _rabenseifner_form,
+        "butterfly": _butterfly_form,
+        "binomial-tree": _binomial_tree_form(2),
+        "double-binary-tree": _double_tree_all_reduce_form,
+        "all-pairs": _all_pairs_form(2),
+        "hierarchical": _hierarchical_all_reduce_form,
+        "hierarchical-scatter": _hierarchical_form(2),
+        "2d-torus": _torus_form(2, 2, turns=True),
+        "3d-torus": _torus_form(2, 3, turns=True),
+        "torus": _torus_form(2, None, turns=True),
+        "2d-mesh": _mesh_form(2, 2, turns=True),
+        "mesh": _mesh_form(2, None, turns=True),
     },
     "all-to-all": {
-        "pairwise": _ring(1),
-        "ring": lambda c: c.link.rounds(c.ranks - 1, c.size / 2),
-        "all-pairs": _at_once(1),
-        "bruck": _bruck_all_to_all,
-        "hierarchical": _hierarchical_all_to_all,
+        "pairwise": _ring_form(1),
+        "ring": lambda c: c.link.time_rounds(c.ranks - 1, c.size / 2),
+        "all-pairs": _all_pairs_form(1),
+        "bruck": _bruck_all_to_all_form,
+        "hierarchical": _hierarchical_all_to_all_form,
     },
 }

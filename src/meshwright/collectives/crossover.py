@@ -1,4 +1,4 @@
-"""Where one algorithm gives way to another as vectors grow: time over size for all of them."""
+"""Crossovers: vector sizes at which the fastest algorithm changes, and times over size for every algorithm."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from meshwright.collectives.choose import Chooser
 
-SMALLEST, LARGEST = 2**10, 2**30  # bytes: the range that is looked at, unless said
-_STEP = 4.0  # from size to size
-_CLOSE = 1.02  # a crossover is found to within so much
+SMALLEST, LARGEST = 2**10, 2**30  # bytes: default range
+_STEP = 4.0  # ratio of adjacent sizes
+_CLOSE = 1.02  # relative precision of a crossover
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """At `size` bytes, `after` takes over from `before`."""
+    """Size in bytes from which algorithm `after` is faster than `before`."""
 
     size: int
     before: str
@@ -23,7 +23,8 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Time over size on one network. seconds: per algorithm, one number a size; bound: the lower bound, likewise."""
+    """Simulated time over size on one network. seconds: algorithm -> time at each size; bound: lower bound at each
+    size."""
 
     chooser: Chooser
     sizes: list[float]
@@ -32,18 +33,19 @@ class Curves:
 
     @classmethod
     def over(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf) -> Curves:
-        """All algorithms that take so many ranks, at powers of four from `least` to `most` bytes and at both ends.
+        """Simulate all algorithms that accept the ranks, at ratios of four from `least` to `most` bytes, both ends
+        included.
 
-        within: leave out (as infinite) what its closed form puts above so many times the best of a size.
+        within: skip (as infinite) algorithms whose closed form exceeds the best time at a size by this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
-        curves = cls(chooser, sizes, bound=[chooser.lower_bound(size) for size in sizes])
+        curves = cls(chooser, sizes, bound=[chooser.compute_lower_bound(size) for size in sizes])
         for size in sizes:
             best = math.inf
-            forms = {name: chooser.closed_form(name, size) for name in chooser.algorithms}
+            forms = {name: chooser.compute_closed_form(name, size) for name in chooser.algorithms}
             for name in sorted(forms, key=lambda one: forms[one]):
-                candidate = None if forms[name] > within * best else chooser.candidate(name, size)
+                candidate = None if forms[name] > within * best else chooser.find_candidate(name, size)
                 seconds = math.inf if candidate is None else candidate.seconds
                 best = min(best, seconds)
                 curves.seconds.setdefault(name, []).append(seconds)
@@ -52,17 +54,16 @@ class Curves:
 
     @classmethod
     def quick(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
-        """As `over`, for the crossovers alone: without what is not near the best by its closed form, which is off by
-        more where links are of two kinds."""
+        """As `over`, for crossovers only: skips algorithms far from the best by their closed form."""
         inner, outer = chooser.network.tiers
         return cls.over(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def best(self, index: int) -> str:
-        """The fastest algorithm at a size; of equals, the first in the library."""
+        """Return the fastest algorithm at a size index; of equals, the first in the library."""
         return _first_least({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
-        """Where the best changes."""
+        """Return the crossovers, by bisection between adjacent sizes."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):
             ends = (self.sizes[index], self.best(index)), (self.sizes[index + 1], self.best(index + 1))
@@ -76,18 +77,19 @@ class Curves:
         return found
 
     def _between(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Crossovers between two sizes, by halving, among the algorithms that are near the best at both."""
+        """Return the crossovers between two (size, best algorithm) pairs, by bisection among algorithms near the best
+        at both."""
         if low[1] == high[1]:
             return []
         if high[0] / low[0] < _CLOSE:
             return [Crossover(round(math.sqrt(low[0] * high[0])), low[1], high[1])]
         size = math.sqrt(low[0] * high[0])
-        timed = {name: self.chooser.candidate(name, size) for name in self.seconds if name in names}
+        timed = {name: self.chooser.find_candidate(name, size) for name in self.seconds if name in names}
         middle = size, _first_least({name: one.seconds for name, one in timed.items() if one is not None})
         return [*self._between(low, middle, names), *self._between(middle, high, names)]
 
 
 def _first_least(seconds: dict[str, float]) -> str:
-    """The fastest; of equals, the first."""
+    """Return the algorithm with the lowest time; of equals, the first."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

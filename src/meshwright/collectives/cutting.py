@@ -1,4 +1,4 @@
-"""How a program takes a vector of any length: in chunks, a long one in segments; and what a rank sends of it then."""
+"""Division of a vector of any length into chunks and segments, and the bytes that a rank then sends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from meshwright.errors import UserError
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import CollectiveProgram
 
-SEGMENT_BYTES = 2**23  # of the vector, about; on CPU tensors
-CHUNK_BYTES = 2**19  # of a chunk within a segment, at least
+SEGMENT_BYTES = 2**23  # approximate size of a segment of the vector, on CPU tensors
+CHUNK_BYTES = 2**19  # minimum size of a chunk within a segment
 
 OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
-"""Operations in which every rank has its share of the vector."""
+"""Operations in which every rank owns a share of the vector."""
 
 
-def segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """First element and chunk length of each segment of a vector that belongs to nobody; `whole`: of one segment."""
+def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
+    """Split a vector without owners into segments; returns (first element, elements of a chunk) of each.
+
+    numel: elements. itemsize: bytes an element. whole: one segment only.
+    """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
     count = 1 if whole else max(1, round(numel / wanted))
@@ -27,28 +30,29 @@ def segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool)
     return [(start, min(n, -(-(numel - start) // chunks))) for start in starts]
 
 
-def first_chunks(program: CollectiveProgram) -> list[int]:
-    """The chunks of rank r are first[r] .. first[r + 1]."""
-    owner = program.owner(np.arange(program.chunks))
+def find_first_chunks(program: CollectiveProgram) -> list[int]:
+    """Return the first chunk of each rank's share: rank r owns chunks first[r] .. first[r + 1]."""
+    owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
 
 
-def chunk_of_share(program: CollectiveProgram, numel: int) -> int:
-    """Chunk length when every rank has an equal share of the vector. Raises UserError where none can have one."""
+def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
+    """Return the elements of a chunk if every rank has an equal share of `numel` elements. UserError if that is
+    impossible."""
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:
         raise UserError(f"{name}: {numel} elements are no equal shares for {ranks} ranks")
-    fewest = min(stop - start for start, stop in pairwise(first_chunks(program)))
+    fewest = min(stop - start for start, stop in pairwise(find_first_chunks(program)))
     if fewest == 0:
         raise UserError(f"{name}: {program.chunks} chunks are fewer than {ranks} ranks; not each has a share")
     return -(-numel // (ranks * fewest))
 
 
-def sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
-    """Bytes that the rank at place `rank` puts on the wire for a vector of `numel` elements, padding included."""
+def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
+    """Return the bytes that `rank` (in the axis) sends for a vector of `numel` elements, padding included."""
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])
     if program.operation in OWNED:
-        return slots * chunk_of_share(program, numel) * itemsize
-    return slots * sum(n for _, n in segments(program, numel, itemsize, whole)) * itemsize
+        return slots * compute_chunk_length(program, numel) * itemsize
+    return slots * sum(n for _, n in split_segments(program, numel, itemsize, whole)) * itemsize

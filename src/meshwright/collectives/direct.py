@@ -1,4 +1,4 @@
-"""The root and each other rank by themselves: send-receive, and linear scatter and gather."""
+"""Direct algorithms between the root and each other rank: send-receive, linear scatter and gather."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """From the root to the last other rank. 1 round; S bytes; alpha + S beta."""
+    """Generate a send from the root to the last other rank. 1 round; S bytes; time alpha + S beta."""
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
         program.transfer(root, ranks - 1 if root != ranks - 1 else 0, 0)
@@ -16,8 +16,11 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """The root sends to all at once. 1 round of n-1 messages; the root sends (n-1)/n S bytes; alpha + (n-1)/n S beta
-    where a rank has many messages under way, else (n-1) alpha. Best for large vectors: nothing travels twice."""
+    """Generate the linear scatter: the root sends to all ranks at once. Best for large vectors: no byte is sent twice.
+
+    1 round of n-1 messages; the root sends (n-1)/n S bytes; time alpha + (n-1)/n S beta if a rank can have many
+    messages in flight, else with (n-1) alpha.
+    """
     program = Builder("scatter", "linear", ranks, ranks, root)
     with program.round():
         program.transfer(root, np.arange(ranks), np.arange(ranks))
@@ -25,7 +28,8 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """All send to the root at once. 1 round of n-1 messages; S/n bytes a rank; as `scatter`, backwards."""
+    """Generate the linear gather: all ranks send to the root at once. 1 round of n-1 messages; S/n bytes a rank; time
+    as `scatter`."""
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():
         program.transfer(np.arange(ranks), root, np.arange(ranks))

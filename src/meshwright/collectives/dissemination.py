@@ -1,4 +1,4 @@
-"""The dissemination barrier: in each round, what a rank has heard doubles.
+"""Dissemination barrier: in each round, the number of ranks that a rank has heard from doubles.
 
 D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier synchronization, IJPP 17(1), 1988.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.collectives.recursive import powers_of_two
+from meshwright.collectives.recursive import list_powers_of_two
 from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Each rank signals the ones 1, 2, 4 ... places on. log2 n rounds, rounded up, for any n; as many alpha."""
+    """Generate the dissemination barrier: each rank signals those at distance 1, 2, 4 ... log2 n rounds, rounded up,
+    for any n; time rounds x alpha."""
     program = Builder("barrier", "dissemination", ranks, chunks=1)
     everyone = np.arange(ranks)
-    for distance in powers_of_two(ranks):
+    for distance in list_powers_of_two(ranks):
         with program.round():
             program.signal(everyone, (everyone + distance) % ranks)
     return program.build()

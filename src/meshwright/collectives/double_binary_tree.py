@@ -1,9 +1,9 @@
-"""Two binary trees over the same ranks, each for half of the vector; no rank is an inner node of both.
+"""Double binary tree: two trees over the same ranks, each for half of the vector; no rank is an inner node of both.
 
 P. Sanders, J. Speck, J. L. Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
 Computing 35(12), 2009; S. Jeaugey, Massively scale your deep learning training with NCCL 2.4, 2019.
-Inner nodes send twice what they receive, leaves nothing: with one role of each kind, every rank sends as much as it
-receives. The vector runs through in segments, one level of the trees in a round. h = log2 n, rounded down, is a tree's
+Inner nodes of a tree send twice what they receive, leaves nothing; as each rank is at most once an inner node, it sends
+as much as it receives. Segments are pipelined through the trees, one level a round. h = log2 n, rounded down, is the
 height, k the number of segments. Best for medium and large vectors on many ranks.
 """
 
@@ -14,17 +14,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from meshwright.collectives.rounds import Rounds, in_turn, staggered, together, write
+from meshwright.collectives.rounds import Rounds, build_from_rounds, run_in_sequence, run_staggered, run_together
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 Tree: TypeAlias = list[tuple[Integers, Integers]]  # edges of each level, from the root down: (parents, children)
 
 
-def in_order_tree(n: int) -> Integers:
-    """Parent of each of the nodes 1 to n of a binary tree, numbered from left to right; the root's is 0.
+def compute_in_order_parents(n: int) -> Integers:
+    """Return the parent of each node 1 to n of a binary tree numbered in order; 0 for the root: [n + 1], entry 0 is -1.
 
-    Odd nodes are leaves and even ones are not; the height is log2 n, rounded down. [n + 1]; entry 0 is -1.
+    Odd nodes are leaves, even nodes inner; the height is log2 n, rounded down.
     """
     node = np.arange(n + 1)
     lowest_bit = node & -node
@@ -35,70 +35,76 @@ def in_order_tree(n: int) -> Integers:
     return parent
 
 
-def two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """The in-order tree over these ranks and its complement: mirrored where their number is even, else shifted by one.
+def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
+    """Build the in-order tree over these ranks and its complement: mirrored for an even number of ranks, else shifted
+    by one.
 
-    With a root: both hang below it.
+    root: parent of both trees, if given. Trees are lists of levels.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
-    return _edges(ranks, root), _edges(complement, root)
+    return _list_levels(ranks, root), _list_levels(complement, root)
 
 
-def _edges(ranks: Integers, root: int | None) -> Tree:
-    parent, rank = in_order_tree(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
+def _list_levels(ranks: Integers, root: int | None) -> Tree:
+    """Return the levels of the in-order tree, from the root down."""
+    parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
         levels.append((rank[parent[nodes]], rank[nodes]))
     return levels[1:] if root is None else levels
 
 
-def up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """The sum of a chunk over the tree, one level in a round."""
+def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Reduce a chunk up the tree, one level a round."""
     for parents, children in reversed(tree):
         program.transfer(children, parents, chunk, reduce=True)
         yield
 
 
-def down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """A chunk from the root to all, one level in a round."""
+def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Broadcast a chunk down the tree, one level a round."""
     for parents, children in tree:
         program.transfer(parents, children, chunk)
         yield
 
 
 def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
-    """Each segment goes up both trees and comes down again.
+    """Generate the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down again.
 
-    2h + k - 1 rounds; at most 2 S bytes a rank; (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    2h + k - 1 rounds; at most 2 S bytes a rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
-    trees = two_trees(np.arange(ranks))
-    return _in_segments(
-        program, trees, lambda tree, chunk: in_turn(up(program, tree, chunk), down(program, tree, chunk))
+    trees = build_two_trees(np.arange(ranks))
+    return _run_in_segments(
+        program,
+        trees,
+        lambda tree, chunk: run_in_sequence(reduce_up(program, tree, chunk), broadcast_down(program, tree, chunk)),
     )
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """The root feeds both trees over the other ranks.
+    """Generate the double-binary-tree broadcast: the root feeds both trees over the other ranks.
 
-    With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes a rank; (h + k) (alpha + S/k beta).
+    With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes a rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
-    trees = two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _in_segments(program, trees, lambda tree, chunk: down(program, tree, chunk))
+    trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
+    return _run_in_segments(program, trees, lambda tree, chunk: broadcast_down(program, tree, chunk))
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """As `broadcast`, backwards: h + k rounds; S bytes a rank; (h + k) (alpha + S/k beta)."""
+    """Generate the double-binary-tree reduce, the reverse of `broadcast`: h + k rounds; S bytes a rank; time (h + k)
+    (alpha + S/k beta)."""
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
-    trees = two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _in_segments(program, trees, lambda tree, chunk: up(program, tree, chunk))
+    trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
+    return _run_in_segments(program, trees, lambda tree, chunk: reduce_up(program, tree, chunk))
 
 
-def _in_segments(
+def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """The first half of the chunks travels through the first tree, the second half through the second."""
+    """Build a program that pipelines one half of the chunks through each tree. travel(tree, chunk): rounds of one
+    chunk."""
     half = program.chunks // 2
-    segments = (together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))
-    return write(program, staggered(segments))
+    segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))
+    return build_from_rounds(program, run_staggered(segments))

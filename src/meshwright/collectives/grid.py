@@ -1,7 +1,4 @@
-"""How a number of ranks is arranged: as the sides of a grid or torus, or in nodes of equal size.
-
-Ranks lie in a grid row by row (the last coordinate runs fastest); a node's ranks are consecutive.
-"""
+"""Arrangement of ranks in a grid, in row-major order, or in nodes of equal size with consecutive ranks."""
 
 from __future__ import annotations
 
@@ -15,30 +12,31 @@ from meshwright.errors import UserError
 from meshwright.program.order import Integers
 
 
-def factorisations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
-    """All ways to write `ranks` as a product of so many factors of at least `least`, in ascending order."""
+def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
+    """List all ways to write `ranks` as a product of `dimensions` ascending factors of at least `least`."""
     if dimensions == 1:
         return [(ranks,)] if ranks >= least else []
     return [
         (side, *rest)
         for side in range(least, math.isqrt(ranks) + 1)
         if ranks % side == 0
-        for rest in factorisations(ranks // side, dimensions - 1, side)
+        for rest in list_factorizations(ranks // side, dimensions - 1, side)
     ]
 
 
-def nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
-    """The sides of the grid with the fewest hops from end to end, ascending; None where no side may be 1."""
+def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
+    """Return the ascending sides of the grid with the smallest diameter; None if no sides of at least 2 exist."""
     if ranks == 1:
         return (1,) * dimensions
-    return min(factorisations(ranks, dimensions), key=sum, default=None)
+    return min(list_factorizations(ranks, dimensions), key=sum, default=None)
 
 
-def sides(what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> tuple[int, ...]:
-    """The sides of a grid: `dims`, or else as square as the number of ranks allows, or one line without `dimensions`.
+def resolve_sides(
+    what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None
+) -> tuple[int, ...]:
+    """Return the sides of a grid: `dims`, else as nearly cubic as possible, or one line without `dimensions`.
 
-    `what` is named in errors. Raises UserError where `dims` does not multiply to `ranks`, or where no sides of at
-    least 2 do.
+    what: name for errors. Raises UserError if `dims` does not multiply to `ranks`, or no sides of at least 2 do.
     """
     if dims is not None:
         given = tuple(int(side) for side in dims)
@@ -50,10 +48,10 @@ def sides(what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: 
         return given
     if dimensions is None:
         return (ranks,)
-    found = nearly_cubic(ranks, dimensions)
+    found = find_nearly_cubic(ranks, dimensions)
     if found is None:
         near = (
-            (other, nearly_cubic(other, dimensions))
+            (other, find_nearly_cubic(other, dimensions))
             for distance in range(1, ranks + 2**dimensions)
             for other in (ranks - distance, ranks + distance)
             if other > 1
@@ -66,8 +64,9 @@ def sides(what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: 
     return found
 
 
-def ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
-    """Ranks of one node: `groups`, or the largest divisor of `ranks` that is not above its square root."""
+def resolve_ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
+    """Return the ranks of a node: `groups`, or the largest divisor of `ranks` up to its square root. UserError if
+    uneven."""
     if groups is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
     if groups < 1 or ranks % groups:
@@ -76,13 +75,14 @@ def ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
     return groups
 
 
-def phases(
+def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """How a reduce-scatter goes through a grid, one axis after the other; an all-gather takes them in reverse.
+    """List the phases of a reduce-scatter over a grid, one axis after the other; an all-gather runs them in reverse.
 
-    grid: [X, Y ...] ranks. order: of the axes. The vector begins at slot `first` and has `count` slots a rank. For each
-    axis: its lines of ranks, [..., n]; the first slot of the block that each rank has after it; slots of that block.
+    grid: [X, Y ...] ranks. order: of the axes. first: first slot of the vector. count: slots a rank. Returns for each
+        axis: its lines of ranks [..., n], the first slot of the block that each rank has after the phase, slots of that
+        block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

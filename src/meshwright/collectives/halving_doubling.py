@@ -1,20 +1,22 @@
-"""Halving and doubling of the set of ranks: all-reduce of the whole vector up and down a tree of pairs."""
+"""Halving-doubling all-reduce of whole vectors: up and down a tree of rank pairs."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.collectives.rounds import Rounds, write
+from meshwright.collectives.rounds import Rounds, build_from_rounds
 from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_reduce(ranks: int) -> CollectiveProgram:
-    """The upper half of the ranks add their vectors to those of the lower half and wait, until one rank has the sum;
-    then each rank that has it sends it back, until all have it. (`rabenseifner` halves the vector instead.)
+    """Generate the halving-doubling all-reduce. (`rabenseifner` halves the vector instead of the set of ranks.)
+
+    In each round the upper half of the active ranks adds its vectors to the lower half's and waits, until one rank has
+    the sum; then each rank that has it sends it back.
 
     E. Chan et al., Collective communication: theory, practice, and experience, CCPE 19(13), 2007: its minimum-spanning
     tree reduce and broadcast. Best for small vectors; `butterfly` needs half the rounds.
-    With L = log2 n, rounded up, for any n: 2L rounds; rank 0 sends L S bytes; 2L (alpha + S beta).
+    With L = log2 n, rounded up, for any n: 2L rounds; rank 0 sends L S bytes; time 2L (alpha + S beta).
     """
     program = Builder("all-reduce", "halving-doubling", ranks, chunks=1)
     pairs = []
@@ -31,4 +33,4 @@ def all_reduce(ranks: int) -> CollectiveProgram:
             program.transfer(lower, upper, 0)
             yield
 
-    return write(program, up_and_down())
+    return build_from_rounds(program, up_and_down())

@@ -1,7 +1,7 @@
-"""Two levels: nodes with fast links inside, slower ones between them. k nodes of g consecutive ranks each.
+"""Hierarchical algorithms for two tiers of links: k nodes of g consecutive ranks each, with fast links inside a node.
 
-groups: g; unless said, the largest divisor of n that is not above its square root. Best for any size where links
-between nodes are slow; the forms that use all ranks of a node at once are best for large vectors.
+groups: g (default: the largest divisor of n up to its square root). Best for any size if links between nodes are slow;
+    the forms that use all ranks of a node at once are best for large vectors.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.collectives import binomial_tree, pairwise, ring
-from meshwright.collectives.grid import ranks_per_node
-from meshwright.collectives.rounds import Rounds, write
+from meshwright.collectives.grid import resolve_ranks_per_node
+from meshwright.collectives.rounds import Rounds, build_from_rounds
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Reduce inside each node, all-reduce among the nodes' first ranks, broadcast inside.
+    """Generate the hierarchical all-reduce: reduce inside each node, all-reduce among the nodes' first ranks, broadcast
+    inside.
 
-    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205.
-    Binomial trees inside, a ring across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; 2L (alpha + S beta) inside
-    + 2(k-1) alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, of which the last part leaves
-    its node.
+    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees
+    inside, a ring across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside + 2(k-1)
+    alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, the latter term across nodes.
     """
-    nodes = _nodes("all-reduce", ranks, groups)
+    nodes = _arrange_nodes("all-reduce", ranks, groups)
     first, k = nodes[:, 0], len(nodes)
     program = Builder("all-reduce", "hierarchical", ranks, chunks=k)
-    return write(
+    return build_from_rounds(
         program,
         binomial_tree.reduce_rounds(program, nodes, count=k),
         ring.reduce_scatter_rounds(program, first, np.arange(k)),
@@ -36,17 +36,18 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Reduce-scatter inside each node, all-reduce across among ranks with the same place, all-gather inside.
+    """Generate the BlueConnect all-reduce: reduce-scatter inside each node, all-reduce across among ranks of equal
+    local rank, all-gather inside.
 
-    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019.
-    Rings everywhere: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes a rank, of which 2(k-1)/n S leave the node;
-    2(g-1) alpha + 2(g-1)/g S beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
+    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. Rings everywhere:
+    2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes a rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha + 2(g-1)/g S
+    beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
     """
-    nodes = _nodes("all-reduce", ranks, groups)
+    nodes = _arrange_nodes("all-reduce", ranks, groups)
     k, g = nodes.shape
     program = Builder("all-reduce", "hierarchical-scatter", ranks, chunks=ranks)
-    share = np.arange(ranks).reshape(g, k)  # row i: what the ranks with place i sum up across
-    return write(
+    share = np.arange(ranks).reshape(g, k)  # row i: slots that ranks of local rank i reduce across nodes
+    return build_from_rounds(
         program,
         ring.reduce_scatter_rounds(program, nodes, share[:, 0], k),
         ring.reduce_scatter_rounds(program, nodes.T, share),
@@ -56,14 +57,14 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
 
 
 def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Inside each node first, for the ranks with the same place in all nodes; then across.
+    """Generate the hierarchical reduce-scatter: inside each node first, then across among ranks of equal local rank.
 
-    (g-1) + (k-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node;
-    (g-1) alpha + (g-1)/g S beta inside, in messages of k blocks, + (k-1) alpha + (k-1)/n S beta across.
+    (g-1) + (k-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
+    inside, in messages of k blocks, + (k-1) alpha + (k-1)/n S beta across.
     """
-    nodes = _nodes("reduce-scatter", ranks, groups)
+    nodes = _arrange_nodes("reduce-scatter", ranks, groups)
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
-    return write(
+    return build_from_rounds(
         program,
         ring.reduce_scatter_rounds(program, nodes[:, None], nodes),  # in every node, for each node's blocks
         ring.reduce_scatter_rounds(program, nodes.T, nodes.T),
@@ -71,15 +72,15 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Across first, among the ranks with the same place; then what each has gathered inside the node.
+    """Generate the hierarchical all-gather: across first, among ranks of equal local rank; then inside each node.
 
-    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022.
-    (k-1) + (g-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node;
-    (k-1) alpha + (k-1)/n S beta across + (g-1) alpha + (g-1)/g S beta inside, in messages of k blocks.
+    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022. (k-1) + (g-1)
+    rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta across + (g-1)
+    alpha + (g-1)/g S beta inside, in messages of k blocks.
     """
-    nodes = _nodes("all-gather", ranks, groups)
+    nodes = _arrange_nodes("all-gather", ranks, groups)
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
-    return write(
+    return build_from_rounds(
         program,
         ring.all_gather_rounds(program, nodes.T, nodes.T),
         ring.all_gather_rounds(program, nodes[:, None], nodes),
@@ -87,11 +88,12 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """To one rank of every node, then inside: binomial trees. log2 k + log2 g rounds, each rounded up, of S bytes."""
-    nodes = _nodes("broadcast", ranks, groups)
+    """Generate the hierarchical broadcast: to one rank of every node, then inside, by binomial trees. log2 k + log2 g
+    rounds, each rounded up, of S bytes."""
+    nodes = _arrange_nodes("broadcast", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("broadcast", "hierarchical", ranks, chunks=1, root=root)
-    return write(
+    return build_from_rounds(
         program,
         binomial_tree.broadcast_rounds(program, nodes[:, place], node),
         binomial_tree.broadcast_rounds(program, nodes, place),
@@ -99,11 +101,12 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Inside each node, then across: binomial trees. log2 g + log2 k rounds, each rounded up, of S bytes."""
-    nodes = _nodes("reduce", ranks, groups)
+    """Generate the hierarchical reduce: inside each node, then across, by binomial trees. log2 g + log2 k rounds, each
+    rounded up, of S bytes."""
+    nodes = _arrange_nodes("reduce", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("reduce", "hierarchical", ranks, chunks=1, root=root)
-    return write(
+    return build_from_rounds(
         program,
         binomial_tree.reduce_rounds(program, nodes, place),
         binomial_tree.reduce_rounds(program, nodes[:, place], node),
@@ -111,14 +114,14 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Inside the node, each rank hands the one with place j all that is for place j anywhere; then across, where one
-    message carries what all ranks of a node have for one rank. Copies in between bring each message together.
+    """Generate the hierarchical all-to-all: inside a node, each rank collects all blocks for its local rank on any
+    node; then one message a node across. Copies in between make each message contiguous.
 
     C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
-    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes a rank; (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
+    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes a rank; time (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
     (k-1)/k S beta across, in k-1 messages instead of n-g.
     """
-    nodes = _nodes("all-to-all", ranks, groups)
+    nodes = _arrange_nodes("all-to-all", ranks, groups)
     k, g = nodes.shape
     program = Builder("all-to-all", "hierarchical", ranks, chunks=ranks, scratch=2 * ranks)
     output, ready, met = ranks, 2 * ranks, 3 * ranks
@@ -135,17 +138,17 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         yield
 
     node, place = np.divmod(nodes, g)
-    return write(
+    return build_from_rounds(
         program,
-        sort(0, k, g),  # now by place, then by node
+        sort(0, k, g),  # now by local rank, then by node
         keep(ready + place * k, met + place * k, k),
         pairwise.all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
-        sort(met, g, k),  # from (sender's place, node) to (node, sender's place)
+        sort(met, g, k),  # from (sender's local rank, node) to (node, sender's local rank)
         keep(ready + node * g, output + node * g, g),
         pairwise.all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
     )
 
 
-def _nodes(operation: str, ranks: int, groups: int | None) -> Integers:
-    """[k, g] ranks."""
-    return np.arange(ranks).reshape(-1, ranks_per_node(f"hierarchical {operation}", ranks, groups))
+def _arrange_nodes(operation: str, ranks: int, groups: int | None) -> Integers:
+    """Return the ranks of each node: [k, g]."""
+    return np.arange(ranks).reshape(-1, resolve_ranks_per_node(f"hierarchical {operation}", ranks, groups))

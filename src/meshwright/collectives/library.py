@@ -1,4 +1,4 @@
-"""All collective algorithms by operation and name, and the one call that generates any of them."""
+"""Collective algorithms by operation and name, and the function that generates any of them."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ OPTIONS = ("root", "segments", "groups", "dims")
 ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
-def options(operation: str, algorithm: str) -> tuple[str, ...]:
-    """What `generate` takes for an algorithm beside the number of ranks: of root, segments, groups, dims."""
-    parameters = inspect.signature(find(operation, algorithm)).parameters
+def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
+    """Return the options that `generate` accepts for an algorithm: of root, segments, groups, dims."""
+    parameters = inspect.signature(find_generator(operation, algorithm)).parameters
     return tuple(option for option in OPTIONS if option in parameters)
 
 
-def find(operation: str, algorithm: str) -> Generator:
-    """The generator of a published name or of another name for it. Raises UserError."""
+def find_generator(operation: str, algorithm: str) -> Generator:
+    """Return the generator of an algorithm, by name or alias. Raises UserError."""
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     known = ALGORITHMS[operation]
@@ -134,14 +134,13 @@ def generate(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> CollectiveProgram:
-    """The program of an algorithm for so many ranks.
+    """Generate the program of an algorithm for `ranks` ranks.
 
-    root: the rank that sends out or collects. segments: into how many parts a pipelined algorithm cuts the vector.
-    groups: ranks of one node, for hierarchical algorithms. dims: sides of the grid, for tori and meshes; ranks lie in
-    it row by row. None: the generator's own choice. Raises UserError for unknown names, for an option that the
-    algorithm does not have, and for numbers that it cannot take.
+    root: source or destination rank. segments: of a pipelined algorithm. groups: ranks of a node, for hierarchical
+        algorithms. dims: sides of the grid, for tori and meshes, with ranks in row-major order. None: the generator's
+        default. Raises UserError for unknown names, options that the algorithm does not have, and invalid numbers.
     """
-    generator, has = find(operation, algorithm), options(operation, algorithm)
+    generator, has = find_generator(operation, algorithm), list_options(operation, algorithm)
     name = f"{algorithm} {operation}"
     if ranks < 1:
         raise UserError(f"{name}: {ranks} ranks; there must be at least 1")
@@ -153,7 +152,7 @@ def generate(
         given["root"] = root
     for option in given:
         if option not in has:
-            others = [other for other in ALGORITHMS[operation] if option in options(operation, other)]
+            others = [other for other in ALGORITHMS[operation] if option in list_options(operation, other)]
             right = f"; {option} is for {', '.join(others)}" if others else ""
             raise UserError(f"{name} takes no {option}{right}")
     if segments is not None and segments < 1:

@@ -1,4 +1,4 @@
-"""The programs that a recipe names for the gradients of data parallelism and ZeRO: found, checked, given to their axes.
+"""Collective programs that a recipe names for gradients and parameters of data parallelism and ZeRO.
 
 [collectives]
 all_reduce = "rabenseifner"        # or "native", "auto", "@FILE"
@@ -20,26 +20,26 @@ from meshwright.program.load import load_program
 from meshwright.recipe import CollectivesRecipe
 
 OPERATIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
-"""Key of the table -> operation."""
+"""Key of the recipe's table -> operation."""
 
 AXES = ("data", "shard", "replica")
 
-# What "auto" weighs rounds, messages and bytes with: the order of what sockets between processes of one machine cost.
-# Assumed, not measured: only their proportions decide.
+# Cost model of "auto": typical of sockets between processes of one machine. Assumed, not measured; only the ratios
+# affect the choice.
 ROUND = 6e-5  # seconds
-MESSAGE = 3e-5  # seconds of the rank that sends it
+MESSAGE = 3e-5  # seconds of the sending rank
 BANDWIDTH = 1e9  # bytes a second
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a recipe names for one operation on one axis: one program, or with "auto" several to choose from."""
+class NamedProgram:
+    """Program of one operation on one axis; with "auto", several candidates to choose from by size."""
 
     programs: tuple[CheckedCollective, ...]
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Of each program: seconds whatever the size, and seconds a byte of the vector; of the busiest rank."""
+        """(fixed seconds, seconds a byte of the vector) of each program, on its busiest rank."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -47,23 +47,23 @@ class Named:
             costs.append((constant, float(checked.bytes_sent(1.0).max(initial=0)) / BANDWIDTH))
         return costs
 
-    def for_bytes(self, total_bytes: float) -> CheckedCollective:
-        """The program for a vector of so many bytes: the one whose rounds, messages and bytes take least."""
+    def choose_program(self, total_bytes: float) -> CheckedCollective:
+        """Return the program with the lowest estimated time for a vector of `total_bytes`."""
         seconds = [constant + total_bytes * byte for constant, byte in self._costs]
         return self.programs[seconds.index(min(seconds))]
 
 
 def named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
-) -> dict[tuple[str, str], Named]:
-    """(axis, key of the table) -> what serves there. Calls that are not in it stay torch.distributed's own.
+) -> dict[tuple[str, str], NamedProgram]:
+    """Load and check the programs that a recipe names; returns (axis, key of the table) -> program.
 
-    A program serves those of the data, shard and replica axes whose number of ranks it can take; the one on which the
-    operation moves gradients or parameters must be among them.
+    Calls not in the result use torch.distributed. A program applies to those of the data, shard and replica axes whose
+    size it accepts; it must accept that of the axis on which the operation moves gradients or parameters.
 
-    Raises UserError in one line that starts with `where` of the key, such as `collectives.all_reduce`.
+    Raises UserError of one line that starts with `where(key)`, for keys such as `collectives.all_reduce`.
     """
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
     for key, operation in OPERATIONS.items():
         value = getattr(collectives, key)
@@ -71,23 +71,27 @@ def named_programs(
             continue
         try:
             if value.startswith("@"):
-                fitting = _from_file(value, operation, sizes, _main_axis(layout, key))
+                fitting = _load_from_file(value, operation, sizes, _find_main_axis(layout, key))
             else:
-                fitting = _by_name(value, operation, sizes, _main_axis(layout, key))
+                fitting = _generate_by_name(value, operation, sizes, _find_main_axis(layout, key))
         except (UserError, CheckFailed) as error:
             raise UserError(f"{where(f'collectives.{key}')}: collectives.{key}: {error}") from None
         found |= {(axis, key): named for axis, named in fitting.items()}
     return found
 
 
-def _main_axis(layout: Layout, key: str) -> str:
-    """The axis on which the operation moves gradients or parameters."""
+def _find_main_axis(layout: Layout, key: str) -> str:
+    """Return the axis on which the operation moves gradients or parameters."""
     if key != "all_reduce":
         return "shard"
     return "data" if layout.zero == 0 else "replica"
 
 
-def _from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, Named]:
+def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
+    """Load and check a program from a file; returns axis -> program for axes of its size.
+
+    sizes: axis -> ranks. main: axis that the program must fit.
+    """
     program = load_program(path, "collective")
     if program.operation != operation:
         raise UserError(f"{path} is a program for {program.operation}, not for {operation}")
@@ -99,16 +103,17 @@ def _from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> d
         raise UserError(
             f"{path} has {program.chunks} chunks; equal shares need a multiple of its {program.ranks} ranks"
         )
-    named = Named((check_collective(program),))
+    named = NamedProgram((check_collective(program),))
     return {axis: named for axis, size in sizes.items() if size == program.ranks}
 
 
-def _by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, Named]:
+def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
+    """Generate the named algorithm for each axis that it accepts; raises only for axis `main`."""
     found = {}
     for axis, size in sizes.items():
         if size > 1:
             try:
-                found[axis] = _generated(operation, algorithm, size)
+                found[axis] = _generate_programs(operation, algorithm, size)
             except UserError:
                 if axis == main:
                     raise
@@ -116,13 +121,14 @@ def _by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -
 
 
 @cache
-def _generated(operation: str, algorithm: str, ranks: int) -> Named:
+def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
+    """Generate and check an algorithm, or with "auto" every one that accepts so many ranks."""
     if algorithm != "auto":
-        return Named((check_collective(generate(operation, algorithm, ranks)),))
+        return NamedProgram((check_collective(generate(operation, algorithm, ranks)),))
     programs = []
     for name in ALGORITHMS[operation]:
         try:
             programs.append(check_collective(generate(operation, name, ranks)))
         except UserError:
             continue  # not for so many ranks
-    return Named(tuple(programs))
+    return NamedProgram(tuple(programs))

@@ -1,7 +1,7 @@
-"""Networks that clusters have: switch, ring, full mesh, tori, meshes, nodes with fast inner links, spine and leaf.
+"""Network topologies of clusters: switch, ring, full mesh, tori, meshes, nodes with fast inner links, spine and leaf.
 
-Latencies are seconds a message, bandwidths bytes a second in one direction; every cable carries as much both ways at
-once. Where a message passes a switch, each of the two links has half of the latency.
+Latencies are in seconds a message, bandwidths in bytes a second and direction; cables are full-duplex. On a route
+through a switch, each of the two links has half of the latency.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from meshwright.program.network import Network, Routes
 from meshwright.program.order import Integers
 
-LATENCY = 5e-6  # unless said: about what a message over 200 Gbit/s Ethernet or InfiniBand costs a collective library
+LATENCY = 5e-6  # default: about that of a collective library over 200 Gbit/s Ethernet or InfiniBand
 BANDWIDTH = 25e9
-GAP = 0.2  # of the latency: about what a sender is busy with a message of which the rest is on its way
-INNER_LATENCY = 3e-6  # unless said: inside a node of eight H100 (NVLink 4, one direction)
+GAP = 0.2  # fraction of the latency: about the sender's overhead for a message
+INNER_LATENCY = 3e-6  # default: inside a node of eight H100 (NVLink 4, one direction)
 INNER_BANDWIDTH = 450e9
 
 
-def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Every rank has one port to a switch that blocks nothing: links are uniform, any two ranks are equally far."""
+def build_switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Build a network in which every rank has one port to a non-blocking switch: uniform links, equal distances."""
     rank = np.arange(ranks)
     hub = np.full(ranks, ranks)
     return Network(
@@ -40,8 +40,8 @@ def switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -
     )
 
 
-def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A cable of its own between any two ranks."""
+def build_full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Build a network with a dedicated cable between any two ranks."""
     source, target = np.divmod(np.arange(ranks * ranks), max(ranks, 1))
     number = np.cumsum(source != target) - 1
     source, target = source[source != target], target[source != target]
@@ -59,26 +59,27 @@ def full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH
     )
 
 
-def ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Every rank has a cable to the next and one to the one before; messages go the shorter way round."""
-    return _grid("ring", (ranks,), latency, bandwidth, around=True)
+def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Build a ring: cables to the next and previous rank; messages take the shorter direction."""
+    return _build_grid("ring", (ranks,), latency, bandwidth, around=True)
 
 
-def torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A grid of any dimension whose rows close into rings; the last dimension is that of neighbouring rank numbers.
+def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Build a grid of any dimension with wrap-around cables; neighbouring rank numbers differ in the last dimension.
 
-    Messages go along the last dimension first, then the one before it ..., each the shorter way round and upwards when
-    both ways are equally long (dimension order). A dimension of 2 has one cable. Latency is that of one cable.
+    Dimension-order routing, from the last dimension to the first, in the shorter direction, upwards if both are equal.
+    A dimension of 2 has one cable. latency: of one cable.
     """
-    return _grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
+    return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
-def mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """A torus without the cables that close its rows."""
-    return _grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
+def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
+    """Build a torus without wrap-around cables."""
+    return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
-def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
+def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
+    """Build a torus (`around`) or a mesh."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -96,7 +97,7 @@ def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, ar
             link_to.append((rank + ((place + step) % size - place) * stride)[has])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """The hops of all pairs, a column at a time: what has arrived waits."""
+        """Return the routes of all pairs, one hop column at a time; arrived messages have -1."""
         hops: list[Integers] = []
         here = source.copy()
         for axis in reversed(range(len(dims))):
@@ -132,7 +133,7 @@ def _grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, ar
     )
 
 
-def nodes(
+def build_nodes(
     nodes: int,
     devices: int,
     inner: tuple[float, float] = (INNER_LATENCY, INNER_BANDWIDTH),
@@ -140,12 +141,12 @@ def nodes(
     rails: bool = False,
     adapters: int | None = None,
 ) -> Network:
-    """Nodes whose devices share a fast switch, and a network between them; inner, outer: (latency, bandwidth).
+    """Build nodes whose devices share a fast switch, joined by an outer network. inner, outer: (latency, bandwidth).
 
-    Every device has an adapter of its own to the network, which blocks nothing. With `rails`, the network is one switch
-    for each place in a node: device r of any node reaches device r of any other; a message to another place goes over
-    the inner links to the device of its own node that has the rail of the target (as NCCL's PXN does). With `adapters`,
-    the devices of a node share so many, in even blocks, and reach them over the inner links.
+    Every device has its own adapter to the non-blocking outer network. rails: the outer network is one switch for each
+    local rank: device r of a node reaches device r of every other node; messages to another local rank first go over
+    inner links to the device on the target's rail (as in NCCL's PXN). adapters: number that the devices of a node
+    share, in even blocks, reached over inner links.
     """
     ranks = nodes * devices
     rank = np.arange(ranks)
@@ -209,7 +210,7 @@ def nodes(
     )
 
 
-def spine_leaf(
+def build_spine_leaf(
     leaves: int,
     ranks_per_leaf: int,
     latency: float = LATENCY,
@@ -217,11 +218,11 @@ def spine_leaf(
     oversubscription: float = 1.0,
     spines: int = 1,
 ) -> Network:
-    """Ranks on leaf switches, and spine switches that join the leaves.
+    """Build a spine-leaf network.
 
-    A leaf's cables to the spines carry, together and each way, its ranks' bandwidth divided by `oversubscription`, in
-    equal parts to each of `spines`; a message takes the spine that its target's number names (target modulo spines).
-    latency: of a message inside a leaf; across the spine it is twice that.
+    The cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth divided by
+    `oversubscription`, in equal parts for each of `spines`; a message takes the spine target modulo spines. latency: of
+    a message inside a leaf; across a spine twice that.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

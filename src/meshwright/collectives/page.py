@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Crossover, Curves
-from meshwright.collectives.quantities import show_bytes, show_seconds
+from meshwright.collectives.quantities import format_bytes, format_seconds
 from meshwright.collectives.report import CollectiveReport, crossover_line
 from meshwright.draw.axis import Axis
 from meshwright.draw.buffers import draw_buffers
@@ -59,8 +59,8 @@ def draw_crossovers(
     plot.draw_names(series)
     plot.draw_bands("best", _bands(curves, crossovers, colours))
     if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
-        takes = f": {named[0]} takes {show_seconds(named[1])}" if named and named[1] > 0 else ""
-        plot.draw_mark(Mark(asked, show_bytes(asked) + takes, named[1] if named and takes else None))
+        takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
+        plot.draw_mark(Mark(asked, format_bytes(asked) + takes, named[1] if named and takes else None))
     return plot.picture.svg(1000, 560, title, alone=True)
 
 
@@ -73,7 +73,7 @@ def _points(curves: Curves, name: str) -> list[tuple[float, float]]:
 def _seconds_axis(values: list[float]) -> Axis:
     low, high = min(values, default=1.0) * 0.83, max(values, default=1.0) * 1.2
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    ticks = [(10.0**power, show_seconds(10.0**power * (1 + 1e-12))) for power in powers]
+    ticks = [(10.0**power, format_seconds(10.0**power * (1 + 1e-12))) for power in powers]
     return Axis(low, high, ticks, logarithmic=True)
 
 
@@ -81,16 +81,16 @@ def _bytes_axis(sizes: list[float]) -> Axis:
     first, last = math.log2(sizes[0]), math.log2(sizes[-1])
     step = 2 if last - first <= 24 else 4
     powers = range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step)
-    return Axis(sizes[0], sizes[-1], [(2.0**power, show_bytes(2.0**power)) for power in powers], logarithmic=True)
+    return Axis(sizes[0], sizes[-1], [(2.0**power, format_bytes(2.0**power)) for power in powers], logarithmic=True)
 
 
 def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
     """List which algorithm is best where, with the sizes at which that changes."""
-    ends = [(float(one.size), one.before, show_bytes(one.size)) for one in crossovers]
+    ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
     return [
-        Band(end, name, f"{name} from {show_bytes(start)} to {show_bytes(end)}", colours[name], until)
+        Band(end, name, f"{name} from {format_bytes(start)} to {format_bytes(end)}", colours[name], until)
         for start, (end, name, until) in zip(starts, ends, strict=True)
     ]
 
@@ -122,8 +122,8 @@ def _ranking(report: CollectiveReport) -> Markup:
     assert report.choice is not None
     rows = [
         (
-            one.algorithm, one.settings.describe(), show_seconds(one.seconds),
-            "–" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds),
+            one.algorithm, one.settings.describe(), format_seconds(one.seconds),
+            "–" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds),
         )
         for one in report.choice.ranking
     ]  # fmt: skip

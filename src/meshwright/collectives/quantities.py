@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people write them: `64MiB`, `5us`, `25GB/s`, `100Mbit/s`."""
+"""Parsing and formatting of sizes, times and rates: `64MiB`, `5us`, `25GB/s`, `100Mbit/s`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ BYTES_PER_SECOND = {
 
 
 def parse_bytes(text: str, where: str = "bytes") -> int:
-    """`4096`, `64MiB` (2^20 bytes each), `1GB` (10^9). Raises UserError."""
-    value = _parse(text, BYTES, where, "a size such as 4096, 64MiB or 1GB")
+    """Parse a size into bytes: `4096`, `64MiB` (2^20 bytes each), `1GB` (10^9). where: prefix of errors. Raises
+    UserError."""
+    value = _parse_quantity(text, BYTES, where, "a size such as 4096, 64MiB or 1GB")
     if value != int(value):
         raise UserError(f"{where}: {text} is not a whole number of bytes")
     return int(value)
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """`5us`, `0.1ms`, `0s`. Raises UserError."""
-    return _parse(text, SECONDS, where, "a time such as 5us, 0.1ms or 2s")
+    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. Raises UserError."""
+    return _parse_quantity(text, SECONDS, where, "a time such as 5us, 0.1ms or 2s")
 
 
 def parse_rate(text: str, where: str = "bandwidth") -> float:
-    """`25GB/s` (bytes), `100Mbit/s` (bits): bytes a second, above 0. Raises UserError."""
-    value = _parse(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
+    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). Raises UserError."""
+    value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
         raise UserError(f"{where}: {text} would never end; a rate is above 0")
     return value
 
 
 def is_rate(text: str) -> bool:
-    """Whether a quantity is meant as a rate, not as a time."""
+    """Return True if a quantity is written as a rate, False for a time."""
     return "/" in text
 
 
-def _parse(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
+def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
+    """Parse a number with a unit. right: description of valid text, for errors."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
     if units is BYTES:  # without bits, case says nothing
@@ -56,40 +58,40 @@ def _parse(text: str, units: dict[str, Decimal], where: str, right: str) -> floa
     return value
 
 
-def show_bytes(value: float) -> str:
-    """`64 MiB`: in the largest binary unit of which there is at least one."""
-    return _show(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
+def format_bytes(value: float) -> str:
+    """Format bytes in the largest binary unit not above the value: `64 MiB`."""
+    return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
-def show_seconds(value: float) -> str:
-    """`1.23 ms`."""
-    return _show(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
+def format_seconds(value: float) -> str:
+    """Format seconds: `1.23 ms`."""
+    return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
-def show_rate(value: float) -> str:
-    """`25 GB/s`."""
-    return _show(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
+def format_rate(value: float) -> str:
+    """Format bytes a second: `25 GB/s`."""
+    return _format_scaled(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
-def _show(value: float, units: dict[str, Decimal]) -> str:
-    """Three digits, in the largest of ascending units of which there is at least one; whole from a thousand of it up
-    to a million."""
+def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
+    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of
+    it."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or value >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= scaled < 1e6 else f"{scaled:.3g} {unit}"
 
 
-def exact_rate(value: float) -> str:
-    """`25GB/s`: parsed back to the same number."""
-    return _exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
+def format_exact_rate(value: float) -> str:
+    """Format bytes a second so that `parse_rate` returns the same number: `25GB/s`."""
+    return _format_exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
-def exact_seconds(value: float) -> str:
-    """`5us`: parsed back to the same number."""
-    return _exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
+def format_exact_seconds(value: float) -> str:
+    """Format seconds so that `parse_seconds` returns the same number: `5us`."""
+    return _format_exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
 
 
-def _exact(value: float, units: dict[str, Decimal]) -> str:
-    """In the unit that needs the fewest characters."""
+def _format_exact(value: float, units: dict[str, Decimal]) -> str:
+    """Format in the unit that takes the fewest characters."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

@@ -1,53 +1,53 @@
-"""Recursive halving and doubling: partners at distance 1, 2, 4 ... exchange, so that log2 n rounds reach everybody.
+"""Recursive halving and doubling: partners at distance 1, 2, 4 ... exchange, in log2 n rounds.
 
 R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1), 2005.
-Where n is not a power of two, each of the extra ranks first folds its vector into its neighbour's, which stands in for
-both, and at the end gets from it what it lacks.
+If n is not a power of two, each extra rank first reduces its vector into that of its neighbour, the stand-in, and at
+the end receives the result from it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.collectives.rounds import Rounds, in_turn, write
+from meshwright.collectives.rounds import Rounds, build_from_rounds, run_in_sequence
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Reduce-scatter among 2^k ranks: both partners keep half of what they had, the farthest partner first.
+    """Reduce-scatter among 2^k ranks by recursive halving, the farthest partner first.
 
     ranks: [..., n]. edges: [n + 1]; position p ends with slots edges[p] .. edges[p + 1].
     """
     position = np.arange(ranks.shape[-1])
-    for distance in reversed(powers_of_two(ranks.shape[-1])):
+    for distance in reversed(list_powers_of_two(ranks.shape[-1])):
         partner = position ^ distance
-        start = partner // distance * distance  # of the half that the partner keeps
+        start = partner // distance * distance  # first position of the half that the partner keeps
         count = edges[start + distance] - edges[start]
         program.transfer(ranks, ranks[..., partner], edges[start], count, reduce=True)
         yield
 
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """All-gather among 2^k ranks: both partners have twice as much as before, the nearest partner first.
+    """All-gather among 2^k ranks by recursive doubling, the nearest partner first.
 
-    ranks: [..., n]. edges: [n + 1]; position p begins with slots edges[p] .. edges[p + 1].
+    ranks: [..., n]. edges: [n + 1]; position p starts with slots edges[p] .. edges[p + 1].
     """
     position = np.arange(ranks.shape[-1])
-    for distance in powers_of_two(ranks.shape[-1]):
-        start = position // distance * distance  # of what a rank has so far
+    for distance in list_powers_of_two(ranks.shape[-1]):
+        start = position // distance * distance  # first position of the shares that a rank has so far
         count = edges[start + distance] - edges[start]
         program.transfer(ranks, ranks[..., position ^ distance], edges[start], count)
         yield
 
 
-def powers_of_two(n: int) -> list[int]:
-    """1, 2, 4 ... below n."""
+def list_powers_of_two(n: int) -> list[int]:
+    """List 1, 2, 4 ... below n."""
     return [1 << bit for bit in range((n - 1).bit_length())]
 
 
-def fold(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Extra ranks, the neighbour that stands in for each, and the 2^k ranks that remain."""
+def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return the extra ranks beyond a power of two, the stand-in of each, and the core of 2^k remaining ranks."""
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
     stand_in = ranks[..., 1 : 2 * extra : 2]
@@ -55,35 +55,36 @@ def fold(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Extra ranks add their whole vector to that of the rank which stands in for them."""
-    extra, stand_in, _ = fold(ranks)
+    """Reduce the whole vector of each extra rank into its stand-in's."""
+    extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
         program.transfer(extra, stand_in, 0, program.chunks, reduce=True)
         yield
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Extra ranks get the whole result."""
-    extra, stand_in, _ = fold(ranks)
+    """Send the whole result from stand-ins to extra ranks."""
+    extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
         program.transfer(stand_in, extra, 0, program.chunks)
         yield
 
 
 def rabenseifner(ranks: int) -> CollectiveProgram:
-    """Reduce-scatter by recursive halving, then all-gather by recursive doubling. Best for medium and large vectors:
-    as few bytes as a ring in far fewer rounds, but to distant ranks, where links may be shared.
+    """Generate the Rabenseifner all-reduce: reduce-scatter by recursive halving, all-gather by recursive doubling. Best
+    for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose links
+    may be shared.
 
     R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
-    n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes a rank; 2 log2 n alpha + 2(n-1)/n S beta.
-    Else, with m the power of two below: 2 more rounds and 2 (alpha + S beta) more; extra ranks send S, their stand-ins
-    2(m-1)/m S + S, the others 2(m-1)/m S.
+    n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes a rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
+    power of two below: 2 more rounds and 2 (alpha + S beta) more; extra ranks send S, their stand-ins 2(m-1)/m S + S,
+    the others 2(m-1)/m S.
     """
     everyone = np.arange(ranks)
-    _, _, core = fold(everyone)
+    _, _, core = split_extra_ranks(everyone)
     program = Builder("all-reduce", "rabenseifner", ranks, chunks=len(core))
     edges = np.arange(len(core) + 1)
-    return write(
+    return build_from_rounds(
         program,
         fold_rounds(program, everyone),
         halving_rounds(program, core, edges),
@@ -93,31 +94,32 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
 
 
 def butterfly(ranks: int) -> CollectiveProgram:
-    """Recursive doubling: partners add the whole vector of each other. Best for small vectors: fewest rounds.
+    """Generate the butterfly all-reduce (recursive doubling): partners exchange and add whole vectors. Best for small
+    vectors: fewest rounds.
 
-    n = 2^k: log2 n rounds; S log2 n bytes a rank; log2 n (alpha + S beta).
-    Else, with m the power of two below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m + S.
+    n = 2^k: log2 n rounds; S log2 n bytes a rank; time log2 n (alpha + S beta). Otherwise, with m the power of two
+    below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m + S.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
-    _, _, core = fold(everyone)
+    _, _, core = split_extra_ranks(everyone)
 
     def exchange() -> Rounds:
         position = np.arange(len(core))
-        for distance in powers_of_two(len(core)):
+        for distance in list_powers_of_two(len(core)):
             program.transfer(core, core[position ^ distance], 0, reduce=True)
             yield
 
-    return write(program, fold_rounds(program, everyone), exchange(), unfold_rounds(program, everyone))
+    return build_from_rounds(program, fold_rounds(program, everyone), exchange(), unfold_rounds(program, everyone))
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Recursive halving for any number of ranks; the rank at position p ends with slot p."""
-    extra, stand_in, core = fold(ranks)
-    return in_turn(
+    """Reduce-scatter by recursive halving for any number of ranks; the rank at position p ends with slot p."""
+    extra, stand_in, core = split_extra_ranks(ranks)
+    return run_in_sequence(
         fold_rounds(program, ranks),
-        halving_rounds(program, core, _edges(ranks)),
-        _hand_over(program, stand_in, extra),
+        halving_rounds(program, core, _compute_share_bounds(ranks)),
+        _transfer_extra_shares(program, stand_in, extra),
     )
 
 
@@ -128,35 +130,36 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     Else 2 more rounds: extra ranks first send S, and at the end get their share of S/n.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
-    return write(program, reduce_scatter_rounds(program, np.arange(ranks)))
+    return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Recursive doubling. Best for small and medium vectors; `bruck` needs fewer rounds where n is not a power of two.
+    """Generate the recursive-doubling all-gather. Best for small and medium vectors; `bruck` needs fewer rounds if n is
+    not a power of two.
 
-    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; log2 n alpha + (n-1)/n S beta.
-    Else 2 more rounds: extra ranks first send their share of S/n, and at the end get the (n-1)/n S that they lack.
+    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
+    ranks first send their share of S/n, and at the end receive the missing (n-1)/n S.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
     everyone = np.arange(ranks)
-    extra, stand_in, core = fold(everyone)
+    extra, stand_in, core = split_extra_ranks(everyone)
 
     def fill_up() -> Rounds:
         program.transfer(stand_in, extra, 0, count=extra)
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield
 
-    gather = doubling_rounds(program, core, _edges(everyone))
-    return write(program, _hand_over(program, extra, stand_in), gather, fill_up())
+    gather = doubling_rounds(program, core, _compute_share_bounds(everyone))
+    return build_from_rounds(program, _transfer_extra_shares(program, extra, stand_in), gather, fill_up())
 
 
-def _edges(ranks: Integers) -> Integers:
-    """Where the shares of the core begin and end, one slot a rank: a stand-in keeps two shares."""
-    n, extra = ranks.shape[-1], fold(ranks)[0].shape[-1]
+def _compute_share_bounds(ranks: Integers) -> Integers:
+    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in has two shares."""
+    n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
-def _hand_over(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """The share of each extra rank, which stands at positions 0, 2, 4 ..., from or to its stand-in."""
+def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
+    """Transfer the share of each extra rank (positions 0, 2, 4 ...) from or to its stand-in."""
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -1,4 +1,4 @@
-"""What `meshwright collective` says, in one call: a program generated, chosen or read, checked, timed on a network."""
+"""Report of `meshwright collective`: a program generated, chosen or loaded, checked, and simulated on a network."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.collectives.choose import Choice, Chooser, Settings
-from meshwright.collectives.cost import closed_form_seconds
+from meshwright.collectives.cost import compute_closed_form_seconds
 from meshwright.collectives.crossover import Crossover, Curves
-from meshwright.collectives.library import find, generate
-from meshwright.collectives.quantities import show_bytes, show_seconds
-from meshwright.collectives.topologies import topology
+from meshwright.collectives.library import find_generator, generate
+from meshwright.collectives.quantities import format_bytes, format_seconds
+from meshwright.collectives.topologies import parse_topology
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import ALGORITHM_ALIASES, OPERATIONS, REDUCTIONS, unknown
@@ -23,14 +23,14 @@ from meshwright.program.load import load_program
 from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
 
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
-MOST_RANKS = 1 << 17  # of which an answer takes no more than a minute
-MOST_RANKS_TO_CHOOSE_FOR = 1 << 14
-_FEW_RANKS = 32  # up to which crossovers are looked for without being asked
+MOST_RANKS = 1 << 17  # limit for an answer within a minute
+MOST_RANKS_TO_CHOOSE_FOR = 1 << 14  # likewise, with `auto`
+_FEW_RANKS = 32  # limit for the search of crossovers
 
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """A checked program with its times. measured: what a run of it gave, if there was one."""
+    """Checked program with simulated times. measured: results of a run on torch.distributed, if any."""
 
     checked: CheckedCollective
     settings: Settings
@@ -44,7 +44,8 @@ class CollectiveReport:
 
     @property
     def lower_bound_seconds(self) -> float:
-        return self.chooser.lower_bound(self.total_bytes)
+        """Lower bound of any program, in seconds."""
+        return self.chooser.compute_lower_bound(self.total_bytes)
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the document of `meshwright collective --json`, without the files that the command wrote."""
@@ -68,7 +69,7 @@ class CollectiveReport:
             "busiest_link": None
             if link is None
             else {
-                "link": timing.network.link_name(link),
+                "link": timing.network.format_link(link),
                 "bytes": timing.link_bytes[link],
                 "busy_seconds": timing.link_busy[link],
             },
@@ -93,42 +94,43 @@ class CollectiveReport:
         return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The report for people: what, and what it is."""
+        """Return (label, value) pairs of text."""
         timing = self.timing
         least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
         if round(least) == round(most):
-            sent = f"{show_bytes(most)} by every rank"
+            sent = f"{format_bytes(most)} by every rank"
         else:
-            mean = show_bytes(float(timing.bytes_sent.mean()))
-            sent = f"{show_bytes(least)} to {show_bytes(most)} by a rank, {mean} on average"
-        form = "none" if self.closed_form_seconds is None else show_seconds(self.closed_form_seconds)
+            mean = format_bytes(float(timing.bytes_sent.mean()))
+            sent = f"{format_bytes(least)} to {format_bytes(most)} by a rank, {mean} on average"
+        form = "none" if self.closed_form_seconds is None else format_seconds(self.closed_form_seconds)
         rows = [
             ("checked", "every contribution arrives exactly once; no race; it ends even if sends block"),
             ("rounds", f"{self.checked.rounds:,}"),
             ("bytes sent", sent),
-            ("simulated", show_seconds(timing.seconds)),
+            ("simulated", format_seconds(timing.seconds)),
             ("closed form", form),
-            ("lower bound", show_seconds(self.lower_bound_seconds)),
+            ("lower bound", format_seconds(self.lower_bound_seconds)),
         ]
         link = timing.busiest_link
         if link is not None:
-            busy, moved = timing.link_busy[link] / timing.seconds, show_bytes(float(timing.link_bytes[link]))
-            rows.append(("busiest link", f"{timing.network.link_name(link)}: {moved}, busy {busy:.0%} of the time"))
+            busy, moved = timing.link_busy[link] / timing.seconds, format_bytes(float(timing.link_bytes[link]))
+            rows.append(("busiest link", f"{timing.network.format_link(link)}: {moved}, busy {busy:.0%} of the time"))
         if self.measured:
-            rows.append(("measured", show_seconds(self.measured["measured_seconds"])))
-            rows.append(("torch.distributed", f"{show_seconds(self.measured['native_seconds'])}, the same result"))
+            rows.append(("measured", format_seconds(self.measured["measured_seconds"])))
+            rows.append(("torch.distributed", f"{format_seconds(self.measured['native_seconds'])}, the same result"))
         return rows
 
     def title(self) -> str:
+        """Format operation, algorithm, settings, ranks, size and network on one line."""
         program = self.checked.program
         said = self.settings.describe()
         return (
             f"{program.operation} {program.algorithm}{f' ({said})' if said else ''} on {program.ranks} ranks, "
-            f"{show_bytes(self.total_bytes)}, {self.timing.network.name}"
+            f"{format_bytes(self.total_bytes)}, {self.timing.network.name}"
         )
 
     def summary(self) -> str:
-        """The report as text."""
+        """Format the report as text."""
         lines = [self.title(), *(f"  {name:<18}{value}" for name, value in self.rows())]
         if self.choice is not None:
             lines += ["", f"chosen: {self.choice.reason}", "", *ranking_table(self.choice)]
@@ -138,11 +140,11 @@ class CollectiveReport:
 
 
 def ranking_table(choice: Choice) -> list[str]:
-    """Algorithms by time, and those that were not simulated."""
+    """Format the ranking as lines of a table, with the algorithms that were skipped or refused."""
     rows = [("algorithm", "settings", "simulated", "closed form")]
     for one in choice.ranking:
-        form = "-" if one.closed_form_seconds is None else show_seconds(one.closed_form_seconds)
-        rows.append((one.algorithm, one.settings.describe() or "-", show_seconds(one.seconds), form))
+        form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
+        rows.append((one.algorithm, one.settings.describe() or "-", format_seconds(one.seconds), form))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
@@ -153,11 +155,11 @@ def ranking_table(choice: Choice) -> list[str]:
 
 
 def crossover_line(crossovers: Sequence[Crossover]) -> str:
-    """`crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB hierarchical-scatter`."""
+    """Format crossovers: `crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB hierarchical-scatter`."""
     if not crossovers:
         return "crossovers: none from 1 KiB to 1 GiB"
     return "crossovers: " + ", ".join(
-        [crossovers[0].before, *(f"from {show_bytes(one.size)} {one.after}" for one in crossovers)]
+        [crossovers[0].before, *(f"from {format_bytes(one.size)} {one.after}" for one in crossovers)]
     )
 
 
@@ -178,22 +180,23 @@ def collective(
     reduce_bytes_per_second: float = np.inf,
     crossovers: bool = True,
 ) -> CollectiveReport:
-    """Check and time one operation. algorithm: a name, `auto`, or `@FILE`. total_bytes: the full vector.
+    """Generate (or choose, or load), check and simulate a collective operation, as `meshwright collective` does.
 
-    latency (seconds), bandwidth (bytes a second): of links of which the topology says nothing. crossovers: with `auto`
-    on few ranks, find where the choice changes. Raises UserError, and ProgramError for a program that does not hold.
+    algorithm: a name, `auto`, or `@FILE`. total_bytes: of the full vector. latency (seconds), bandwidth (bytes a
+        second): of links without settings in the topology. crossovers: with `auto` on few ranks, find where the choice
+        changes. Raises UserError for invalid arguments, ProgramError for an incorrect program.
     """
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     if algorithm != "auto" and not algorithm.startswith("@"):
-        find(operation, algorithm)
+        find_generator(operation, algorithm)
     if total_bytes is None:
         if operation != "barrier":
             raise UserError(f"{operation}: say how large the vector is, as in --bytes 64MiB")
         total_bytes = 0
     program = None
     if algorithm.startswith("@"):
-        program = _from_file(operation, algorithm, ranks, root, reduction)
+        program = _load_program(operation, algorithm, ranks, root, reduction)
         for option, value in (("segments", segments), ("groups", groups), ("dims", dims)):
             if value is not None:
                 raise UserError(f"{algorithm[1:]}: --{option} is for generated programs; a file says everything itself")
@@ -207,20 +210,22 @@ def collective(
         raise UserError(unknown("reduction", reduction, REDUCTIONS))
     if reduction not in (None, "sum") and operation not in REDUCING:
         raise UserError(f"{operation} reduces nothing; --reduction is for {', '.join(REDUCING)}")
-    network = topology(topology_text, ranks, latency, bandwidth)
+    network = parse_topology(topology_text, ranks, latency, bandwidth)
     chooser = Chooser(operation, network, root or 0, reduce_bytes_per_second, Settings(segments, groups, dims))
     choice, settings, form = None, Settings(segments, groups, dims), None
     if algorithm == "auto":
         choice = chooser.choose(total_bytes)
         settings, form = choice.best.settings, choice.best.closed_form_seconds
-        program = chooser.program(choice.best)
+        program = chooser.generate_program(choice.best)
     elif program is None:
         name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
-        fitting = chooser.fitting(name)
+        fitting = chooser.resolve_settings(name)
         settings = Settings(segments, groups or fitting.groups, dims or fitting.dims)
         segments, groups, dims = settings.segments, settings.groups, settings.dims
         program = generate(operation, name, ranks, root=root or 0, segments=segments, groups=groups, dims=dims)
-        form = closed_form_seconds(operation, name, network, total_bytes, segments=segments, groups=groups, dims=dims)
+        form = compute_closed_form_seconds(
+            operation, name, network, total_bytes, segments=segments, groups=groups, dims=dims
+        )
     if reduction is not None:
         program = replace(program, reduction=reduction)
     checked = check_collective(program)
@@ -231,10 +236,10 @@ def collective(
     return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 
 
-def _from_file(
+def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """A program of a file, which says everything about itself."""
+    """Load a program from a file and check it against the options."""
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")

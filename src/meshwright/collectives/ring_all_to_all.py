@@ -1,4 +1,4 @@
-"""All-to-all around a ring: every rank sends to the next one only, which keeps what is for it and passes on the rest.
+"""Ring all-to-all: every rank sends to the next one only, which keeps its own blocks and forwards the rest.
 
 D. Bertsekas, J. Tsitsiklis, Parallel and distributed computation, 1989, section 1.3 (total exchange).
 """
@@ -11,9 +11,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Best where there are no links but those of a ring, else `pairwise` sends less.
+    """Generate the ring all-to-all. Best on networks that are rings; otherwise `pairwise` sends less.
 
-    n-1 rounds; (n-1)/2 S bytes a rank, as every block takes all hops between its ends; (n-1) alpha + (n-1)/2 S beta.
+    n-1 rounds; (n-1)/2 S bytes a rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S
+    beta.
     """
     program = Builder("all-to-all", "ring", ranks, chunks=ranks, scratch=2 * ranks)
     rank, following = np.arange(ranks), (np.arange(ranks) + 1) % ranks

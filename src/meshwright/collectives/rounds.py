@@ -1,7 +1,8 @@
-"""How collective algorithms are put together: out of rounds, one after the other, side by side, or staggered.
+"""Composition of collective algorithms from rounds: in sequence, side by side, or pipelined.
 
-The rounds of an algorithm are a Python generator that writes the steps of one round before each `yield`. Most take the
-ranks that work together as the last axis of an array: all rows of the array work at the same time, each for itself.
+The rounds of an algorithm are a Python generator that adds the steps of one round before each `yield`. Most take the
+cooperating ranks as the last axis of an array; the rows of the array are groups that work independently at the same
+time.
 """
 
 from __future__ import annotations
@@ -17,47 +18,47 @@ from meshwright.program.collective import Builder, CollectiveProgram
 Rounds: TypeAlias = Iterator[None]
 
 
-def write(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """The program of these parts, one after the other."""
+def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
+    """Build the program of several parts, one after the other."""
     for part in parts:
         while True:
             with program.round():
-                if _is_over(part):
+                if _write_next_round(part):
                     break
     return program.build()
 
 
-def together(parts: Iterable[Rounds]) -> Rounds:
-    """Side by side: the first rounds of all parts are one round, their second rounds the next, and so on."""
+def run_together(parts: Iterable[Rounds]) -> Rounds:
+    """Merge parts side by side: the i-th rounds of all parts form one round."""
     under_way = list(parts)
-    while under_way := [part for part in under_way if not _is_over(part)]:
+    while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
-def staggered(parts: Iterable[Rounds]) -> Rounds:
-    """As a pipeline: each part begins one round after the part before it."""
+def run_staggered(parts: Iterable[Rounds]) -> Rounds:
+    """Merge parts as a pipeline: each part starts one round after the one before."""
     under_way: list[Rounds] = []
     for part in parts:
-        under_way = [part for part in [*under_way, part] if not _is_over(part)]
+        under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
         yield
-    yield from together(under_way)
+    yield from run_together(under_way)
 
 
-def in_turn(*parts: Rounds) -> Rounds:
-    """One after the other."""
+def run_in_sequence(*parts: Rounds) -> Rounds:
+    """Chain parts one after the other."""
     for part in parts:
         yield from part
 
 
-def _is_over(part: Rounds) -> bool:
-    """Write the next round of a part, if there is one."""
+def _write_next_round(part: Rounds) -> bool:
+    """Add the next round of a part; returns True if the part is exhausted."""
     return next(part, part) is part
 
 
-def transfer_around(
+def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Send slots chunk .. chunk + count, where slot 0 follows slot size - 1: at most two messages."""
+    """Add a transfer of slots chunk .. chunk + count modulo `size`, in at most two messages."""
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)
     before_the_end = np.minimum(count, size - chunk)

@@ -1,7 +1,7 @@
-"""Networks in words: `switch`, `torus:4x4`, `nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails`.
+"""Text notation of networks: `build_switch`, `torus:4x4`, `nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails`.
 
-A name, the shape after a colon where there is one, then settings. Bandwidth and latency of a tier of links stand behind
-its name (`inner=`, `outer=`, `link=`), in either order; where all links are alike, `link=` may be left out.
+A name, the shape after a colon, then settings. Bandwidth and latency of a tier of links follow its name (`inner=`,
+`outer=`, `link=`), in either order; `link=` may be omitted if there is one tier.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.collectives import networks
-from meshwright.collectives.grid import nearly_cubic, ranks_per_node
+from meshwright.collectives.grid import find_nearly_cubic, resolve_ranks_per_node
 from meshwright.collectives.networks import BANDWIDTH, INNER_BANDWIDTH, INNER_LATENCY, LATENCY
-from meshwright.collectives.quantities import exact_rate, exact_seconds, is_rate, parse_rate, parse_seconds
+from meshwright.collectives.quantities import (
+    format_exact_rate,
+    format_exact_seconds,
+    is_rate,
+    parse_rate,
+    parse_seconds,
+)
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.program.network import Network
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What may be written after a topology's name, with an example."""
+class _TopologySyntax:
+    """Settings that a topology accepts, with an example."""
 
     example: str
     tiers: tuple[str, ...] = ("link",)
@@ -30,21 +36,21 @@ class _Kind:
 
 
 TOPOLOGIES = {
-    "switch": _Kind("switch,25GB/s,5us"),
-    "ring": _Kind("ring,25GB/s,5us"),
-    "full-mesh": _Kind("full-mesh,25GB/s,5us"),
-    "torus": _Kind("torus:4x4,25GB/s,1us"),
-    "mesh": _Kind("mesh:4x4,25GB/s,1us"),
-    "nodes": _Kind(
+    "switch": _TopologySyntax("switch,25GB/s,5us"),
+    "ring": _TopologySyntax("ring,25GB/s,5us"),
+    "full-mesh": _TopologySyntax("full-mesh,25GB/s,5us"),
+    "torus": _TopologySyntax("torus:4x4,25GB/s,1us"),
+    "mesh": _TopologySyntax("mesh:4x4,25GB/s,1us"),
+    "nodes": _TopologySyntax(
         "nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails", ("inner", "outer"), ("adapters",), ("rails",)
     ),
-    "spine-leaf": _Kind("spine-leaf:4x8,oversubscription=4", numbers=("oversubscription", "spines")),
+    "spine-leaf": _TopologySyntax("spine-leaf:4x8,oversubscription=4", numbers=("oversubscription", "spines")),
 }
 
 
 @dataclass
 class _Settings:
-    """What a text says, tier by tier: seconds and bytes a second where given."""
+    """Parsed settings; seconds and bytes a second by tier, where given."""
 
     latency: dict[str, float]
     bandwidth: dict[str, float]
@@ -52,11 +58,11 @@ class _Settings:
     flags: set[str]
 
 
-def topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
-    """The network that a text names, for so many ranks.
+def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
+    """Build the network that a text describes, for `ranks` ranks.
 
-    latency (seconds) and bandwidth (bytes a second) are those of links of which the text says nothing; inner links of
-    nodes have their own defaults. Raises UserError with what would be right.
+    latency (seconds), bandwidth (bytes a second): of links without settings; inner links of nodes have their own
+    defaults. Raises UserError with a valid alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -65,7 +71,7 @@ def topology(text: str, ranks: int, latency: float | None = None, bandwidth: flo
     kind = TOPOLOGIES[name]
     if ranks < 1:
         raise UserError(f"topology {text}: {ranks} ranks; there must be at least 1")
-    settings = _settings(text, name, kind)
+    settings = _parse_settings(text, name, kind)
     for tier in kind.tiers:
         inner = tier == "inner"
         settings.latency.setdefault(tier, INNER_LATENCY if inner else LATENCY if latency is None else latency)
@@ -73,19 +79,20 @@ def topology(text: str, ranks: int, latency: float | None = None, bandwidth: flo
     if colon and name not in _SHAPED:
         raise UserError(f'topology {name} has no shape: leave ":{shape}" out')
     if name in _SHAPED:
-        network = _SHAPED[name](_sides(name, shape, ranks), settings)
+        network = _SHAPED[name](_parse_sides(name, shape, ranks), settings)
     else:
         network = _UNIFORM[name](ranks, settings.latency["link"], settings.bandwidth["link"])
     tiers = [
-        f"{tier + '=' if len(kind.tiers) > 1 else ''}{exact_rate(settings.bandwidth[tier])},"
-        f"{exact_seconds(settings.latency[tier])}"
+        f"{tier + '=' if len(kind.tiers) > 1 else ''}{format_exact_rate(settings.bandwidth[tier])},"
+        f"{format_exact_seconds(settings.latency[tier])}"
         for tier in kind.tiers
     ]
     head, *rest = network.name.split(",")
     return replace(network, name=",".join([head, *tiers, *rest]))
 
 
-def _settings(text: str, name: str, kind: _Kind) -> _Settings:
+def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
+    """Parse the settings after the topology's name and shape."""
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -95,7 +102,7 @@ def _settings(text: str, name: str, kind: _Kind) -> _Settings:
         if equals and key not in keys:
             raise UserError(f"topology {name}: {unknown('setting', key, (*keys, *kind.flags))}")
         if equals and key in kind.numbers:
-            settings.numbers[key] = _number(value, where)
+            settings.numbers[key] = _parse_number(value, where)
             continue
         if not equals and key in kind.flags:
             settings.flags.add(key)
@@ -112,7 +119,8 @@ def _settings(text: str, name: str, kind: _Kind) -> _Settings:
     return settings
 
 
-def _number(value: str, where: str) -> float:
+def _parse_number(value: str, where: str) -> float:
+    """Parse a number above 0."""
     try:
         number = float(value)
     except ValueError:
@@ -122,14 +130,14 @@ def _number(value: str, where: str) -> float:
     return number
 
 
-def _sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """The numbers after the colon, which multiply to the number of ranks; one number alone: ranks of a node or leaf."""
+def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
+    """Parse the shape, whose sides must multiply to `ranks`; one number alone is the ranks of a node or leaf."""
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
-        size = ranks_per_node(name, ranks)
+        size = resolve_ranks_per_node(name, ranks)
         right = f"{name}:{ranks // size}x{size}"
     else:
-        right = f"{name}:{'x'.join(map(str, nearly_cubic(ranks, 2) or (1, ranks)))}"
+        right = f"{name}:{'x'.join(map(str, find_nearly_cubic(ranks, 2) or (1, ranks)))}"
     try:
         sides = tuple(int(side) for side in shape.strip().split("x"))
     except ValueError:
@@ -143,44 +151,49 @@ def _sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
     return sides
 
 
-def _torus(sides: tuple[int, ...], settings: _Settings) -> Network:
-    return networks.torus(sides, settings.latency["link"], settings.bandwidth["link"])
+def _build_torus(sides: tuple[int, ...], settings: _Settings) -> Network:
+    """Build a torus from parsed settings."""
+    return networks.build_torus(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
-def _mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
-    return networks.mesh(sides, settings.latency["link"], settings.bandwidth["link"])
+def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
+    """Build a mesh from parsed settings."""
+    return networks.build_mesh(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
-def _nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
+def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
+    """Build nodes with two tiers of links from parsed settings."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
-    adapters = _whole(settings, "adapters")
+    adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
         raise UserError(
             "topology nodes: with rails every device has an adapter of its own; leave out adapters or rails"
         )
     if adapters is not None and sides[1] % adapters:
         raise UserError(f"topology nodes: {adapters} adapters do not divide {sides[1]} devices of a node evenly")
-    return networks.nodes(sides[0], sides[1], inner, outer, "rails" in settings.flags, adapters)
+    return networks.build_nodes(sides[0], sides[1], inner, outer, "rails" in settings.flags, adapters)
 
 
-def _spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
-    oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _whole(settings, "spines") or 1
-    return networks.spine_leaf(
+def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
+    """Build a spine-leaf network from parsed settings."""
+    oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
+    return networks.build_spine_leaf(
         sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines
     )
 
 
-def _whole(settings: _Settings, key: str) -> int | None:
+def _get_whole_number(settings: _Settings, key: str) -> int | None:
+    """Return a setting as an integer, or None if it is not given."""
     number = settings.numbers.get(key)
     if number is not None and number != int(number):
         raise UserError(f"topology: {key}={number:g} is not a whole number")
     return None if number is None else int(number)
 
 
-_UNIFORM = {"switch": networks.switch, "ring": networks.ring, "full-mesh": networks.full_mesh}
+_UNIFORM = {"switch": networks.build_switch, "ring": networks.build_ring, "full-mesh": networks.build_full_mesh}
 _SHAPED: dict[str, Callable[[tuple[int, ...], _Settings], Network]] = {
-    "torus": _torus,
-    "mesh": _mesh,
-    "nodes": _nodes,
-    "spine-leaf": _spine_leaf,
+    "torus": _build_torus,
+    "mesh": _build_mesh,
+    "nodes": _build_nodes,
+    "spine-leaf": _build_spine_leaf,
 }

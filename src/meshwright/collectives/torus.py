@@ -1,9 +1,9 @@
-"""Tori of any dimension: rings along one axis after the other, with all axes and both directions busy at once.
+"""Torus algorithms, for any dimension: rings along one axis after the other, with all axes and both directions busy.
 
-N. Jain, Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on torus interconnects, ICS 2010; on two
-axes also H. Mikami et al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash, arXiv 1811.05233.
-Sides X, Y, Z ... (dims), ranks row by row; dimensions: how many sides, where the name says it (2d-torus); without
-either, one side: a ring. Best for large and medium vectors where the links form such a torus.
+N. Jain, Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on torus interconnects, ICS 2010; on two axes
+also H. Mikami et al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash, arXiv 1811.05233.
+dims: sides X, Y, Z ..., ranks in row-major order; dimensions: number of sides, if the name has it (2d-torus); without
+    either, one ring. Best for large and medium vectors on a torus.
 """
 
 from __future__ import annotations
@@ -13,69 +13,74 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshwright.collectives import ring
-from meshwright.collectives.grid import phases, sides
-from meshwright.collectives.rounds import Rounds, in_turn, together, write
+from meshwright.collectives.grid import list_axis_phases, resolve_sides
+from meshwright.collectives.rounds import Rounds, build_from_rounds, run_in_sequence, run_together
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Reduce-scatter along each axis in turn, all-gather back. With d axes, the vector has 2d parts, one for each way
-    to go: beginning at any of the axes, round in either direction.
+    """Generate the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse. With d axes,
+    the vector has 2d parts, one for each first axis and direction.
 
-    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes a rank; with equal sides as many alpha
-    + 2 S/(2d) [(X-1)/X + (Y-1)/XY + ...] beta.
+    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes a rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X +
+    (Y-1)/XY + ...] beta.
     """
-    name, shape = _name_and_sides(ranks, dims, dimensions)
+    name, shape = _resolve_shape(ranks, dims, dimensions)
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=2 * len(shape) * ranks)
     grid = np.arange(ranks).reshape(shape)
 
     def part(start: int, way: int) -> Rounds:
         order = [*axes[start:], *axes[:start]]
-        steps = phases(grid, order, first=(2 * start + (way < 0)) * ranks)
+        steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
         along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]
-        return in_turn(
+        return run_in_sequence(
             *(ring.reduce_scatter_rounds(program, *step) for step in along),
             *(ring.all_gather_rounds(program, *step) for step in reversed(along)),
         )
 
-    return write(program, together(part(start, way) for start in axes for way in (1, -1)))
+    return build_from_rounds(program, run_together(part(start, way) for start in axes for way in (1, -1)))
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """One axis after the other, round both ways, so that blocks stay whole.
+    """Generate the torus reduce-scatter: one axis after the other in both directions, so that blocks stay contiguous.
 
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; as many alpha + (n-1)/n S/2 beta.
+    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
-    name, shape = _name_and_sides(ranks, dims, dimensions)
+    name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
-    steps = phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
-    return write(program, *(_both_ways(ring.reduce_scatter_rounds, program, *step) for step in steps))
+    steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
+    return build_from_rounds(
+        program, *(_run_both_directions(ring.reduce_scatter_rounds, program, *step) for step in steps)
+    )
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """As `reduce_scatter`, backwards: (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; as many alpha
-    + (n-1)/n S/2 beta."""
-    name, shape = _name_and_sides(ranks, dims, dimensions)
+    """Generate the torus all-gather, the reverse of `reduce_scatter`: (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a
+    rank; time rounds x alpha + (n-1)/n S/2 beta."""
+    name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)
-    steps = phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
-    return write(program, *(_both_ways(ring.all_gather_rounds, program, *step) for step in reversed(steps)))
+    steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
+    return build_from_rounds(
+        program, *(_run_both_directions(ring.all_gather_rounds, program, *step) for step in reversed(steps))
+    )
 
 
-def _both_ways(
+def _run_both_directions(
     rounds: Callable[[Builder, Integers, Integers, int], Rounds],
     program: Builder,
     lines: Integers,
     own: Integers,
     count: int,
 ) -> Rounds:
-    """The first half of every block goes one way round, the second half the other."""
+    """Run ring rounds in both directions at once, each for one half of every block."""
     half = count // 2
     backwards = own[..., ::-1] + half
-    return together([rounds(program, lines, own, half), rounds(program, lines[..., ::-1], backwards, half)])
+    return run_together([rounds(program, lines, own, half), rounds(program, lines[..., ::-1], backwards, half)])
 
 
-def _name_and_sides(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
+def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
+    """Return the algorithm's name and the sides of the torus."""
     name = f"{dimensions}d-torus" if dimensions else "torus"
-    return name, sides(name, ranks, dims, dimensions)
+    return name, resolve_sides(name, ranks, dims, dimensions)

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.comm.mesh import Communicator, calls_under_way
 from meshwright.errors import RankLost
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
@@ -85,7 +85,7 @@ DONE = Handle()
 
 def lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
     """The error of a call that had no answer; `what` says who waits, and where."""
-    process_calls().give_up()
+    get_process_writer().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # of a program, which knows better who waits for whom
         return RankLost(f"{error}, in {where}")

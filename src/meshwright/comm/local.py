@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import RankLost, ignore_model_warnings
-from meshwright.flight_recorder.call_ring import attach, named_file
+from meshwright.flight_recorder.call_ring import attach_process_writer, create_named_file
 from meshwright.flight_recorder.rank_report import Snapshot
-from meshwright.threads import child_environment
+from meshwright.threads import build_child_environment
 
 _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
@@ -138,7 +138,7 @@ class LocalRanks:
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
-            self._rings[rank] = named_file(self._directory / f"calls-{rank}", rank, self.world_size)
+            self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)
         with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
             order = (
@@ -200,7 +200,7 @@ class _Server:
                 [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=child_environment(),
+                env=build_child_environment(),
             )
         self.owner = os.getpid()
         self.connection = Connection(ours.detach())
@@ -257,7 +257,7 @@ def _rank(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.path[:] = path
         os.chdir(cwd)
-        attach(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))
+        attach_process_writer(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))
         import torch
         import torch.distributed as dist
 

@@ -17,7 +17,7 @@ from meshwright.comm.backend import group_backends
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.names import unknown
 from meshwright.program.check_collective import CheckedCollective
 
@@ -147,7 +147,7 @@ def measure_rank(
 
 def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
     """Run the program, as a call that others can see."""
-    calls = process_calls()
+    calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
     calls.wait(number)

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives.named import Named
+from meshwright.collectives.named import NamedProgram
 from meshwright.comm.backend import group_backends
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
 from meshwright.errors import RankLost, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
@@ -51,11 +51,11 @@ class Communicator:
         self,
         device: torch.device | str = "cpu",
         timeout_seconds: float = 600.0,
-        programs: Mapping[tuple[str, str], Named] | None = None,
+        programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> None:
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
-        self.calls = process_calls()
+        self.calls = get_process_writer()
         self.faults: Faults[Axis] = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
@@ -204,7 +204,7 @@ class Mesh:
         layout: Layout,
         device: torch.device | str = "cpu",
         timeout_seconds: float = 600.0,
-        programs: Mapping[tuple[str, str], Named] | None = None,
+        programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> Mesh:
         """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the same
         programs for its axes, if any (`collectives.named.named_programs`)."""

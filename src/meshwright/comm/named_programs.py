@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives.named import Named
+from meshwright.collectives.named import NamedProgram
 from meshwright.comm.programs import Buffers, Executable
 from meshwright.program.check_collective import CheckedCollective
 
@@ -58,7 +58,7 @@ class NamedPrograms:
 
     def __init__(
         self,
-        named: Mapping[tuple[str, str], Named] | None = None,
+        named: Mapping[tuple[str, str], NamedProgram] | None = None,
         timeout_seconds: float = 600.0,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -78,7 +78,7 @@ class NamedPrograms:
         named = self.named.get((axis, operation))
         if named is None:
             return None
-        checked = named.for_bytes(size)
+        checked = named.choose_program(size)
         key = (ranks, id(checked))
         if key not in self._executables:  # the program is kept too: its id must not be another's
             made = Executable(checked, group, self._timeout_seconds, self._buffers, self._device)

@@ -19,7 +19,7 @@ from meshwright.collectives import cutting
 from meshwright.comm.backend import group_backends
 from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
-from meshwright.flight_recorder.call_ring import process_calls
+from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
 
 UNDER_WAY = 2  # segments
@@ -91,7 +91,7 @@ class Executable:
         self._combine = _COMBINE[program.reduction]
         self._buffers = Buffers() if buffers is None else buffers
         self.batched = group_backends(self.group)[torch.device(device).type] == "nccl"
-        self._first = cutting.first_chunks(program)
+        self._first = cutting.find_first_chunks(program)
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class Executable:
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes that this rank puts on the wire for a vector of `numel` elements, padding included."""
-        return cutting.sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
+        return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
 
@@ -130,7 +130,7 @@ class Executable:
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
-            cuts = cutting.segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
+            cuts = cutting.split_segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
             self._advance([self._part(vector, *cut) for cut in cuts])
         elif self._in_place(vector.numel()):
             self._advance(self._pieces(vector, output))
@@ -218,7 +218,7 @@ class Executable:
 
     def _lost(self, message: Message, error: RuntimeError) -> RankLost:
         """Who waits for whom."""
-        process_calls().give_up()
+        get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
         reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
@@ -259,7 +259,7 @@ class Executable:
     def _in_place(self, numel: int) -> bool:
         """Whether chunks are exact parts of the shares."""
         return (
-            cutting.chunk_of_share(self.program, numel) * self.program.chunks == numel
+            cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
@@ -286,7 +286,7 @@ class Executable:
 
     def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         """Run on a copy in which every share is filled up to whole chunks."""
-        n, ranks = cutting.chunk_of_share(self.program, vector.numel()), self.program.ranks
+        n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
         target = vector if output is None else output

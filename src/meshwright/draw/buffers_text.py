@@ -32,7 +32,7 @@ def _arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 def _words(program: CollectiveProgram, arrow: Arrow) -> str:
     """`0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, `0 → 1` for a signal."""
-    here, there = (program.slot_name(slot, arrow.count) for slot in (arrow.slot, arrow.into))
+    here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
     if arrow.count == 0:

@@ -1,3 +1,2 @@
-"""The flight recorder: a ring of collective calls per rank, and the report of which rank the others wait for. Free of
-torch.
-"""
+"""Flight recorder: a ring of collective calls for each rank, and the hang report about the rank the others wait for.
+Torch-free."""

@@ -1,4 +1,4 @@
-"""What a rank's ring of calls says once it has been read. Free of torch."""
+"""Records read from a rank's ring of calls. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks whose calls keep one order: a process group, or `pair` (from, to) within one, for messages."""
+    """Ranks whose calls have one order: a process group, or for messages the pair (from, to) of two of its ranks."""
 
     ranks: tuple[int, ...]
     pair: tuple[int, int] | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that take part in a call."""
+        """Ranks that take part in a call."""
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """`0-3`, `0-6/2`, `1,5,6`, `0-3:2>3`; `from_text` reads it."""
+        """Format the group: `0-3`, `0-6/2`, `1,5,6`, `0-3:2>3`; `from_text` is the inverse."""
         pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
-        return f"{ranks_text(self.ranks)}{pair}"
+        return f"{format_ranks(self.ranks)}{pair}"
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """The group that `to_text` wrote; one without ranks for anything else."""
+        """Parse the text of `to_text`; a group without ranks for invalid text."""
         ranks, _, pair = text.partition(":")
         try:
             first, _, second = pair.partition(">")
-            return cls(_ranks(ranks), (int(first), int(second)) if pair else None)
+            return cls(_parse_ranks(ranks), (int(first), int(second)) if pair else None)
         except ValueError:
             return cls(())
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as a person reads them: `0-3`, `0-6/2` (every second one), `1,5,6`."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks briefly: `0-3`, `0-6/2` (every second one), `1,5,6`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(b - a == step for a, b in pairwise(ranks)):
@@ -44,7 +44,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    """Parse `0-3`, `0-6/2` or `1,5,6`."""
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
     span, _, step = text.partition("/")
@@ -54,10 +55,12 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. Times are seconds of the machine's monotonic clock, which all its processes share.
+    """One collective call or message. Times are seconds of the machine's monotonic clock, which all its processes
+    share.
 
-    number: among all calls of the rank, from 1. index: among those of the group, from 1. form: dtype and shape. place:
-    in the code. posted: when it was made; waited: since when the process waits for it; done: when it was through.
+    number: counts all calls of the rank, from 1. index: counts those of the group, from 1. form: dtype and shape.
+        place: file, line and function of the caller. posted: time of the call; waited: start of the wait for it; done:
+        completion.
     """
 
     number: int
@@ -75,24 +78,26 @@ class Call:
 
     @property
     def what(self) -> str:
-        """`all_reduce data.gradients over data`."""
+        """Operation, call site and axis: `all_reduce data.gradients over data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property
     def name(self) -> str:
-        """`call 57 (all_reduce data.gradients over data)`; the number is that of the group."""
+        """Index in the group and description: `call 57 (all_reduce data.gradients over data)`."""
         return f"call {self.index} ({self.what})"
 
     @property
     def waiting(self) -> bool:
-        """Whether the process waits for it."""
+        """True if the process waits for the call."""
         return self.waited is not None and self.done is None
 
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """The last calls of a rank, without gaps, oldest first; how many there were in each group; how many records were
-    just being written; whether it has given up, because it waited in vain."""
+    """Latest calls of a rank, oldest first and without gaps.
+
+    counts: number of calls in each group. torn: number of records that were being written. gave_up: the rank timed out.
+    """
 
     rank: int
     ranks: int
@@ -104,15 +109,15 @@ class RankCalls:
 
     @property
     def last(self) -> Call | None:
-        """The newest call."""
+        """Latest call, or None."""
         return self.calls[-1] if self.calls else None
 
     @property
     def waiting(self) -> Call | None:
-        """The call that the process waits for; None while it does something else."""
+        """Call that the process waits for, or None."""
         return next((call for call in reversed(self.calls) if call.waiting), None)
 
     @property
     def last_done(self) -> Call | None:
-        """The newest call that has come through."""
+        """Latest completed call, or None."""
         return next((call for call in reversed(self.calls) if call.done is not None), None)

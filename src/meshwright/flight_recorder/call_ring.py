@@ -1,11 +1,11 @@
-"""The calls of one rank in a memory-mapped file that outlives it: written without locks or system calls, readable by
-another process at any moment, whatever the rank is doing then. Free of torch.
+"""Ring of the calls of one rank in a memory-mapped file that outlives it: written without locks or system calls,
+readable by another process at any time. Torch-free.
 
     header | one count a group | records, the oldest overwritten first | heap of names
 
-A record is one cache line. What does not change stands under a checksum, so a reader tells a record that is just being
-written; the two times that come later are single aligned words. Names (sites, groups, places in the code, shapes) are
-written once, to the heap, and records hold their numbers.
+A record is one cache line. Its constant part has a checksum, by which a reader detects a record that is being written;
+the two times that are set later are aligned words. Names (sites, groups, code locations, shapes) are written once, to
+the heap; records hold their numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.flight_recorder.call_log import Call, Group, RankCalls
 CAPACITY = 2048  # records: a step or two of a deep model
 GROUPS = 512  # groups and pairs of ranks whose calls are counted
 HEAP_BYTES = 2**17
-FORM_BYTES = HEAP_BYTES // 2  # of the heap, for dtypes and shapes: these may be without end, all other names are few
+FORM_BYTES = HEAP_BYTES // 2  # part of the heap for dtypes and shapes, whose number is unbounded; other names are few
 
 _MAGIC = b"mwcalls1"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, rank, ranks, capacity, groups, process
@@ -41,36 +41,38 @@ _WORDS = _RECORD_BYTES // 8
 _CHECK, _WAITED, _DONE = 5, 6, 7  # words of a record behind its body
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_MACHINERY = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "flight_recorder"))
+_INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "flight_recorder"))
 
 
-def _records(groups: int) -> int:
+def _compute_records_offset(groups: int) -> int:
+    """Return the offset of the records in the file, in bytes."""
     return _COUNTS + 8 * groups
 
 
-def file_bytes(capacity: int = CAPACITY) -> int:
-    """Size of the file of one rank."""
-    return _records(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
+def compute_file_bytes(capacity: int = CAPACITY) -> int:
+    """Return the size of one rank's file, in bytes."""
+    return _compute_records_offset(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
 
 
-def memory_file(rank: int, ranks: int) -> int:
-    """The file of a rank as memory that has no name and is gone with the last process that holds it: its descriptor."""
+def create_memory_file(rank: int, ranks: int) -> int:
+    """Create a rank's file as anonymous memory, which exists as long as a process holds it; returns its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright-calls", os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    _prepare(descriptor, rank, ranks)
+    _prepare_file(descriptor, rank, ranks)
     return descriptor
 
 
-def named_file(path: Path | str, rank: int, ranks: int) -> int:
-    """The file of a rank at `path`, made anew: its descriptor. Raises OSError where there is no room for it."""
+def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
+    """Create a rank's file at `path`, replacing an old one; returns its descriptor. Raises OSError if the disk is
+    full."""
     with suppress(FileNotFoundError):
-        os.unlink(path)  # not written over: somebody may still have the old one mapped
+        os.unlink(path)  # not overwritten: another process may still map the old one
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        _prepare(descriptor, rank, ranks)
+        _prepare_file(descriptor, rank, ranks)
     except OSError:
         os.close(descriptor)
         os.unlink(path)
@@ -78,8 +80,9 @@ def named_file(path: Path | str, rank: int, ranks: int) -> int:
     return descriptor
 
 
-def _prepare(descriptor: int, rank: int, ranks: int) -> None:
-    size = file_bytes()
+def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
+    """Allocate a rank's file and write its header."""
+    size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
     else:
@@ -88,14 +91,14 @@ def _prepare(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Writes the calls of this process. `descriptor`: of the rank's file; without one, nobody else reads them.
+    """Writer of the calls of this process. descriptor: of the rank's file; None: private memory.
 
     `post`, `wait` and `done` together take one to three microseconds.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            self._memory = mmap.mmap(-1, file_bytes())
+            self._memory = mmap.mmap(-1, compute_file_bytes())
             rank, ranks, capacity, groups = 0, 1, CAPACITY, GROUPS
         else:
             self._memory = mmap.mmap(descriptor, 0)
@@ -104,7 +107,7 @@ class CallWriter:
         _HEADER.pack_into(self._memory, 0, _MAGIC, rank, ranks, capacity, groups, os.getpid())
         self.descriptor = descriptor
         self._words: Any = memoryview(self._memory).cast("Q")  # one store a word
-        self._capacity, self._records = capacity, _records(groups)
+        self._capacity, self._records = capacity, _compute_records_offset(groups)
         self._heap = self._records + capacity * _RECORD_BYTES
         self._number = 0
         self._names = 0
@@ -114,17 +117,17 @@ class CallWriter:
         self._forms: dict[Hashable, int] = {}
         self._form_bytes = 0
         self._places: dict[tuple[int, int], int] = {}
-        self._passed_over: set[int] = set()
+        self._skipped: set[int] = set()
         self._seen: list[CodeType] = []  # kept: their ids must not be others'
         self.name("")
 
     @property
     def number(self) -> int:
-        """How many calls there have been."""
+        """Number of calls so far."""
         return self._number
 
     def name(self, text: str) -> int:
-        """Write a name to the heap and return its number; 0, the empty name's, when the heap is full."""
+        """Add a name to the heap and return its number; 0, the empty name's, if the heap is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -138,20 +141,21 @@ class CallWriter:
         self._numbers[text] = number
         return number
 
-    def _form(self, dtype: Any, shape: Any) -> int:
-        """The number of a dtype and shape that are new; 0, which is like any other, when their part of the heap is
-        full."""
+    def _add_form(self, dtype: Any, shape: Any) -> int:
+        """Add a dtype and shape to the heap and return the number; 0 if its part of the heap is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
-            self._form_bytes = FORM_BYTES  # for good: smaller ones would come and go
+            self._form_bytes = FORM_BYTES  # permanently, else small shapes would be named and large ones not
             return 0
         self._form_bytes += len(text) + _NAME.size
         number = self._forms[dtype, shape] = self.name(text)
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """The number of a group, whose calls are counted: all `ranks` of it make the same ones, in the same order.
-        pair: the two of them (global ranks: from, to) between which messages keep their order."""
+        """Return the number of a group whose calls are counted; all `ranks` make the same calls in the same order.
+
+        pair: global ranks (from, to) within the group, between which messages keep their order.
+        """
         key = (tuple(ranks), pair)
         if key not in self._groups:
             self._groups[key] = len(self._counts)
@@ -160,12 +164,14 @@ class CallWriter:
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """How many calls of a group there have been."""
+        """Return the number of calls of a group so far."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Note that a call of `group` begins; returns its number, for `wait` and `done`. All names are written at their
-        first use. A length that is another in every call stands in `shape` as "...": shapes take room for ever."""
+        """Record the start of a call; returns its number, for `wait` and `done`.
+
+        Names are written at first use and never freed: a length that differs in every call must be "..." in `shape`.
+        """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
         kind = self._numbers.get((site, operation, axis))
@@ -175,8 +181,8 @@ class CallWriter:
                 self._numbers[site, operation, axis] = kind
         form = self._forms.get((dtype, shape))
         if form is None:
-            form = 0 if self._form_bytes == FORM_BYTES else self._form(dtype, shape)
-        body = _BODY.pack(number, kind, group, form, self._place(), index, payload_bytes, monotonic_ns())
+            form = 0 if self._form_bytes == FORM_BYTES else self._add_form(dtype, shape)
+        body = _BODY.pack(number, kind, group, form, self._find_place(), index, payload_bytes, monotonic_ns())
         start = self._records + number % self._capacity * _RECORD_BYTES
         self._memory[start : start + _BODY.size] = body
         words = self._words
@@ -186,73 +192,75 @@ class CallWriter:
         return number
 
     def wait(self, number: int) -> None:
-        """Note that the process waits for a call from now on."""
+        """Record that the process now waits for a call."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = monotonic_ns()
 
     def done(self, number: int) -> None:
-        """Note that a call has come through."""
+        """Record the completion of a call."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
-    def pass_over(self, function: Any) -> None:
-        """A call from `function` is one from its caller."""
+    def skip_frames_of(self, function: Any) -> None:
+        """Attribute calls made in `function` to its caller."""
         self._seen.append(function.__code__)
-        self._passed_over.add(id(function.__code__))
+        self._skipped.add(id(function.__code__))
 
     def give_up(self) -> None:
-        """Note that this rank waited in vain and is about to end."""
+        """Record that this rank timed out and is about to end."""
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """What another process would read."""
-        return _read(bytes(self._memory))
+        """Return the records as another process would read them."""
+        return _parse_ring(bytes(self._memory))
 
-    def _place(self) -> int:
-        """The place in the code, outside comm/, that makes the call. A line number is looked up once a place."""
+    def _find_place(self) -> int:
+        """Return the number of the code location, outside comm/, that makes the call; cached by location."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
-            if code not in self._passed_over:
+            if code not in self._skipped:
                 place = self._places.get((code, frame.f_lasti))
                 if place is not None:
                     return place
                 self._seen.append(frame.f_code)
                 file, function = frame.f_code.co_filename, frame.f_code.co_qualname
-                if not _is_machinery(file):
+                if not _is_internal_file(file):
                     place = self.name(f"place\t{file.removeprefix(_PACKAGE)}:{frame.f_lineno} ({function})")
                     self._places[code, frame.f_lasti] = place
                     return place
-                self._passed_over.add(code)
+                self._skipped.add(code)
             frame = frame.f_back
         return 0
 
 
-def _is_machinery(file: str) -> bool:
-    """Whether a file of code is between the caller and us: comm/, torch's own, what a compiler has generated."""
-    return file.startswith((*_MACHINERY, "<")) or "/torch/" in file or "torchinductor" in file
+def _is_internal_file(file: str) -> bool:
+    """Return True for files between the caller and this module: comm/, torch, compiler-generated code."""
+    return file.startswith((*_INTERNAL, "<")) or "/torch/" in file or "torchinductor" in file
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """What the file behind `descriptor` says at this moment; None where it is no such file, or no process has opened
-    it yet."""
+    """Read the calls in a rank's file; None if it is not such a file or no process has opened it."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)
             if len(data) < _HEADER.size or data[: len(_MAGIC)] != _MAGIC:
                 return None
-            calls = _read(data, bytes(memory))
+            calls = _parse_ring(data, bytes(memory))
             return calls if calls.process else None
     except (ValueError, OSError, struct.error):
         return None
 
 
-def _read(data: bytes, again: bytes | None = None) -> RankCalls:
-    """The calls in a copy of the file. `again`: a second copy, taken after it, whose times count only where the record
-    has not been replaced between the two."""
+def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
+    """Parse the calls in a copy of the file.
+
+    again: second copy taken after the first; records replaced between the two are dropped, because their times may be
+        wrong.
+    """
     _, rank, ranks, capacity, groups, process = _HEADER.unpack_from(data)
-    records = _records(groups)
-    names = _names(data, records + capacity * _RECORD_BYTES)
+    records = _compute_records_offset(groups)
+    names = _parse_names(data, records + capacity * _RECORD_BYTES)
     slots = [name.split("\t") for name in names if name.startswith("group\t")]
     known = {int(slot): Group.from_text(text) for _, slot, text in slots}
     later = data if again is None else again
@@ -291,7 +299,8 @@ def _read(data: bytes, again: bytes | None = None) -> RankCalls:
     return RankCalls(rank, ranks, process, tuple(calls), counts, torn, any(data[8 * _GAVE_UP : 8 * _GAVE_UP + 8]))
 
 
-def _names(data: bytes, start: int) -> list[str]:
+def _parse_names(data: bytes, start: int) -> list[str]:
+    """Parse the names on the heap, up to the first incomplete one."""
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)
@@ -308,14 +317,14 @@ def _names(data: bytes, start: int) -> list[str]:
 _of_process: list[CallWriter] = []  # one at most; forked processes that attach their own file drop the parent's
 
 
-def process_calls() -> CallWriter:
-    """The writer of this process: to the file that `attach` named, else to memory of its own."""
+def get_process_writer() -> CallWriter:
+    """Return the writer of this process: to the file of `attach_process_writer`, else to private memory."""
     if not _of_process:
         _of_process.append(CallWriter())
     return _of_process[0]
 
 
-def attach(descriptor: int) -> CallWriter:
-    """Have this process write its calls to the file behind `descriptor`, from now on."""
+def attach_process_writer(descriptor: int) -> CallWriter:
+    """Write the calls of this process to the file behind `descriptor` from now on."""
     _of_process[:] = [CallWriter(descriptor)]
     return _of_process[0]

@@ -1,5 +1,4 @@
-"""The report about a rank that was lost: the verdict, what each rank was doing, the calls on which they part. Free of
-torch."""
+"""Hang report: the verdict, the activity of each rank, and the calls on which the ranks differ. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,18 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.flight_recorder.call_log import Call, Group, ranks_text
+from meshwright.flight_recorder.call_log import Call, Group, format_ranks
 from meshwright.flight_recorder.call_ring import read_calls
 from meshwright.flight_recorder.disagreement import diagnose
-from meshwright.flight_recorder.verdict import Seen, Verdict
+from meshwright.flight_recorder.verdict import RankState, Verdict
 
-MOST_RANKS = 64  # whose lines are printed
+MAX_RANKS = 64  # maximum number of ranks printed
 STACK_LINES = 12
-AROUND = 3  # calls before the one on which ranks part
+CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
-def process_state(process: int) -> str:
-    """The letter that /proc has for a process ("T": stopped); "X" when it is gone, empty where there is no /proc."""
+def read_process_state(process: int) -> str:
+    """Return a process's state letter from /proc ("T": stopped); "X" if it has ended, empty without /proc."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -32,31 +31,33 @@ def process_state(process: int) -> str:
 
 @dataclass
 class Snapshot:
-    """All ranks at one moment: `now` on the monotonic clock, `when` for people. stacks: the lines of those that said
-    where they are."""
+    """State of all ranks at one time: `now` on the monotonic clock, `when` as text. stacks: rank -> lines of its stack
+    dump."""
 
-    seen: list[Seen]
+    seen: list[RankState]
     now: float = field(default_factory=time.monotonic)
     when: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     stacks: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
-        """Read the rings (descriptor by rank) and look up their processes. ended: how those died that did."""
+        """Read all rings (rank -> descriptor) and the states of their processes. ended: rank -> how it died."""
         seen = []
         for rank, descriptor in sorted(rings.items()):
             calls, how = read_calls(descriptor), (ended or {}).get(rank, "")
-            seen.append(Seen(rank, calls, process_state(calls.process) if calls is not None and not how else "", how))
+            seen.append(
+                RankState(rank, calls, read_process_state(calls.process) if calls is not None and not how else "", how)
+            )
         return cls(seen)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Who is the odd one out, if anyone waits or disagrees."""
+        """Verdict on the blamed ranks, or None if no rank waits or disagrees."""
         return diagnose(self.seen, self.now)
 
     @property
-    def busy(self) -> list[Seen]:
-        """The ranks that are to blame, are alive and are in no call: only they know what they are doing."""
+    def busy_ranks(self) -> list[RankState]:
+        """Blamed ranks that are alive and in no call: only their stacks show their activity."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -65,25 +66,27 @@ class Snapshot:
         ]
 
     @property
-    def told(self) -> bool:
-        """Whether any rank has made a call."""
+    def has_calls(self) -> bool:
+        """True if any rank has made a call."""
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
-    def text(self, first_line: str) -> str:
-        """The whole report: `first_line` (what it comes to), a paragraph for each rank, the calls where they part."""
+    def format_report(self, first_line: str) -> str:
+        """Format the whole report: `first_line` (the conclusion), a paragraph for each rank, the calls on which they
+        differ."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, what each rank was doing:", ""]
-        shown = _chosen([each.rank for each in self.seen], verdict)
+        shown = _choose_ranks([each.rank for each in self.seen], verdict)
         for each in self.seen:
             if each.rank in shown:
-                lines += self._rank(each, verdict is not None and each.rank in verdict.odd)
+                lines += self._format_rank(each, verdict is not None and each.rank in verdict.odd)
         if len(shown) < len(self.seen):
             lines.append(f"... and {len(self.seen) - len(shown)} ranks more")
         if verdict is not None and verdict.group is not None:
-            lines += ["", *self._calls(verdict.group, verdict.index, set(shown))]
+            lines += ["", *self._format_calls(verdict.group, verdict.index, set(shown))]
         return "\n".join(lines) + "\n"
 
-    def _rank(self, seen: Seen, odd: bool) -> list[str]:
+    def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
+        """Format the paragraph of one rank; `odd`: it is blamed."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -92,7 +95,7 @@ class Snapshot:
         waiting = calls.waiting
         if waiting is not None:
             lines = [
-                f"{head}has been waiting for {self._ago(waiting.waited)} in {_described(waiting)}",
+                f"{head}has been waiting for {self._format_ago(waiting.waited)} in {_describe_call(waiting)}",
                 f"    at {waiting.place}",
             ]
         else:
@@ -102,56 +105,59 @@ class Snapshot:
         lines += [f"      {line}" for line in stack[:STACK_LINES]]
         done = calls.last_done
         if done is not None:
-            lines.append(f"    last done, {self._ago(done.done)} ago: {_described(done)}")
+            lines.append(f"    last done, {self._format_ago(done.done)} ago: {_describe_call(done)}")
             if done.place != (waiting.place if waiting else ""):
                 lines.append(f"    at {done.place}")
         under_way = [call for call in calls.calls if call.done is None and call is not waiting and call.waited is None]
         if under_way:
-            lines.append(f"    under way: {len(under_way)}, the oldest {_described(under_way[0])}")
+            lines.append(f"    under way: {len(under_way)}, the oldest {_describe_call(under_way[0])}")
         return lines
 
-    def _ago(self, moment: float | None) -> str:
+    def _format_ago(self, moment: float | None) -> str:
+        """Format the time since a moment in seconds."""
         return f"{self.now - (moment or self.now):.1f} s"
 
-    def _calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
-        """The calls of a group around `index`, a line each, with the ranks that made it so."""
+    def _format_calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
+        """Format the calls of a group around `index`, one line each, with the ranks that made them."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
             for call in each.calls.calls if each.calls else ():
-                if call.group == group and index - AROUND <= call.index <= index + AROUND:
+                if call.group == group and index - CALLS_AROUND <= call.index <= index + CALLS_AROUND:
                     made.setdefault(call.index, {}).setdefault(f"{call.what} {call.form}", []).append(each.rank)
         if not made:
             return []
-        lines = [f"calls of ranks {ranks_text(group.members)}{' (messages)' if group.pair else ''}:"]
+        lines = [f"calls of ranks {format_ranks(group.members)}{' (messages)' if group.pair else ''}:"]
         for at in sorted(made):
             missing = [each.rank for each in members if at > (each.calls.counts.get(group, 0) if each.calls else 0)]
-            parts = [f"{what} ({_who(ranks, members)})" for what, ranks in made[at].items()]
+            parts = [f"{what} ({_format_who(ranks, members)})" for what, ranks in made[at].items()]
             if missing:
-                parts.append(f"not entered ({_who(missing, members)})")
+                parts.append(f"not entered ({_format_who(missing, members)})")
             lines.append(f"{'>' if at == index else ' '} {at:>7}  " + "; ".join(parts))
         return lines
 
 
-def _described(call: Call) -> str:
+def _describe_call(call: Call) -> str:
+    """Describe a call with its group, dtype, shape and bytes."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
-    return f"call {call.index} of ranks {ranks_text(call.group.members)} ({call.what}{size})"
+    return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 
 
-def _who(ranks: Sequence[int], members: Sequence[Seen]) -> str:
-    return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks))}"
+def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
+    """Format ranks as "all" or as a list."""
+    return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 
-def _chosen(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """The ranks whose lines are printed: all, or those of the group, the odd ones first."""
-    if len(ranks) <= MOST_RANKS:
+def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
+    """Choose the ranks to print: all, or up to MAX_RANKS, blamed ones and their group first."""
+    if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []
-    return sorted(dict.fromkeys([*wanted, *ranks]), key=[*dict.fromkeys([*wanted, *ranks])].index)[:MOST_RANKS]
+    return sorted(dict.fromkeys([*wanted, *ranks]), key=[*dict.fromkeys([*wanted, *ranks])].index)[:MAX_RANKS]
 
 
-def write_report(path: Path, text: str) -> bool:
-    """Write the report, whole or not at all; whether that was possible."""
+def write_hang_report(path: Path, text: str) -> bool:
+    """Write the report atomically; returns False if that fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)

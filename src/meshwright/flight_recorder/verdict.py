@@ -1,11 +1,11 @@
-"""What is known of each rank when something is wrong, what comes of it, and the words for both. Free of torch."""
+"""State of each rank at a hang, the verdict on it, and their wording. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.flight_recorder.call_log import Call, Group, RankCalls, ranks_text
+from meshwright.flight_recorder.call_log import Call, Group, RankCalls, format_ranks
 
 _DEAD, _STOPPED = ("Z", "X"), ("T", "t")
 _STATES = {
@@ -15,10 +15,12 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of a rank at one moment. calls: None where its ring cannot be read (it is on another host, or has
-    not begun). state: its process's letter in /proc, empty where there is none. ended: how its process died, where that
-    is known: "was killed by signal 9 (SIGKILL)"."""
+class RankState:
+    """State of a rank at one time.
+
+    calls: None if its ring cannot be read (on another host, or not started). state: process state letter of /proc,
+        empty without /proc. ended: how its process died, if known: "was killed by signal 9 (SIGKILL)".
+    """
 
     rank: int
     calls: RankCalls | None = None
@@ -27,30 +29,37 @@ class Seen:
 
     @property
     def dead(self) -> bool:
+        """True if the process has died without giving up first."""
         return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
 
     @property
     def running(self) -> bool:
+        """True if the process exists, is not stopped and has not given up."""
         return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
 
     @property
     def gave_up(self) -> bool:
+        """True if the rank timed out and recorded it."""
         return self.calls is not None and self.calls.gave_up
 
     @property
     def stopped(self) -> bool:
+        """True if the process is stopped by a signal or debugger."""
         return self.state in _STOPPED
 
     @property
     def state_text(self) -> str:
-        """`stopped (state T)`, `sleeping`; how it ended where it did."""
+        """Describe the process state: `stopped (state T)`, `sleeping`, or how it ended."""
         return self.ended or ("gave up" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome. line: one sentence. odd: the ranks that it blames. group: whose calls show it; index: which call of
-    them. kind: dead, stopped, behind, skipped, extra, other, shape, disagree, circle, late, link."""
+    """Result of a diagnosis.
+
+    line: one sentence. odd: ranks it blames. group, index: the call that shows it. kind: dead, stopped, behind,
+        skipped, extra, other, shape, disagree, circle, late, link.
+    """
 
     line: str
     kind: str
@@ -59,50 +68,50 @@ class Verdict:
     index: int = 0
 
     @property
-    def of_calls(self) -> bool:
-        """Whether ranks made different calls: then that is the cause of all else."""
+    def is_call_mismatch(self) -> bool:
+        """True if ranks made different calls, which then is the root cause."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
-def position(seen: Seen) -> str:
-    """Where a rank is, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty where nobody knows."""
+def describe_position(seen: RankState) -> str:
+    """Describe a rank's position, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty if unknown."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
     return f"in {calls.waiting.name}" if calls.waiting else f"after {calls.last.name}"
 
 
-def calls_of(seen: Seen) -> tuple[Call, ...]:
-    """The calls that can be read of a rank."""
+def list_calls(seen: RankState) -> tuple[Call, ...]:
+    """Return the readable calls of a rank."""
     return () if seen.calls is None else seen.calls.calls
 
 
 # --- words
 
 
-def ranks_(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 0-3`."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks)).replace(',', ', ')}"
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as the subject of a sentence: `rank 2`, `ranks 0-3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks)).replace(',', ', ')}"
 
 
-def has(ranks: Sequence[int]) -> str:
-    """The verb behind `ranks_`."""
+def choose_has(ranks: Sequence[int]) -> str:
+    """Return "has" or "have", to agree with `name_ranks`."""
     return "have" if len(ranks) > 1 else "has"
 
 
-def is_are(ranks: Sequence[int]) -> str:
-    """The verb behind `ranks_`."""
+def choose_is(ranks: Sequence[int]) -> str:
+    """Return "is" or "are", to agree with `name_ranks`."""
     return "are" if len(ranks) > 1 else "is"
 
 
-def waits_since(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """For how long the longest of them has waited."""
+def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
+    """Format the longest wait of some ranks: `have been waiting for 12.3 s`."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
-    return f"{has(ranks)} been waiting for {longest:.1f} s"
+    return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 
 
-def doing(seen: Seen, now: float) -> str:
-    """The call that it is in, or was last through."""
+def describe_activity(seen: RankState, now: float) -> str:
+    """Describe the call that a rank is in, or its last completed one."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
@@ -111,6 +120,6 @@ def doing(seen: Seen, now: float) -> str:
     return f"its last was {last.name}, {now - last.done:.1f} s ago, at {last.place}"
 
 
-def its_state(seen: Seen) -> str:
-    """How its process is, or how it died."""
+def describe_process(seen: RankState) -> str:
+    """Describe the state of a rank's process, or how it died."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

@@ -1,64 +1,68 @@
-"""Ranks that make the same calls, and yet do not go on: which one the others wait for. A rank waits for those that have
-not entered the call it is in; who waits for nobody, or in a circle, is where to look. Free of torch.
+"""Diagnosis of ranks that make the same calls but hang: the rank that the others wait for. Torch-free.
+
+A rank waits for those that have not entered its call; the end of a chain of waiting ranks, or a cycle, is the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshwright.flight_recorder.call_log import Call, Group, ranks_text
+from meshwright.flight_recorder.call_log import Call, Group, format_ranks
 from meshwright.flight_recorder.verdict import (
-    Seen,
+    RankState,
     Verdict,
-    calls_of,
-    doing,
-    has,
-    is_are,
-    its_state,
-    ranks_,
-    waits_since,
+    choose_has,
+    choose_is,
+    describe_activity,
+    describe_process,
+    format_wait,
+    list_calls,
+    name_ranks,
 )
 
 LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others waiting
 
 
-def waits(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Follow who waits for whom to those who wait for nobody; None where nobody waits."""
+def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
+    """Follow the chains of waiting ranks to their ends; None if no rank waits."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
         return None
-    blockers = {rank: _not_entered(ranks, call) for rank, call in waiting.items()}
-    ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _ends(rank, blockers)))
+    blockers = {rank: _list_missing_ranks(ranks, call) for rank, call in waiting.items()}
+    ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _find_chain_ends(rank, blockers)))
     if not ends:
-        return _circle(ranks, waiting, blockers, now)
-    # A rank that died or was stopped in a call has entered it, and yet the others wait for it.
+        return _describe_circle(ranks, waiting, blockers, now)
+    # A rank that died or was stopped inside a call has entered it, but the others still wait for it.
     stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
     ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
     absent = sorted(rank for rank in ends if rank not in ranks)
     for is_kind in (_is_dead, _is_stopped, _is_free):
         odd = tuple(rank for rank in ends if rank in ranks and is_kind(ranks[rank]))
         if odd:
-            return _behind(ranks, odd, waiting, blockers, now)
+            return _blame_missing(ranks, odd, waiting, blockers, now)
     if absent:
-        return _elsewhere(absent, waiting, blockers, now)
-    return _all_entered(ranks, [rank for rank in ends if rank in waiting], waiting, now)
+        return _blame_unreadable(absent, waiting, blockers, now)
+    return _blame_late_or_link(ranks, [rank for rank in ends if rank in waiting], waiting, now)
 
 
-def _is_dead(seen: Seen) -> bool:
+def _is_dead(seen: RankState) -> bool:
+    """Return True if the rank's process has died."""
     return seen.dead
 
 
-def _is_stopped(seen: Seen) -> bool:
+def _is_stopped(seen: RankState) -> bool:
+    """Return True if the rank's process is stopped."""
     return seen.stopped
 
 
-def _is_free(seen: Seen) -> bool:
+def _is_free(seen: RankState) -> bool:
+    """Return True if the rank waits in no call."""
     return seen.calls is None or seen.calls.waiting is None
 
 
-def _not_entered(ranks: Mapping[int, Seen], call: Call) -> list[int]:
-    """The ranks that have not come to a call; those whose ring cannot be read may not have."""
+def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
+    """List the ranks that have not entered a call, or, if all readable ones have, those whose ring cannot be read."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -69,8 +73,9 @@ def _not_entered(ranks: Mapping[int, Seen], call: Call) -> list[int]:
     return known or missing
 
 
-def _ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Those who wait for nobody at the end of every chain from `rank`."""
+def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
+    """Yield the ranks that wait for no other, at the ends of all chains from `rank`. blockers: rank -> ranks it waits
+    for."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -82,14 +87,14 @@ def _ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
                 ahead.append(other)
 
 
-def _behind(
-    ranks: Mapping[int, Seen],
+def _blame_missing(
+    ranks: Mapping[int, RankState],
     odd: tuple[int, ...],
     waiting: Mapping[int, Call],
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Ranks that others wait for, and that wait for nobody."""
+    """Return the verdict on ranks that others wait for and that wait for none. waiting: rank -> its call."""
     first = ranks[odd[0]]
     kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
     left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
@@ -97,53 +102,59 @@ def _behind(
         stuck = waiting.get(odd[0]) or (first.calls.last if first.calls else None)
         assert stuck is not None
         left = [rank for rank, call in waiting.items() if call.group == stuck.group and rank not in odd]
-        line = f"{ranks_(odd)} {'have' if len(odd) > 1 else 'has'} not come through {stuck.name}, at {stuck.place}"
-        line += f"; {ranks_(left)} {waits_since(left, waiting, now)}" if left else ""
-        return Verdict(f"{line}; {its_state(first)}", kind, odd, stuck.group, stuck.index)
+        line = f"{name_ranks(odd)} {choose_has(odd)} not come through {stuck.name}, at {stuck.place}"
+        line += f"; {name_ranks(left)} {format_wait(left, waiting, now)}" if left else ""
+        return Verdict(f"{line}; {describe_process(first)}", kind, odd, stuck.group, stuck.index)
     earliest = min((waiting[rank] for rank in left), key=lambda call: call.posted)
     left = [rank for rank in left if waiting[rank].group == earliest.group]
     odd = tuple(rank for rank in odd if rank in earliest.group.members and rank in blockers[left[0]])
-    of_group = f"of ranks {ranks_text(earliest.group.members)} "
-    line = f"{ranks_(odd)} {has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
-    line += f"{ranks_(left)} {waits_since(left, waiting, now)} at {earliest.place}"
-    return Verdict(f"{line}; {doing(first, now)}; {its_state(first)}", kind, odd, earliest.group, earliest.index)
+    of_group = f"of ranks {format_ranks(earliest.group.members)} "
+    line = f"{name_ranks(odd)} {choose_has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
+    line += f"{name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
+    return Verdict(
+        f"{line}; {describe_activity(first, now)}; {describe_process(first)}", kind, odd, earliest.group, earliest.index
+    )
 
 
-def _elsewhere(
+def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
+    """Return the verdict on ranks of other hosts, whose calls cannot be read."""
     left = [rank for rank in sorted(waiting) if set(blockers[rank]) & set(absent)]
     call = waiting[left[0]]
     line = (
-        f"{ranks_(left)} {waits_since(left, waiting, now)} in {call.name}, at {call.place}, for {ranks_(absent)}, "
-        "whose calls cannot be read from here (another host reports its own ranks)"
+        f"{name_ranks(left)} {format_wait(left, waiting, now)} in {call.name}, at {call.place}, "
+        f"for {name_ranks(absent)}, whose calls cannot be read from here (another host reports its own ranks)"
     )
     return Verdict(line, "behind", tuple(absent), call.group, call.index)
 
 
-def _all_entered(ranks: Mapping[int, Seen], stuck: list[int], waiting: Mapping[int, Call], now: float) -> Verdict:
-    """Everybody is in the same call: somebody came late, or nothing passes between them."""
+def _blame_late_or_link(
+    ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
+) -> Verdict:
+    """Return the verdict if all ranks are in the same call: one came late, or the network carries no data."""
     call = waiting[stuck[0]]
     entered = {
         rank: found
         for rank in call.group.members
         if rank in ranks
-        for found in calls_of(ranks[rank])
+        for found in list_calls(ranks[rank])
         if found.group == call.group and found.index == call.index
     }
     first, last = (pick(entered, key=lambda rank: entered[rank].posted) for pick in (min, max))
     late = entered[last].posted - entered[first].posted
     if late > LATE_SHARE * (now - entered[first].posted):
         line = f"rank {last} came to {call.name} {late:.1f} s after rank {first}, at {entered[last].place}"
-        return Verdict(f"{line}; {its_state(ranks[last])}", "late", (last,), call.group, call.index)
-    line = f"{ranks_(list(entered))} have all entered {call.name}, at {call.place}, and agree about it, but "
-    line += f"{ranks_(stuck)} {waits_since(stuck, waiting, now)}: nothing passes between them"
+        return Verdict(f"{line}; {describe_process(ranks[last])}", "late", (last,), call.group, call.index)
+    line = f"{name_ranks(list(entered))} have all entered {call.name}, at {call.place}, and agree about it, but "
+    line += f"{name_ranks(stuck)} {format_wait(stuck, waiting, now)}: nothing passes between them"
     return Verdict(line, "link", (), call.group, call.index)
 
 
-def _circle(
-    ranks: Mapping[int, Seen], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
+def _describe_circle(
+    ranks: Mapping[int, RankState], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
+    """Return the verdict on ranks that wait for each other in a cycle."""
     path = [min(waiting)]
     while blockers[path[-1]][0] not in path:
         path.append(blockers[path[-1]][0])
@@ -160,9 +171,12 @@ def _circle(
 # --- where no host waits
 
 
-def behind(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
-    """On CUDA no host waits for a call: it queues it and goes on. When something is wrong, that is a process is stopped
-    or has ended, who has made fewer calls of a group than others, and is not itself ahead of somebody, is the one."""
+def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
+    """Find ranks behind others on CUDA, where hosts queue calls without waiting; None if no process is stopped or
+    ended.
+
+    The rank with fewer calls of a group than others, that is not itself ahead of another rank, is the cause.
+    """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
     groups = dict.fromkeys(group for seen in ranks.values() if seen.calls for group in seen.calls.counts)
@@ -171,48 +185,67 @@ def behind(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
         members = [rank for rank in group.members if rank in ranks]
         for rank in members:
             for other in members:
-                if _count(ranks[other], group) < _count(ranks[rank], group):
+                if _count_calls(ranks[other], group) < _count_calls(ranks[rank], group):
                     slower.setdefault(rank, {}).setdefault(other, []).append(group)
     blockers = {rank: list(others) for rank, others in slower.items()}
-    ends = list(dict.fromkeys(end for rank in sorted(slower) for end in _ends(rank, blockers)))
+    ends = list(dict.fromkeys(end for rank in sorted(slower) for end in _find_chain_ends(rank, blockers)))
     for is_kind, kind in ((_is_stopped, "stopped"), (_is_dead, "dead"), (_is_free, "behind")):
         odd = [rank for rank in ends if is_kind(ranks[rank])]
         if odd:
-            return _lagging(ranks, odd, kind, slower, now)
+            return _blame_lagging(ranks, odd, kind, slower, now)
     return None
 
 
-def _count(seen: Seen, group: Group) -> int:
+def _count_calls(seen: RankState, group: Group) -> int:
+    """Return the number of a rank's calls in a group."""
     return seen.calls.counts.get(group, 0) if seen.calls else 0
 
 
-def _lagging(
-    ranks: Mapping[int, Seen], odd: list[int], kind: str, slower: Mapping[int, Mapping[int, list[Group]]], now: float
+def _blame_lagging(
+    ranks: Mapping[int, RankState],
+    odd: list[int],
+    kind: str,
+    slower: Mapping[int, Mapping[int, list[Group]]],
+    now: float,
 ) -> Verdict:
-    """Of the calls that the first odd rank has not made, the one that others made first."""
+    """Return the verdict on lagging ranks, with the earliest call that the first of them has not made.
+
+    slower: rank -> ranks behind it -> groups.
+    """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
         for group in others.get(first, ()):
-            index = _count(ranks[first], group) + 1
-            missing += [(c.posted, rank, c) for c in calls_of(ranks[rank]) if c.group == group and c.index >= index][:1]
+            index = _count_calls(ranks[first], group) + 1
+            missing += [(c.posted, rank, c) for c in list_calls(ranks[rank]) if c.group == group and c.index >= index][
+                :1
+            ]
     if not missing:
         ahead = next(rank for rank, others in slower.items() if first in others)
         group = slower[ahead][first][0]
-        made = f"{_count(ranks[first], group):,} calls of ranks {ranks_text(group.members)}"
-        line = f"{ranks_([first])} has made {made} and rank {ahead} {_count(ranks[ahead], group):,}"
-        return Verdict(f"{line}; {doing(ranks[first], now)}; {its_state(ranks[first])}", kind, (first,), group)
+        made = f"{_count_calls(ranks[first], group):,} calls of ranks {format_ranks(group.members)}"
+        line = f"{name_ranks([first])} has made {made} and rank {ahead} {_count_calls(ranks[ahead], group):,}"
+        return Verdict(
+            f"{line}; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}", kind, (first,), group
+        )
     posted, ahead, call = min(missing, key=lambda found: found[:2])
-    alike = tuple(rank for rank in odd if rank in call.group.members and _count(ranks[rank], call.group) < call.index)
-    line = f"{ranks_(alike)} {has(alike)} not entered call {call.index} of ranks {ranks_text(call.group.members)} "
+    alike = tuple(
+        rank for rank in odd if rank in call.group.members and _count_calls(ranks[rank], call.group) < call.index
+    )
+    of_group = f"of ranks {format_ranks(call.group.members)} "
+    line = f"{name_ranks(alike)} {choose_has(alike)} not entered call {call.index} {of_group}"
     line += f"({call.what}), which rank {ahead} queued {now - posted:.1f} s ago at {call.place}"
-    line += f"; {doing(ranks[first], now)}; {its_state(ranks[first])}"
+    line += f"; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}"
     return Verdict(line, kind, alike, call.group, call.index)
 
 
-def suspended(ranks: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Stopped processes for which no rank waits in a call: others wait for their part of a save, or have ended."""
+def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
+    """Find stopped processes that no rank waits for in a call, such as during a save."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None
     first = ranks[odd[0]]
-    return Verdict(f"{ranks_(odd)} {is_are(odd)} {first.state_text}, in no call; {doing(first, now)}", "stopped", odd)
+    return Verdict(
+        f"{name_ranks(odd)} {choose_is(odd)} {first.state_text}, in no call; {describe_activity(first, now)}",
+        "stopped",
+        odd,
+    )

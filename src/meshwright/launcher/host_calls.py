@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.errors import RankLost
-from meshwright.flight_recorder.call_ring import attach, named_file
-from meshwright.flight_recorder.rank_report import Snapshot, write_report
+from meshwright.flight_recorder.call_ring import attach_process_writer, create_named_file
+from meshwright.flight_recorder.rank_report import Snapshot, write_hang_report
 from meshwright.flight_recorder.verdict import Verdict
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
@@ -49,7 +49,7 @@ class HostCalls:
         self._mine = self._path / f"rank-{place.rank:05d}"
         with suppress(OSError):  # without room for it the run goes on, and a report is the poorer
             self._path.mkdir(mode=0o700, exist_ok=True)
-            attach(named_file(self._mine, place.rank, place.ranks))
+            attach_process_writer(create_named_file(self._mine, place.rank, place.ranks))
 
     @classmethod
     def agree(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
@@ -85,8 +85,8 @@ class HostCalls:
         shutil.rmtree(path, ignore_errors=True)
         verdict = snapshot.verdict
         if verdict is not None:
-            text = snapshot.text(when + verdict.line)
-            kept = write_report(self.report_path, text)
+            text = snapshot.format_report(when + verdict.line)
+            kept = write_hang_report(self.report_path, text)
             print_message(text + (f"this report is kept in {self.report_path}\n" if kept else ""))
         return verdict
 

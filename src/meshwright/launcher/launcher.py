@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from meshwright import errors, limits
 from meshwright.checkpoint import newest
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
-from meshwright.flight_recorder.rank_report import Snapshot, process_state, write_report
-from meshwright.flight_recorder.verdict import Seen, position
+from meshwright.flight_recorder.rank_report import Snapshot, read_process_state, write_hang_report
+from meshwright.flight_recorder.verdict import RankState, describe_position
 from meshwright.launcher.rendezvous import check_port_free
 from meshwright.launcher.rendezvous_directory import rendezvous_directory
 from meshwright.launcher.signals import StopSignals
 from meshwright.launcher.started_rank import StartedRank, start_rank
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
-from meshwright.threads import available_cores, choose_threads
+from meshwright.threads import choose_threads, count_available_cores
 
 if TYPE_CHECKING:
     pass
@@ -72,7 +72,7 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
     traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
     """
-    most = max(limits.limit_of("local_ranks"), 4 * available_cores())
+    most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
         raise UserError(
             f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
@@ -159,7 +159,7 @@ class _Attempt:
         """Take in what all ranks are doing; one that others wait for, and that is not in a call, says where it is."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
-        for seen in self.snapshot.busy:
+        for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
 
     def _stopped_too_long(self) -> bool:
@@ -167,7 +167,9 @@ class _Attempt:
         save ranks wait for each other's files, which has a much longer limit."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
-            rank.number for rank in self.ranks if rank.ended is None and process_state(rank.process.pid) in ("T", "t")
+            rank.number
+            for rank in self.ranks
+            if rank.ended is None and read_process_state(rank.process.pid) in ("T", "t")
         ]
         self.stopped_since = {number: self.stopped_since.get(number, now) for number in stopped}
         return any(now - since > limit for since in self.stopped_since.values())
@@ -261,7 +263,7 @@ class _Attempt:
         """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
-        known = verdict is not None and (verdict.of_calls or verdict.kind == "stopped")
+        known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")
         if died and not (known and died[0].signal in (None, signal.SIGABRT)):
             return self._death(died[0])
         if verdict is not None:
@@ -272,9 +274,9 @@ class _Attempt:
 
     def _report(self, line: str) -> None:
         """Say what every rank was doing, where they wrote it, and keep that in the run directory."""
-        if self.spec.trains and self.snapshot is not None and self.snapshot.told:
-            text = self.snapshot.text(line)
-            kept = write_report(self.directory.lost, text)
+        if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
+            text = self.snapshot.format_report(line)
+            kept = write_hang_report(self.directory.lost, text)
             self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
@@ -301,8 +303,8 @@ class _Attempt:
 
     def _death(self, rank: StartedRank) -> str:
         line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._when()}"
-        seen: list[Seen] = [] if self.snapshot is None else self.snapshot.seen
-        where = next((position(each) for each in seen if each.rank == rank.number), "")
+        seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
+        where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
 
     def _when(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import MeshwrightError, UserError, ignore_model_warnings, out_of_memory_message
-from meshwright.flight_recorder.call_ring import attach
+from meshwright.flight_recorder.call_ring import attach_process_writer
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rendezvous import Place
 
@@ -36,7 +36,7 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
     faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
-    attach(description["calls"])
+    attach_process_writer(description["calls"])
     start = Place(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
     )

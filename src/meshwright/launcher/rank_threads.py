@@ -20,7 +20,7 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.flops import training_flops_per_token
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
-from meshwright.threads import available_cores, choose_threads, threads_set_by_user
+from meshwright.threads import are_threads_set_by_user, choose_threads, count_available_cores
 
 if TYPE_CHECKING:
     from meshwright.launcher.rendezvous import Place
@@ -48,7 +48,7 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
         return ThreadChoice(default)
     if before == default:
         return ThreadChoice(before)
-    why = "OMP_NUM_THREADS" if threads_set_by_user() else f"{available_cores()} available cores"
+    why = "OMP_NUM_THREADS" if are_threads_set_by_user() else f"{count_available_cores()} available cores"
     note = (
         f"threads: keeping {before} per rank from the checkpoint for bitwise reproducibility ({why} would give "
         f"{default}; set run.threads={default} to change)"
@@ -136,7 +136,7 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
     how many a task has to itself."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
-    cores = available_cores() if shared else min(available_cores(), int(own))
+    cores = count_available_cores() if shared else min(count_available_cores(), int(own))
     return {"host": socket.gethostname(), "cores": cores, "shared": shared}
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.flight_recorder.call_ring import memory_file
-from meshwright.threads import child_environment
+from meshwright.flight_recorder.call_ring import create_memory_file
+from meshwright.threads import build_child_environment
 
 STACK_SECONDS = 0.5  # that a rank has to say where it is
 
@@ -96,13 +96,13 @@ def start_rank(
     """Start a rank that reads `description` and more from its standard input. keep: descriptors that it inherits;
     output: that for what it prints."""
     ours, theirs = os.pipe()
-    calls, stack = memory_file(number, ranks), _memory()
+    calls, stack = create_memory_file(number, ranks), _memory()
     told = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
     # Libraries read these before any code of ours could tell them; what the user has set stands.
-    environment = {**_loopback(), **child_environment(threads)}
+    environment = {**_loopback(), **build_child_environment(threads)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
     try:
         process = subprocess.Popen(

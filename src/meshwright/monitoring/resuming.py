@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import SCHEMA, Recipe, load_recipe_text
 from meshwright.tables import is_table
-from meshwright.toml import toml_value
+from meshwright.toml import format_toml_value
 
 # What may change when a run is resumed: where it runs, how long, what it tells and keeps; never what it computes.
 RESUMABLE = (
@@ -75,7 +75,7 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
             continue
-        was, now = (toml_value(values[key]) if key in values else "unset" for values in (before, after))
+        was, now = (format_toml_value(values[key]) if key in values else "unset" for values in (before, after))
         reason = _FIXED_BECAUSE[key.partition(".")[0]]
         raise UserError(
             f"{new.where(key)}: {key} was {was} when this run began and is {now} now, "

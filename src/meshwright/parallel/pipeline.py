@@ -20,8 +20,8 @@ from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
-from meshwright.program.answers import Value, answers_to, carries, reads
 from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.consumed_sends import Value, find_carried_value, find_consumed_sends, find_read_value
 from meshwright.program.dataflow import GRADIENT, OUTPUT
 from meshwright.program.pipeline import ARRIVING, COMPUTING, Kind, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
@@ -207,7 +207,7 @@ class _Run:
 def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
     """This rank's steps, group by group."""
     s, last = program.steps, program.stages - 1
-    answers = answers_to(program, rank)
+    answers = find_consumed_sends(program, rank)
     groups: list[_Group] = []
     for at in s.of_rank(rank):
         if not groups or s.group[at] != s.group[at - 1]:
@@ -220,11 +220,11 @@ def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
                 makes = OUTPUT, replica, stage, micro_batch
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
                 makes = GRADIENT, replica, stage, micro_batch
-            what = reads(program, at)
+            what = find_read_value(program, at)
             groups[-1].steps.append(_Step(kind, stage, replica, micro_batch, what, makes, tuple(answers.get(at, ()))))
         else:
-            value = carries(program, at)
+            value = find_carried_value(program, at)
             enters, site = (value[2] + 1, ACTIVATION_SITE) if value[0] == OUTPUT else (value[2], GRADIENT_SITE)
             arrives, name = kind in ARRIVING, program.describe(at)
-            groups[-1].transfers.append(_Transfer(value, program.peer(at), arrives, enters, site, name))
+            groups[-1].transfers.append(_Transfer(value, program.find_peer(at), arrives, enters, site, name))
     return groups

@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.planner import calibration
 from meshwright.planner.calibration import Calibration
 from meshwright.planner.cluster import Cluster, cluster
-from meshwright.toml import parse_toml, toml_value, write_toml
+from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
@@ -140,13 +140,13 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     text = read_file(path, "recipe_bytes").decode("utf-8-sig")
     tables = {**parse_toml(text, str(path)), "calibration": found.table()}
     rest = re.sub(r"^\[calibration\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", "", text, flags=re.MULTILINE).rstrip("\n")
-    lines = [f"{key} = {toml_value(value)}" for key, value in found.table().items()]
+    lines = [f"{key} = {format_toml_value(value)}" for key, value in found.table().items()]
     whole = "\n".join([rest, "", "[calibration]", *lines]) + "\n"
     try:
         same = parse_toml(whole, str(path)) == tables
     except UserError:
         same = False
-    return (whole if same else write_toml(tables)), found  # a table that stands elsewhere: all written anew
+    return (whole if same else format_toml(tables)), found  # a table that stands elsewhere: all written anew
 
 
 def _machine(path: Path) -> Cluster:

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.collectives.cutting import sent_bytes
-from meshwright.collectives.named import Named
+from meshwright.collectives.cutting import compute_sent_bytes
+from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
@@ -34,7 +34,7 @@ class Work:
     parameter_bytes: int = 4
     master_bytes: int = 4
     device: str = "cpu"
-    collectives: Mapping[tuple[str, str], Named] = field(default_factory=dict)
+    collectives: Mapping[tuple[str, str], NamedProgram] = field(default_factory=dict)
     pairs: int = 0
 
 
@@ -79,8 +79,8 @@ class DataCalls:
         named = self.work.collectives.get((axis, operation))
         if named is None:
             return False
-        checked, whole = named.for_bytes(numel * itemsize), self.work.device == "cuda"
-        self.sent[site, axis] += times * sent_bytes(checked, place, numel, itemsize, whole)
+        checked, whole = named.choose_program(numel * itemsize), self.work.device == "cuda"
+        self.sent[site, axis] += times * compute_sent_bytes(checked, place, numel, itemsize, whole)
         return True
 
     def on(self, axis: str) -> tuple[int, int]:

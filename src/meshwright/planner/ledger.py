@@ -24,7 +24,14 @@ from meshwright.planner.moment import Moment, Reduction, Ways
 from meshwright.planner.moments import StageMoments
 from meshwright.planner.saved import Routed, Saved, local_sizes, position_tables, saved_activations
 from meshwright.planner.states import flats_of, gradient_buffers, states
-from meshwright.program.answers import Row, Value, answers_to, carried, read, rows_of
+from meshwright.program.consumed_sends import (
+    Row,
+    Value,
+    compute_carried_value,
+    compute_read_value,
+    find_consumed_sends,
+    list_rank_steps,
+)
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
@@ -277,7 +284,7 @@ class _Step:
         """The highest moment of every step, and what there is beside it; `alive` says of what (category, name,
         stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
-        answers = answers_to(self.program, rank)
+        answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
         at_once = self._followed_at_once()
         stream = self._stream()
@@ -298,7 +305,7 @@ class _Step:
         under_way: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
-                value = carried(kind, stage, replica, micro_batch)
+                value = compute_carried_value(kind, stage, replica, micro_batch)
                 if kind in _ARRIVING:
                     change("communication", "arriving", value[2], stream)
                 else:
@@ -306,7 +313,7 @@ class _Step:
                 continue
             followed = (stage, replica, micro_batch) in at_once
             part = self.stage(stage, followed)
-            what = read(last, kind, stage, replica, micro_batch)
+            what = compute_read_value(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
                 change("communication", "made", value[2], -leaving.pop(value))
             if what is not None:  # it becomes the stage's input, or the gradient that its moments count
@@ -395,7 +402,7 @@ class _Step:
         return found
 
     def _steps(self) -> list[Row]:
-        return rows_of(self.program, self.place["pp"])
+        return list_rank_steps(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
         """What there is at a moment beside what stays."""

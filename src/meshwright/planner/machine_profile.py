@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.threads import available_cores
+from meshwright.threads import count_available_cores
 
 VERSION = 2
 """Of the files' form, and of what is measured: files of other versions are measured again."""
@@ -165,7 +165,7 @@ def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
 def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
     """File and cluster tables of this machine's profiles: the most ranks first, of several the newest, and those with
     more threads than cores last."""
-    cores = available_cores()
+    cores = count_available_cores()
     here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
     found = []
     for path in profile_directory().glob("cpu-*.json"):

@@ -143,7 +143,7 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
         places = places_of(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
-        places = program_for(layout, problem.config, problem.sequence).places
+        places = program_for(layout, problem.config, problem.sequence).stages_by_rank
     stages = stages_of(problem.config, 1 + max(max(place) for place in places), problem.sequence)
     return [[stages[at] for at in place] for place in places]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshwright.planner.memory import context_bytes, memory_of, slack, unlike_ra
 from meshwright.planner.screen import Array, Priced, screen
 from meshwright.planner.space import Problem, layout_of
 from meshwright.planner.step_time import PARTS, Step
-from meshwright.program.makespan import Makespans
+from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
@@ -117,7 +117,7 @@ class _Decided:
         self.room = problem.cluster.device.memory_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
-        self.makespans = Makespans()
+        self.makespans = MakespanCache()
         self.kinds, self._memory = self._kinds(), self._memory_kinds()
         self.factors: dict[int, float] = {}
         self.stopped = False
@@ -344,11 +344,11 @@ def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
 
-_CHANGES: dict[str, Any] = {
+_CHANGES: dict[str, Callable[[Layout], str]] = {
     "recompute": lambda one: f"ac:{one.recompute}",
     "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
     "rows": lambda one: f"mb{one.micro_batches}",
-    "schedule": lambda one: f"pp{one.pp}{one._schedule_suffix()}",
+    "schedule": lambda one: f"pp{one.pp}{one._format_schedule()}",
     "tp": lambda one: f"tp{one.tp}",
     "cp": lambda one: f"cp{one.cp}",
     "pp": lambda one: f"pp{one.pp}",

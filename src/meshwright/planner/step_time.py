@@ -28,7 +28,7 @@ from meshwright.planner.engines import Engine
 from meshwright.planner.micro_batch import AS_ADDED, ITEMSIZE, MICRO_BATCH_PARTS, MicroBatch, layer_kinds, zero_waits
 from meshwright.planner.rates import Collectives, Group, Rates, constants
 from meshwright.program.durations import Durations, Floats
-from meshwright.program.makespan import Makespans
+from meshwright.program.makespan import MakespanCache
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stage_times import program_for
@@ -126,12 +126,12 @@ class Step:
         in_place: Floats = AS_ADDED,
         *,
         work: MicroBatch | None = None,
-        makespans: Makespans | None = None,
+        makespans: MakespanCache | None = None,
         pairs: bool = False,
     ) -> None:
         self.config, self.layout, self.sequence, self.engine = config, layout, sequence, engine
         self.collectives = Collectives(cluster) if work is None else work.collectives
-        self.makespans = makespans or Makespans()
+        self.makespans = makespans or MakespanCache()
         precision = layout.precision or default_precision(cluster)
         self.itemsize = ITEMSIZE[precision]
         self.rates = Rates.of(cluster, precision, engine.fusion)
@@ -194,7 +194,7 @@ class Step:
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
         stages, times = stages_of(config, count, self.sequence), self.stages(count)
-        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.places
+        places = places_of(layout.schedule, layout.pp, layout.chunks) if program is None else program.stages_by_rank
         replicas = _replicas(places, count)
         totals = np.array([layout.micro_batches / replicas * sum(times[at] for at in place) for place in places])
         busiest = totals.sum(axis=(1, 2)).argmax()
@@ -233,8 +233,8 @@ class Step:
             )
             return float(closed), float(messages)
         asked = [Durations(forward, back, weight, transfer), Durations(forward, back, weight)][: 1 + parts]
-        self.makespans.ask(program, asked)
-        makespan, *without = (self.makespans.of(program, each) for each in asked)
+        self.makespans.compute(program, asked)
+        makespan, *without = (self.makespans.get(program, each) for each in asked)
         return makespan, makespan - sum(without) if without else 0.0
 
     # --- once a step

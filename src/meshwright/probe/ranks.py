@@ -23,7 +23,7 @@ from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import Place
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.terminal import print_message
-from meshwright.threads import available_cores
+from meshwright.threads import count_available_cores
 
 if TYPE_CHECKING:
     from meshwright.planner.measured import ReferenceStep
@@ -126,7 +126,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         else:
             say = _say_nothing
             effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
-        cores = max(1, available_cores())
+        cores = max(1, count_available_cores())
         steps = _Steps(partial(reference_steps, mesh, effort), start, store)
         found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
         if short is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.planner.devices import find_device
 from meshwright.planner.measured import Curve, Measured, read
 from meshwright.probe.compare import THRESHOLD, Slow
-from meshwright.toml import toml_value, write_toml
+from meshwright.toml import format_toml, format_toml_value
 
 _TERA, _GIGA = 1e12, 1e9
 _DIGITS = 4  # more would be noise
@@ -93,11 +93,11 @@ def write_cluster_file(tables: Mapping[str, Any], head: Sequence[str]) -> str:
     lists = {key: value for key, value in measured.items() if isinstance(value, list)}
     rest = {key: value for key, value in measured.items() if key not in lists}
     lines = [f"# {line}" for line in head]
-    lines += ["", write_toml({**plain, "measured": rest}).rstrip("\n")]
+    lines += ["", format_toml({**plain, "measured": rest}).rstrip("\n")]
     for key, entries in lists.items():
         for entry in entries:
             lines += ["", f"[[measured.{key}]]"]
-            lines += [f"{name} = {toml_value(value)}" for name, value in entry.items()]
+            lines += [f"{name} = {format_toml_value(value)}" for name, value in entry.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -11,8 +11,8 @@ from meshwright.errors import UserError
 from meshwright.program import contract
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
-from meshwright.program.contributions import Contributions, local, transfers
-from meshwright.program.order import Integers, Schedule
+from meshwright.program.contributions import ContributionTracker, build_local_moves, build_transfer_moves
+from meshwright.program.order import Integers, PostingOrder
 
 LETTERS = "abcdefghijklmnop"  # of the ranks
 MOST_RANKS = len(LETTERS)
@@ -72,14 +72,14 @@ def frames(checked: CheckedCollective) -> list[Frame]:
     s = program.steps
     ends = np.stack([order.level[s.group_index[checked.sends]], order.level[s.group_index[checked.receives]]])
     key = ends.max(axis=0)
-    flow = Contributions(program)
+    flow = ContributionTracker(program)
     shot: list[Frame] = [Frame("start", 0, (), _cells(program, flow.memory, set()))]
     fresh: set[tuple[int, int]] = set()
     arrows: list[Arrow] = []
 
     def watch(level: int) -> None:
         turn, place = divmod(level, width)
-        for step in np.flatnonzero(s.is_one_of(LOCAL) & (order.level[s.group_index] == level)).tolist():
+        for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_arrow(program, step, step))
         for at in np.flatnonzero(key == level).tolist():
             arrows.append(_arrow(program, int(checked.sends[at]), int(checked.receives[at])))
@@ -94,17 +94,17 @@ def frames(checked: CheckedCollective) -> list[Frame]:
             arrows.clear()
             fresh.clear()
 
-    inside = local(program, order)
-    flow.run(transfers(program, checked.sends, checked.receives, order, key), inside, watch)
+    inside = build_local_moves(program, order)
+    flow.run(build_transfer_moves(program, checked.sends, checked.receives, order, key), inside, watch)
     return shot
 
 
-def _by_rounds(checked: CheckedCollective) -> tuple[Schedule, int]:
+def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
     """Levels counted so that all transfers of a round share the last of `width` levels, after the local groups that
     come before them on their rank."""
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
-    is_local[s.group_index[s.is_one_of(LOCAL)]] = True
+    is_local[s.group_index[s.has_kind(LOCAL)]] = True
     place = np.zeros(len(is_local), np.int64)
     for i in range(1, len(is_local)):
         if is_local[i - 1] and s.group_rank[i] == s.group_rank[i - 1]:
@@ -112,7 +112,7 @@ def _by_rounds(checked: CheckedCollective) -> tuple[Schedule, int]:
     chain = int(place[is_local].max(initial=0)) + 1
     # Local groups at the end of a short chain wait for the longest: their frame is drawn once.
     level: Integers = rounds * (chain + 1) + np.where(is_local, place, chain)
-    return Schedule(level, rounds, checked.order.depth), chain + 1
+    return PostingOrder(level, rounds, checked.order.depth), chain + 1
 
 
 def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
@@ -128,7 +128,7 @@ def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    need = contract.required(program)
+    need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
     promised = {
         (rank, slot): (chunk, everyone if origin == contract.ALL else (origin,))
@@ -139,7 +139,7 @@ def _cells(
 
     def cell(rank: int, slot: int) -> Cell:
         chunk = int(memory.chunk[rank, slot])
-        origins = tuple(memory.ranks_in(rank, slot))
+        origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)
         return Cell(label(program, chunk, origins), origins if chunk >= 0 else (), whole, (rank, slot) in fresh)
 
@@ -148,7 +148,7 @@ def _cells(
 
 
 def reduces(program: CollectiveProgram) -> bool:
-    """Whether slots come to hold the parts of several ranks (a barrier's: whom a rank has heard from)."""
+    """Return True if a slot can hold contributions of several ranks (of a barrier: the ranks heard from)."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
@@ -175,12 +175,12 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
 
 
 def slot_title(program: CollectiveProgram, slot: int) -> str:
-    """What stands at the head of a row or column of slots."""
-    return "heard from" if program.operation == "barrier" else program.slot_name(slot)
+    """Return the header of a row or column of slots."""
+    return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
 def legend(program: CollectiveProgram) -> str:
-    """What the letters mean, in a sentence."""
+    """Return one sentence that explains the letters."""
     ranks = f"{LETTERS[0]} is rank 0" + (
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )

@@ -1,8 +1,7 @@
-"""Proves that a collective program does what its operation promises, and ends even if sends block.
+"""Verification of collective programs: correct result of the operation, and no deadlock even with synchronous sends.
 
-Its steps make sense one by one; every send meets a receive; no groups wait for each other in a circle; no result
-depends on the order of the steps within a group; every contribution is reduced exactly once and reaches every slot that
-needs it.
+Checks that each step is valid, every send has a receive, no groups wait for each other in a cycle, no result depends on
+the step order within a group, and every contribution is reduced exactly once into every slot that requires it.
 """
 
 from __future__ import annotations
@@ -15,83 +14,93 @@ from numpy.typing import NDArray
 from meshwright.errors import UserError
 from meshwright.program import contract
 from meshwright.program.collective import ARRIVING, LOCAL, SENDING, CollectiveProgram, Kind
-from meshwright.program.contributions import Contributions, error, local, spread, transfers, whose
+from meshwright.program.contributions import (
+    ContributionTracker,
+    build_local_moves,
+    build_transfer_moves,
+    expand_ranges,
+    format_owners,
+    make_step_error,
+)
 from meshwright.program.order import (
     Deadlock,
     Integers,
     Mask,
+    PostingOrder,
     ProgramError,
-    Schedule,
-    Unmatched,
-    match,
-    post_order,
+    UnmatchedTransfer,
+    find_posting_order,
+    match_transfers,
 )
 
-_MOST_SLOTS = 10**8  # named by all steps together: some GiB and a minute
+_MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 
 
 @dataclass(frozen=True)
 class CheckedCollective:
-    """A program that holds, with what the check found out.
+    """Verified collective program, with the matching and order that the check found.
 
-    sends, receives: step indices of the two ends of every transfer. level: one entry a transfer; transfers that depend
-    on each other have increasing levels. rounds: the longest chain of dependent transfers.
+    sends, receives: [transfers], step indices of the two ends. level: [transfers], increasing along chains of dependent
+        transfers. order: posting order of the groups.
     """
 
     program: CollectiveProgram
     sends: Integers
     receives: Integers
     level: Integers
-    order: Schedule
+    order: PostingOrder
 
     @property
     def rounds(self) -> int:
+        """Number of rounds: length of the longest chain of dependent transfers."""
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:
-        """Bytes that each rank sends when the whole vector has `total_bytes`: (ranks,)."""
+        """Return the bytes that each rank sends for a vector of `total_bytes`: [ranks]."""
         s = self.program.steps
         slots = np.bincount(s.rank[self.sends], weights=s.count[self.sends], minlength=self.program.ranks)
         return np.asarray(slots * (total_bytes / self.program.chunks), np.float64)
 
 
 def check_collective(program: CollectiveProgram) -> CheckedCollective:
-    """Check everything; raises `ProgramError` with rank, step and reason at the first thing that does not hold.
+    """Verify a program; raises `ProgramError` with rank, step and reason at the first violation.
 
-    Cost: a few array operations for each level and 12 to 20 array entries for each slot moved; the sets of ranks take
-    ranks x slots x ranks / 8 bytes.
+    Cost: a few array operations a level, and 12 to 20 array entries for each slot moved. Contribution sets take ranks x
+        slots x ranks / 8 bytes. Raises `UserError` for programs too large to check.
     """
     p = program
-    contract.refuse(p.operation, p.ranks, p.chunks, p.root, p.scratch, p.reduction, "program")
+    contract.check_header(p.operation, p.ranks, p.chunks, p.root, p.scratch, p.reduction, "program")
     _check_steps(program)
-    if (moved := int(p.steps.count.sum())) > _MOST_SLOTS:
+    if (moved := int(p.steps.count.sum())) > _MAX_SLOTS_MOVED:
         raise UserError(
-            f"program: its steps name {moved} slots, and a check takes {_MOST_SLOTS}; take fewer ranks or chunks"
+            f"program: its steps name {moved} slots, and a check takes {_MAX_SLOTS_MOVED}; take fewer ranks or chunks"
         )
-    checked = _meet(program)
+    checked = _match_steps(program)
     _check_races(program)
-    flow = Contributions(program)
+    flow = ContributionTracker(program)
     flow.run(
-        transfers(program, checked.sends, checked.receives, checked.order, checked.level), local(program, checked.order)
+        build_transfer_moves(program, checked.sends, checked.receives, checked.order, checked.level),
+        build_local_moves(program, checked.order),
     )
-    _check_end(program, flow.memory)
+    _check_postcondition(program, flow.memory)
     return checked
 
 
 def _check_steps(program: CollectiveProgram) -> None:
-    """Each step by itself: a known kind, ranks and slots that there are, and company that it may keep."""
+    """Check each step alone: a known kind, existing ranks and slots, and a group that the kind allows."""
     s, ranks, slots = program.steps, program.ranks, program.slots
-    across, inside = s.is_one_of(SENDING + ARRIVING), s.is_one_of(LOCAL)
-    empty = s.is_one_of((Kind.SIGNAL, Kind.WAIT))
+    across, inside = s.has_kind(SENDING + ARRIVING), s.has_kind(LOCAL)
+    empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def refuse(bad: Mask, reason: str) -> None:
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "peer", "count")}
-            raise error(program, step, reason.format(**words))
+            raise make_step_error(program, step, reason.format(**words))
 
     def beyond(first: Integers) -> Mask:
-        """Whether slots first .. first + count are not all in one of data, output and scratch."""
+        """Return a mask [steps]: True if slots first .. first + count are not all in one of data, output and
+        scratch."""
         last = first + s.count - 1
         starts = np.array([0, program.output, program.first_scratch][0 if program.has_output else 1 :])
         same = np.searchsorted(starts, first, side="right") == np.searchsorted(starts, last, side="right")
@@ -120,13 +129,13 @@ def _check_steps(program: CollectiveProgram) -> None:
     refuse(inside & mixed[s.group_index], "a local step stands in a group without transfers")
 
 
-def _meet(program: CollectiveProgram) -> CheckedCollective:
-    """Which send meets which receive, and when groups are posted."""
+def _match_steps(program: CollectiveProgram) -> CheckedCollective:
+    """Match sends with receives and find the posting order of the groups."""
     s = program.steps
     try:
-        sends, receives = match(s.rank, s.peer, s.is_one_of(SENDING), s.is_one_of(ARRIVING))
-    except Unmatched as unmatched:
-        raise _unmatched(program, unmatched) from None
+        sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
+    except UnmatchedTransfer as unmatched:
+        raise _make_unmatched_error(program, unmatched) from None
     for differs, what in (
         ((s.kind[sends] == Kind.SIGNAL) != (s.kind[receives] == Kind.WAIT), "is not of its kind"),
         (s.count[sends] != s.count[receives], "has another number of slots"),
@@ -134,31 +143,37 @@ def _meet(program: CollectiveProgram) -> CheckedCollective:
         if differs.any():
             at = int(np.argmax(differs))
             meets = f"rank {s.peer[sends[at]]}, step {s.group[receives[at]]} ({program.describe(int(receives[at]))})"
-            raise error(program, int(sends[at]), f"meets {meets}, which {what}")
+            raise make_step_error(program, int(sends[at]), f"meets {meets}, which {what}")
     group_a, group_b = s.group_index[sends], s.group_index[receives]
     try:
-        order = post_order(s.group_rank, group_a, group_b)
+        order = find_posting_order(s.group_rank, group_a, group_b)
     except Deadlock as deadlock:
-        raise _deadlock(program, deadlock.groups, sends, receives) from None
+        raise _make_deadlock_error(program, deadlock.groups, sends, receives) from None
     return CheckedCollective(program, sends, receives, np.maximum(order.level[group_a], order.level[group_b]), order)
 
 
-def _unmatched(program: CollectiveProgram, unmatched: Unmatched) -> ProgramError:
+def _make_unmatched_error(program: CollectiveProgram, unmatched: UnmatchedTransfer) -> ProgramError:
+    """Return the error for a send or receive without a counterpart, with the counts at both ends."""
     s, step = program.steps, unmatched.step
     rank, peer = s.rank[step], s.peer[step]
     out, back = (SENDING, ARRIVING) if unmatched.is_send else (ARRIVING, SENDING)
-    here = int((s.is_one_of(out) & (s.rank == rank) & (s.peer == peer)).sum())
-    there = int((s.is_one_of(back) & (s.rank == peer) & (s.peer == rank)).sum())
+    here = int((s.has_kind(out) & (s.rank == rank) & (s.peer == peer)).sum())
+    there = int((s.has_kind(back) & (s.rank == peer) & (s.peer == rank)).sum())
     if unmatched.is_send:
         reason = f"rank {peer} has no receive for it (sends from rank {rank} to {peer}: {here}, receives: {there})"
     else:
         reason = f"rank {peer} has no send for it (receives on rank {rank} from {peer}: {here}, sends: {there})"
-    return error(program, step, reason)
+    return make_step_error(program, step, reason)
 
 
-def _deadlock(program: CollectiveProgram, circle: tuple[int, ...], sends: Integers, receives: Integers) -> ProgramError:
-    """Who waits for whom. The circle's next group is either the one before on the same rank, or one that the group
-    before has to meet."""
+def _make_deadlock_error(
+    program: CollectiveProgram, circle: tuple[int, ...], sends: Integers, receives: Integers
+) -> ProgramError:
+    """Return the error for a deadlock, with every rank of the cycle and the step that it waits for.
+
+    circle: groups; each is followed by its predecessor on the same rank, or by a group that its predecessor exchanges
+        with.
+    """
     s = program.steps
     rank = s.group_rank
     first = np.searchsorted(s.group_index, np.arange(len(rank) + 1))
@@ -178,21 +193,24 @@ def _deadlock(program: CollectiveProgram, circle: tuple[int, ...], sends: Intege
     texts = [text for _, text in links]
     if len(texts) > 8:
         texts = [*texts[:4], f"and so on over {len(texts) - 8} more", *texts[-4:]]
-    return error(program, links[0][0], "deadlock when sends block: " + "; ".join(texts))
+    return make_step_error(program, links[0][0], "deadlock when sends block: " + "; ".join(texts))
 
 
 def _check_races(program: CollectiveProgram) -> None:
-    """Refuse groups whose result depends on the order of their steps: a slot that a receive or a copy writes and that
-    another step of the group reads or writes; a slot that a combine writes and that another local step reads."""
+    """Check that no result depends on the order of steps within a group.
+
+    A slot that a receive or a copy writes may be used by no other step of the group; a slot that a combine writes may
+    be read by no other local step.
+    """
     s = program.steps
-    is_local = s.is_one_of(LOCAL)
-    writers = np.flatnonzero(is_local | s.is_one_of((Kind.RECEIVE, Kind.REDUCE)))
+    is_local = s.has_kind(LOCAL)
+    writers = np.flatnonzero(is_local | s.has_kind((Kind.RECEIVE, Kind.REDUCE)))
     readers = np.flatnonzero(is_local | (s.kind == Kind.SEND))
     slot = np.concatenate([s.slot[writers], np.where(is_local, s.source, s.slot)[readers]])
     step = np.concatenate([writers, readers])
-    which, place = spread(s.group_index[step] * program.slots + slot, s.count[step])
+    which, place = expand_ranges(s.group_index[step] * program.slots + slot, s.count[step])
     step, writes = step[which], which < len(writers)
-    exclusive = writes & s.is_one_of((Kind.RECEIVE, Kind.COPY))[step]
+    exclusive = writes & s.has_kind((Kind.RECEIVE, Kind.COPY))[step]
     combines = writes & (s.kind[step] == Kind.COMBINE)
     for claims, others, allowed in ((exclusive, np.ones_like(writes), 1), (combines, ~writes, 0)):
         claimed = np.unique(place[claims])
@@ -205,50 +223,53 @@ def _check_races(program: CollectiveProgram) -> None:
             continue
         one = int(np.flatnonzero(racing & claims)[0])
         other = next(int(i) for i in np.flatnonzero(racing & others & (place == place[one])) if i != one)
-        contested = program.slot_name(int(place[one] % program.slots))
+        contested = program.format_slots(int(place[one] % program.slots))
         reason = (
             f"writes {contested}, which {program.describe(int(step[other]))} of the same group "
             f"{'writes' if writes[other] else 'reads'}; the steps of a group have no order: put one of them in a group "
             "before or after"
         )
-        raise error(program, int(step[one]), reason)
+        raise make_step_error(program, int(step[one]), reason)
 
 
-def _check_end(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Every slot that matters holds its chunk, with the parts of exactly the ranks that belong in it."""
-    need = contract.required(program)
+def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
+    """Check that every required slot holds its chunk with exactly the required contributions."""
+    need = contract.build_required_slots(program)
     chunk, sets = memory.chunk[need.rank, need.slot], memory.origins[need.rank, need.slot]
-    wanted = contract.only(need.origin, program.ranks)
-    wanted[need.origin == contract.ALL] = contract.everyone(program.ranks)
+    wanted = contract.make_singletons(need.origin, program.ranks)
+    wanted[need.origin == contract.ALL] = contract.make_full_set(program.ranks)
     bad = (chunk != need.chunk) | (sets != wanted).any(axis=1)
     if not bad.any():
         return
     at = int(np.argmax(bad))
     rank, slot = int(need.rank[at]), int(need.slot[at])
-    missing, extra = contract.members(wanted[at] & ~sets[at]), contract.members(sets[at] & ~wanted[at])
+    missing, extra = contract.list_ranks(wanted[at] & ~sets[at]), contract.list_ranks(sets[at] & ~wanted[at])
     if program.operation == "barrier":
-        raise _at_end(program, rank, f"has not heard from rank {', '.join(map(str, missing))}")
-    name, of = program.slot_name(slot), f"chunk {need.chunk[at]}"
+        raise _make_end_error(program, rank, f"has not heard from rank {', '.join(map(str, missing))}")
+    name, of = program.format_slots(slot), f"chunk {need.chunk[at]}"
     if need.origin[at] != contract.ALL:
         of += f" of rank {need.origin[at]}"
     if chunk[at] < 0:
         reason = f"{name} holds nothing; it has to end with {of}"
     elif chunk[at] != need.chunk[at] or (missing and extra):
-        reason = f"{name} holds {whose(contract.members(sets[at]))} part of chunk {chunk[at]}; it has to end with {of}"
+        owners = format_owners(contract.list_ranks(sets[at]))
+        reason = f"{name} holds {owners} part of chunk {chunk[at]}; it has to end with {of}"
     elif missing:
-        reason = f"{name} lacks {whose(missing)} part of chunk {chunk[at]}"
+        reason = f"{name} lacks {format_owners(missing)} part of chunk {chunk[at]}"
     else:
-        reason = f"{name} has {whose(extra)} part of chunk {chunk[at]}, which does not belong there"
-    raise _at_end(program, rank, reason + _last_write(program, rank, slot))
+        reason = f"{name} has {format_owners(extra)} part of chunk {chunk[at]}, which does not belong there"
+    raise _make_end_error(program, rank, reason + _describe_last_write(program, rank, slot))
 
 
-def _at_end(program: CollectiveProgram, rank: int, reason: str) -> ProgramError:
+def _make_end_error(program: CollectiveProgram, rank: int, reason: str) -> ProgramError:
+    """Return an error about a rank's result after its last step."""
     of_rank = program.steps.of_rank(rank)
     groups = int(program.steps.group[of_rank[-1]]) + 1 if of_rank else 0
     return ProgramError(rank, groups, "end", reason)
 
 
-def _last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
+def _describe_last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
+    """Describe the last step that writes a slot, as the end of a message."""
     s = program.steps
     writes = (Kind.RECEIVE, Kind.REDUCE, *LOCAL)
     for step in reversed(s.of_rank(rank)):

@@ -1,9 +1,9 @@
-"""Proves that a pipeline program trains every micro-batch once, in an order that makes sense, and ends.
+"""Verification of pipeline programs: every micro-batch is trained exactly once, in a valid order, without deadlock.
 
-Its stages lie on ranks that there are; every micro-batch runs forward and backward through every stage of one replica,
-on the rank that holds the stage; what a step reads is made before it; no ranks wait for each other in a circle; where
-transfers are written out, every value that crosses is sent once and received once, in the same order at both ends, and
-the program ends even if sends block; updates apply every gradient once.
+Checks that stages are placed on existing ranks; every micro-batch runs forward and backward through every stage of one
+replica, on the stage's rank; values are produced before they are read; no ranks wait for each other in a cycle;
+explicit transfers send and receive each value once, in the same order at both ends, and end even with synchronous
+sends; updates apply every gradient once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.program import holdings
+from meshwright.program import pipeline_memory
 from meshwright.program.dataflow import GRADIENT, OUTPUT, Dataflow
 from meshwright.program.durations import Floats
 from meshwright.program.order import (
@@ -21,9 +21,9 @@ from meshwright.program.order import (
     Integers,
     Mask,
     ProgramError,
-    Unmatched,
-    match,
-    post_order,
+    UnmatchedTransfer,
+    find_posting_order,
+    match_transfers,
 )
 from meshwright.program.pipeline import (
     ARRIVING,
@@ -34,19 +34,19 @@ from meshwright.program.pipeline import (
     Kind,
     PipelineProgram,
 )
-from meshwright.program.progress import error, place, run, waits
+from meshwright.program.progress import find_remote_reads, locate_step, make_step_error, run_groups
 
-_WHOLE = 1 << Component.WHOLE
-_ALL_PARTS = sum(1 << part for part in Component if part)
+_WHOLE_STEP = 1 << Component.WHOLE
+_ALL_COMPONENTS = sum(1 << part for part in Component if part)
 _WITH_WEIGHTS = 1 << Component.ATTENTION | 1 << Component.MLP
 
 
 @dataclass(frozen=True)
 class CheckedPipeline:
-    """A program that holds, with what the check found out.
+    """Verified pipeline program, with the matching and order that the check found.
 
-    sends, receives: step indices of the two ends of every written-out transfer. order: the groups, so that each comes
-    after all that it waits for. peak_activations: most that each rank holds, in whole shares of one micro-batch.
+    sends, receives: [transfers], step indices of the two ends of explicit transfers. order: [groups], groups in
+        dependency order. peak_activations: [ranks], in units of the rank's whole share of one micro-batch.
     """
 
     program: PipelineProgram
@@ -57,9 +57,9 @@ class CheckedPipeline:
 
 
 def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
-    """Check everything; raises `ProgramError` with rank, step and reason at the first thing that does not hold.
+    """Verify a program; raises `ProgramError` with rank, step and reason at the first violation.
 
-    Every stage computes an input gradient, the first one too: what its executor does with it is its own affair.
+    Every stage needs an input gradient, the first one too; an executor may skip that computation.
     """
     _check_placement(program)
     _check_steps(program)
@@ -69,19 +69,19 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
     sends = receives = np.empty(0, np.int64)
     if program.has_transfers:
         _check_transfers(flow)
-    wait = waits(flow)
+    wait = find_remote_reads(flow)
     if program.has_transfers:
-        sends, receives, order = _meet(program)
+        sends, receives, order = _match_steps(program)
     else:
         zero = np.zeros(len(program.steps.group_rank))
-        order = np.array(run(program, wait, zero, np.zeros(len(wait.reader)))[2], np.int64)
+        order = np.array(run_groups(program, wait, zero, np.zeros(len(wait.reader)))[2], np.int64)
     if program.asynchronous:
         _check_updates(program)
-    return CheckedPipeline(program, sends, receives, order, holdings.peak_activations(flow))
+    return CheckedPipeline(program, sends, receives, order, pipeline_memory.compute_peak_activations(flow))
 
 
 def _check_placement(program: PipelineProgram) -> None:
-    """Every replica lays the same stages over all ranks, equally many on each."""
+    """Check that every replica has the same number of stages, and every rank equally many of them."""
     ranks, stages = program.ranks, program.stages if program.placement else 0
     if ranks < 1 or program.micro_batches < 1 or stages < 1:
         counts = f"{ranks} ranks, {program.micro_batches} micro-batches, {stages} stages"
@@ -104,7 +104,7 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Each step by itself: numbers that there are, on the rank that holds the stage."""
+    """Check each step alone: numbers in range, on the rank of its stage."""
     p, s = program, program.steps
 
     def refuse(bad: Mask, reason: str) -> None:
@@ -127,21 +127,21 @@ def _check_steps(program: PipelineProgram) -> None:
     home = np.asarray(p.placement)[s.replica, s.stage]
     elsewhere = home != s.rank
     refuse(elsewhere, f"rank {{rank}} does not hold the stage; rank {home[np.argmax(elsewhere)] if len(s) else 0} does")
-    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
     refuse(ahead & (s.stage == p.stages - 1), "there is no stage after the last one")
-    back = s.is_one_of((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
+    back = s.has_kind((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
     refuse(back & (s.stage == 0), "there is no stage before the first one")
 
 
 def _check_groups(program: PipelineProgram) -> None:
-    """A group is transfers, or updates, or one computation, or a forward and a backward that overlap."""
+    """Check that a group has only transfers, only updates, one compute step, or an overlapped forward and backward."""
     s = program.steps
     groups = len(s.group_rank)
 
     def count(chosen: Mask) -> Integers:
         return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
 
-    computes, updates = s.is_one_of(COMPUTING), s.kind == Kind.UPDATE
+    computes, updates = s.has_kind(COMPUTING), s.kind == Kind.UPDATE
     sorts = (count(computes) > 0).astype(int) + (count(updates) > 0) + (count(~computes & ~updates) > 0)
     whole = computes & (s.component == Component.WHOLE)
     forward, weights = s.kind == Kind.FORWARD, s.kind == Kind.WEIGHT_GRADIENT
@@ -152,13 +152,13 @@ def _check_groups(program: PipelineProgram) -> None:
         (twice & computes, "its group computes two forwards, two backwards or two weight gradients at once"),
     ):
         if bad.any():
-            raise error(program, int(np.argmax(bad)), reason)
+            raise make_step_error(program, int(np.argmax(bad)), reason)
 
 
 def _check_micro_batches(program: PipelineProgram) -> None:
-    """Every micro-batch goes once forward and once backward through each stage of one replica, and of no other."""
+    """Check that every micro-batch runs once forward and once backward through each stage of exactly one replica."""
     p, s = program, program.steps
-    computing = np.flatnonzero(s.is_one_of(COMPUTING))
+    computing = np.flatnonzero(s.has_kind(COMPUTING))
     entered = np.unique(s.micro_batch[computing])
     if len(entered) < p.micro_batches:
         absent = int(np.argmin(np.append(entered, -1) == np.arange(len(entered) + 1)))
@@ -168,26 +168,27 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     shape = (len(COMPUTING), p.replicas, p.stages, p.micro_batches)
     columns = (s.kind[computing], s.replica[computing], s.stage[computing], s.micro_batch[computing])
     number = np.ravel_multi_index(columns, shape)
-    _once(program, computing, number * len(Component) + s.component[computing], "computed")
+    _check_unique(program, computing, number * len(Component) + s.component[computing], "computed")
     parts = np.bincount(number, weights=1 << s.component[computing], minlength=int(np.prod(shape)))
     forward, backward, inputs, weights = parts.astype(np.int64).reshape(shape)
 
     def first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
-        """Replica, stage, micro-batch, and the step of these kinds there (-1: none)."""
+        """Return replica, stage and micro-batch of the first True in `where`, and the index of its step of one of
+        `kinds` (-1: none)."""
         replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
-        there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.is_one_of(kinds)
+        there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.has_kind(kinds)
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
         if bad.any():
-            raise error(program, first(kinds, bad)[3], reason)
+            raise make_step_error(program, first(kinds, bad)[3], reason)
 
     def missing(bad: Mask, kind: Kind) -> None:
         if bad.any():
             replica, stage, micro_batch, _ = first((kind,), bad)
             rank = p.placement[replica][stage]
             mine = (s.rank == rank) & (s.stage == stage) & (s.replica == replica) & (s.micro_batch == micro_batch)
-            # Named at the first step that is there of this micro-batch, else behind the rank's last step.
+            # Report it at the first existing step of this micro-batch, else after the rank's last step.
             at = int(s.group[np.argmax(mine)]) if mine.any() else int((s.group_rank == rank).sum())
             what = f"{stage}{chr(39) * replica}{LETTERS[kind]}{micro_batch}"
             raise ProgramError(rank, at, what, f"missing: the rank never computes it, on stage {stage} that it holds")
@@ -202,34 +203,34 @@ def _check_micro_batches(program: PipelineProgram) -> None:
         micro_batch = int(np.argmax(twice))
         replica = int(np.flatnonzero(enters[:, micro_batch])[1])
         step = int(np.argmax((s.micro_batch == micro_batch) & (s.replica == replica)))
-        raise error(program, step, f"micro-batch {micro_batch} runs through another replica too")
+        raise make_step_error(program, step, f"micro-batch {micro_batch} runs through another replica too")
     runs = np.broadcast_to(enters[:, np.newaxis], forward.shape)
     missing(runs & (forward == 0), Kind.FORWARD)
-    refuse((forward > _WHOLE) & (forward != _ALL_PARTS), (Kind.FORWARD,), cut)
+    refuse((forward > _WHOLE_STEP) & (forward != _ALL_COMPONENTS), (Kind.FORWARD,), cut)
     missing(runs & (gradient == 0), Kind.BACKWARD)
-    refuse((gradient > _WHOLE) & (gradient != _ALL_PARTS), (Kind.BACKWARD, Kind.INPUT_GRADIENT), cut)
+    refuse((gradient > _WHOLE_STEP) & (gradient != _ALL_COMPONENTS), (Kind.BACKWARD, Kind.INPUT_GRADIENT), cut)
 
-    wanted = np.where(inputs == _WHOLE, _WITH_WEIGHTS, inputs & _WITH_WEIGHTS)
+    wanted = np.where(inputs == _WHOLE_STEP, _WITH_WEIGHTS, inputs & _WITH_WEIGHTS)
     missing((inputs != 0) & (weights == 0) & (wanted != 0), Kind.WEIGHT_GRADIENT)
     refuse((inputs == 0) & (weights != 0), (Kind.WEIGHT_GRADIENT,), "computed twice: the backward of it holds it too")
-    wrong = (weights != 0) & (weights != _WHOLE) & (weights != wanted)
+    wrong = (weights != 0) & (weights != _WHOLE_STEP) & (weights != wanted)
     refuse(wrong, (Kind.WEIGHT_GRADIENT,), "its parts are not those of the input gradient that have weights")
 
 
-def _once(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise for the first step whose number has come before."""
+def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
+    """Raise for the first step whose number equals that of an earlier step."""
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])
     if len(again):
         at = again[np.argmin(steps[order][again + 1])]
         former, later = int(steps[order][at]), int(steps[order][at + 1])
-        raise error(program, later, f"{verb} twice, before as step {program.steps.group[former]}")
+        raise make_step_error(program, later, f"{verb} twice, before as step {program.steps.group[former]}")
 
 
 def _check_transfers(flow: Dataflow) -> None:
-    """Sends and receives by themselves: of values that are made and used, between two ranks, once each."""
+    """Check each send and receive alone: of a value that is produced and read, between two ranks, once each."""
     program, s = flow.program, flow.program.steps
-    sends, receives = np.flatnonzero(s.is_one_of(SENDING)), np.flatnonzero(s.is_one_of(ARRIVING))
+    sends, receives = np.flatnonzero(s.has_kind(SENDING)), np.flatnonzero(s.has_kind(ARRIVING))
     homes = np.asarray(program.placement)
     for steps, kind, verb in ((sends, Kind.SEND_FORWARD, "sent"), (receives, Kind.RECEIVE_FORWARD, "received")):
         what = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
@@ -239,52 +240,61 @@ def _check_transfers(flow: Dataflow) -> None:
         if inside.any():
             at = int(np.argmax(inside))
             reason = f"stage {other[at]} is on this rank as well; nothing is {verb} within a rank"
-            raise error(program, int(steps[at]), reason)
+            raise make_step_error(program, int(steps[at]), reason)
         maker = s.stage[steps] if verb == "sent" else other
-        unknown = flow.last[flow.key(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
+        unknown = flow.last[flow.number_value(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
         if unknown.any():
             step = int(steps[np.argmax(unknown)])
             reason = f"micro-batch {s.micro_batch[step]} does not run through replica {s.replica[step]}"
-            raise error(program, step, reason)
-        _once(program, steps, flow.key(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb)
+            raise make_step_error(program, step, reason)
+        _check_unique(
+            program, steps, flow.number_value(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb
+        )
 
 
-def _meet(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
-    """Which send meets which receive, by the order of the messages between two ranks, and an order of all groups in
-    which blocking sends end."""
+def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
+    """Match sends with receives in message order between each pair of ranks, and order all groups.
+
+    Returns step indices of sends and receives, and the groups in an order that ends even with synchronous sends.
+    """
     s = program.steps
-    is_send, is_receive = s.is_one_of(SENDING), s.is_one_of(ARRIVING)
-    ahead = s.is_one_of((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
+    is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
+    ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
     other = np.where(is_send | is_receive, s.stage + np.where(ahead, 1, -1), s.stage)
     peer = np.asarray(program.placement)[s.replica, other]
     try:
-        sends, receives = match(s.rank, peer, is_send, is_receive)
-    except Unmatched as unmatched:
+        sends, receives = match_transfers(s.rank, peer, is_send, is_receive)
+    except UnmatchedTransfer as unmatched:
         lacks = "receive" if unmatched.is_send else "send"
         reason = f"rank {peer[unmatched.step]} has no {lacks} for it"
-        raise error(program, unmatched.step, reason) from None
+        raise make_step_error(program, unmatched.step, reason) from None
     same = (s.kind[receives] == s.kind[sends] + 1) & (s.replica[sends] == s.replica[receives])
     same &= (s.micro_batch[sends] == s.micro_batch[receives]) & (other[sends] == s.stage[receives])
     if not same.all():
         at = int(np.argmin(same))
-        meets = place(program, int(sends[at]))
+        meets = locate_step(program, int(sends[at]))
         reason = f"meets {meets}: messages between two ranks are received in the order in which they are sent"
-        raise error(program, int(receives[at]), reason)
+        raise make_step_error(program, int(receives[at]), reason)
     try:
-        order = post_order(s.group_rank, s.group_index[sends], s.group_index[receives])
+        order = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
     except Deadlock as deadlock:
-        raise _deadlock(program, deadlock.groups, sends, receives) from None
+        raise _make_deadlock_error(program, deadlock.groups, sends, receives) from None
     return sends, receives, np.argsort(order.level, kind="stable")
 
 
-def _deadlock(program: PipelineProgram, circle: tuple[int, ...], sends: Integers, receives: Integers) -> ProgramError:
-    """Who waits for whom, if sends block. The next group of the circle is the one before on the same rank, or the one
-    before a group that this one has to meet."""
+def _make_deadlock_error(
+    program: PipelineProgram, circle: tuple[int, ...], sends: Integers, receives: Integers
+) -> ProgramError:
+    """Return the error for a deadlock under synchronous sends, with every rank of the cycle and the step it waits for.
+
+    circle: groups; each is followed by its predecessor on the same rank, or by a group that its predecessor exchanges
+        with.
+    """
     s = program.steps
     links = []
     for group, awaited in zip(circle, (*circle[1:], circle[0]), strict=True):
         if s.group_rank[group] != s.group_rank[awaited]:
-            # The group behind which this one stands has transfers with the awaited one.
+            # This group's predecessor on the rank has transfers with the awaited group.
             links.append((group, awaited))
     words = []
     for group, awaited in links:
@@ -295,22 +305,22 @@ def _deadlock(program: PipelineProgram, circle: tuple[int, ...], sends: Integers
             step = int(receives[np.argmax(met)])
         words.append(
             f"rank {s.group_rank[group]} waits at step {s.group[np.searchsorted(s.group_index, group - 1)]} "
-            f"for {place(program, step)}"
+            f"for {locate_step(program, step)}"
         )
     first = int(np.searchsorted(s.group_index, links[0][0] - 1))
-    return error(program, first, "with blocking sends, ranks wait in a circle: " + "; ".join(words))
+    return make_step_error(program, first, "with blocking sends, ranks wait in a circle: " + "; ".join(words))
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Every gradient is applied by one update, and all stages of a replica are updated with the same micro-batches."""
+    """Check that one update applies each gradient, and all stages of a replica update after the same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
-    final = np.flatnonzero(s.is_one_of((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))
+    final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))
     updates = np.flatnonzero(s.kind == Kind.UPDATE)
     for replica in range(replicas):
         of_replica = updates[s.replica[updates] == replica]
         if len(of_replica) and not (s.replica[final] == replica).any():
-            raise error(program, int(of_replica[0]), f"no micro-batch runs through replica {replica}")
+            raise make_step_error(program, int(of_replica[0]), f"no micro-batch runs through replica {replica}")
         expected: list[int] | None = None
         for stage in range(stages):
             rank = program.placement[replica][stage]
@@ -318,7 +328,7 @@ def _check_updates(program: PipelineProgram) -> None:
             gradients = final[(s.replica[final] == replica) & (s.stage[final] == stage)]
             if not len(gradients):
                 continue
-            # The last group in which a gradient of a micro-batch up to each number is made.
+            # `latest`: last group that computes a gradient of a micro-batch up to each number.
             order = np.argsort(s.micro_batch[gradients], kind="stable")
             numbers, groups = s.micro_batch[gradients][order], s.group[gradients][order]
             latest = np.maximum.accumulate(groups)
@@ -329,7 +339,7 @@ def _check_updates(program: PipelineProgram) -> None:
                 at = int(nothing[0])
                 before = "its gradients were applied by an update before"
                 none = f"no micro-batch up to {until[at]} runs through its stage"
-                raise error(program, int(mine[at]), before if applied[:at].any() else none)
+                raise make_step_error(program, int(mine[at]), before if applied[:at].any() else none)
             early = np.flatnonzero(latest[applied - 1] >= s.group[mine])
             if len(early):
                 at = early[0]
@@ -337,13 +347,13 @@ def _check_updates(program: PipelineProgram) -> None:
                 reason = (
                     f"applies gradients that are not there yet: {program.describe(late)} comes as step {s.group[late]}"
                 )
-                raise error(program, int(mine[at]), reason)
+                raise make_step_error(program, int(mine[at]), reason)
             missed = applied[-1] if len(applied) else 0
             if missed < len(numbers):
                 reason = f"no update of rank {rank} applies this gradient"
-                raise error(program, int(gradients[order][missed]), reason)
+                raise make_step_error(program, int(gradients[order][missed]), reason)
             expected = until.tolist() if expected is None else expected
             unlike = [i for i, pair in enumerate(zip(until.tolist(), expected, strict=False)) if pair[0] != pair[1]]
             if unlike:
                 reason = f"stage 0 is not updated after micro-batch {until[unlike[0]]}"
-                raise error(program, int(mine[unlike[0]]), reason)
+                raise make_step_error(program, int(mine[unlike[0]]), reason)

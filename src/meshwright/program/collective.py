@@ -1,8 +1,8 @@
-"""Collective programs: what every rank sends, receives, reduces and copies, as columns of numbers.
+"""Collective programs: the sends, receives, reductions and copies of every rank, stored as columns.
 
-The vector of an operation is cut into equal chunks. A rank's memory is a row of slots of one chunk each: `data`, one
-slot a chunk of the vector; `output`, as many again, where the operation's result does not take the place of its input
-(all-to-all); then `scratch`.
+The vector of an operation is divided into equal chunks. A rank's memory consists of slots of one chunk each: `data`,
+one slot for each chunk of the vector; `output`, as many again, for operations that do not work in place (all-to-all);
+then `scratch`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from numpy.typing import ArrayLike
 
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, REDUCTIONS
-from meshwright.program.columns import Columns, numbered_groups
+from meshwright.program.columns import StepColumns, renumber_groups
 from meshwright.program.order import Integers
 
 
 class Kind(IntEnum):
-    """What a step does.
+    """Kind of a step.
 
-    The steps of a group are simultaneous: each reads what its slots held before the group, and their writes become
-    visible after it. A slot that a receive or a copy writes belongs to that step alone. Reductions (reduce, combine)
-    accumulate: several may go into one slot, which the group's sends may read; the value sent is the one from before
-    the group. Copy and combine are local and stand in groups without transfers. Signal and wait are a send and a
-    receive of nothing.
+    The steps of a group are simultaneous: each reads slot values from before the group, and writes become visible after
+    it. A slot that a receive or a copy writes may be used by no other step of the group. Reductions (REDUCE, COMBINE)
+    accumulate: several may target one slot, which sends of the group may read; they send the value from before the
+    group. COPY and COMBINE are local and are in groups without transfers. SIGNAL and WAIT are a send and a receive
+    without data.
 
-    The order in which a group's steps are written decides which messages meet (between two ranks, the n-th sent is the
-    n-th received) and in which order reductions into one slot are rounded, and nothing else.
+    The order of steps within a group decides which messages match (between two ranks, the n-th send with the n-th
+    receive) and the rounding order of reductions into one slot, and nothing else.
     """
 
     SEND = 0
@@ -47,14 +47,14 @@ SENDING = (Kind.SEND, Kind.SIGNAL)
 ARRIVING = (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)
 LOCAL = (Kind.COPY, Kind.COMBINE)
 
-# The largest programs that are written: as much as some gigabytes of memory and half a minute can hold.
-MOST_STEPS = 20_000_000
-MOST_CHUNKS = 1 << 25  # of all ranks together
+# Limits of generated programs: a few gigabytes of memory and half a minute.
+MAX_STEPS = 20_000_000
+MAX_CHUNKS = 1 << 25  # summed over ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Steps(Columns):
-    """Columns with one entry a step, ordered by rank, then group (numbered from 0 on each rank), then as written."""
+class Steps(StepColumns):
+    """Steps of a collective program as columns [steps], sorted by rank, then group (numbered from 0 on each rank)."""
 
     slot: Integers  # first slot read (send) or written (all others)
     count: Integers  # slots; 0 for signal and wait
@@ -62,21 +62,26 @@ class Steps(Columns):
     source: Integers  # first slot read by a local step; -1 for transfers
 
     @classmethod
-    def arranged(cls, **columns: ArrayLike) -> Steps:
-        """Sort steps by rank and group (any increasing numbers) and number the groups of each rank from 0."""
+    def from_unsorted(cls, **columns: ArrayLike) -> Steps:
+        """Build columns from steps in any rank order: sort by rank and group, and renumber the groups of each rank from
+        0.
+
+        columns: one array [steps] for each field; group numbers need only increase. Steps of a group keep their order.
+        """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
         arrays = {name: column[order] for name, column in arrays.items()}
-        arrays["group"] = numbered_groups(arrays["rank"], arrays["group"])
+        arrays["group"] = renumber_groups(arrays["rank"], arrays["group"])
         return cls(**arrays)
 
 
 @dataclass(frozen=True)
 class CollectiveProgram:
-    """One collective operation, written out for every rank.
+    """Algorithm of one collective operation, written out for every rank.
 
-    `chunks`: into how many equal parts the vector is cut. `root`: the rank that holds what is sent out, or gets what is
-    collected (send-receive: the sender; the receiver is the last other rank). `scratch`: slots beside the vector.
+    chunks: number of equal chunks of the vector. root: source rank of a broadcast, scatter or send-receive, destination
+        rank of a reduce or gather (a send-receive goes to the last other rank). scratch: number of slots beside the
+        vector.
     """
 
     operation: str
@@ -94,29 +99,30 @@ class CollectiveProgram:
 
     @property
     def has_output(self) -> bool:
-        """Whether the result lies beside the input."""
+        """True if the operation writes its result to separate `output` slots instead of in place."""
         return self.operation == "all-to-all"
 
     @property
     def output(self) -> int:
-        """First slot of the result."""
+        """Index of the first slot of the result."""
         return self.chunks if self.has_output else 0
 
     @property
     def first_scratch(self) -> int:
+        """Index of the first scratch slot."""
         return self.output + self.chunks
 
     @property
     def slots(self) -> int:
-        """Slots of a rank's memory."""
+        """Number of slots of a rank."""
         return self.first_scratch + self.scratch
 
-    def owner(self, chunk: ArrayLike) -> Integers:
-        """The rank whose share of the vector a chunk is: shares are contiguous, in the order of ranks."""
+    def find_owner(self, chunk: ArrayLike) -> Integers:
+        """Return the rank that owns each chunk: shares of the vector are contiguous, in rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
-    def slot_name(self, slot: int, count: int = 1) -> str:
-        """`data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`. Below the first slot: `slot[-1]`."""
+    def format_slots(self, slot: int, count: int = 1) -> str:
+        """Format a range of slots: `data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`; a negative index: `slot[-1]`."""
         if slot < 0:
             return f"slot[{slot}]"
         if slot >= self.first_scratch:
@@ -129,23 +135,23 @@ class CollectiveProgram:
         return f"{name}[{start}]" if count == 1 else f"{name}[{start}:{start + count}]"
 
     def describe(self, step: int) -> str:
-        """One step in the words of the text form: `send data[3] to 1`."""
+        """Format the step with index `step` as in the text form: `send data[3] to 1`."""
         s = self.steps
-        return self.words(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
+        return self.format_step(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
 
-    def words(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
-        """A step, column by column, in words."""
+    def format_step(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
+        """Format a step, given its column values, as in the text form."""
         match kind:
             case Kind.SEND:
-                return f"send {self.slot_name(slot, count)} to {peer}"
+                return f"send {self.format_slots(slot, count)} to {peer}"
             case Kind.RECEIVE:
-                return f"receive {self.slot_name(slot, count)} from {peer}"
+                return f"receive {self.format_slots(slot, count)} from {peer}"
             case Kind.REDUCE:
-                return f"reduce {self.slot_name(slot, count)} from {peer}"
+                return f"reduce {self.format_slots(slot, count)} from {peer}"
             case Kind.COPY:
-                return f"copy {self.slot_name(source, count)} into {self.slot_name(slot, count)}"
+                return f"copy {self.format_slots(source, count)} into {self.format_slots(slot, count)}"
             case Kind.COMBINE:
-                return f"combine {self.slot_name(source, count)} into {self.slot_name(slot, count)}"
+                return f"combine {self.format_slots(source, count)} into {self.format_slots(slot, count)}"
             case Kind.SIGNAL:
                 return f"signal {peer}"
             case Kind.WAIT:
@@ -156,7 +162,7 @@ class CollectiveProgram:
 
 @dataclass
 class Builder:
-    """Writes a collective program round by round, for many ranks at a time: every argument may be an array.
+    """Builder of a collective program, round by round; arguments may be arrays, to add the steps of many ranks at once.
 
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     rank = np.arange(ranks)
@@ -165,7 +171,7 @@ class Builder:
             program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
     return program.build()
 
-    Raises UserError where the program would be too large.
+    Raises UserError if the program exceeds MAX_STEPS or MAX_CHUNKS.
     """
 
     operation: str
@@ -180,15 +186,16 @@ class Builder:
     _written: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranks * self.chunks > MOST_CHUNKS:
-            raise self._too_large(f"{self.chunks:,} chunks on each rank, {MOST_CHUNKS:,} on all are the most")
+        if self.ranks * self.chunks > MAX_CHUNKS:
+            raise self._too_large(f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all are the most")
 
     def _too_large(self, why: str) -> UserError:
+        """Return the error for a program that exceeds a limit; `why` names the limit."""
         return UserError(f"{self.algorithm} {self.operation} on {self.ranks:,} ranks is too large a program: {why}")
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Everything that a rank does within it forms one group of that rank."""
+        """Context in which all steps of a rank form one group."""
         assert not self._open, "a round inside a round"
         self._round += 1
         self._open = True
@@ -204,26 +211,29 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Rank `source` sends slots chunk .. chunk + count to rank `target`, which takes them into `into` (unless said:
-        the same slots), or with `reduce` adds them to what is there. Transfers of a rank to itself are left out."""
-        columns = _columns(source, target, chunk, count, chunk if into is None else into)
+        """Add a send of slots chunk .. chunk + count from rank `source`, and its receive on rank `target`.
+
+        The target stores the slots at `into` (default: the same slots), or reduces them into it with `reduce`.
+        Transfers from a rank to itself and empty ones are dropped.
+        """
+        columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
-        self._add(source, Kind.SEND, chunk, count, target, -1)
-        self._add(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
+        self._append_steps(source, Kind.SEND, chunk, count, target, -1)
+        self._append_steps(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
 
     def signal(self, source: ArrayLike, target: ArrayLike) -> None:
-        """Rank `source` tells rank `target`, which waits for it, that it has come this far."""
-        source, target = _columns(source, target)
-        self._add(source, Kind.SIGNAL, 0, 0, target, -1)
-        self._add(target, Kind.WAIT, 0, 0, source, -1)
+        """Add a signal (a message without data) from rank `source` to rank `target`, which waits for it."""
+        source, target = _broadcast_columns(source, target)
+        self._append_steps(source, Kind.SIGNAL, 0, 0, target, -1)
+        self._append_steps(target, Kind.WAIT, 0, 0, source, -1)
 
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Copy slots source .. source + count of a rank into `into` (with `combine`: add them to what is there)."""
-        self._add(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
+        """Add a local copy of slots source .. source + count to `into`; with `combine`, reduce them into it."""
+        self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 
-    def _add(
+    def _append_steps(
         self,
         rank: ArrayLike,
         kind: Kind,
@@ -232,27 +242,28 @@ class Builder:
         peer: ArrayLike,
         source: ArrayLike,
     ) -> None:
-        assert self._open, "steps are written within a round"
-        columns = _columns(rank, self._round, int(kind), slot, count, peer, source)
+        """Append steps of one kind; arguments broadcast against each other."""
+        assert self._open, "steps can only be added inside a round"
+        columns = _broadcast_columns(rank, self._round, int(kind), slot, count, peer, source)
         self._columns.append(columns)
         self._written += columns.shape[1]
-        if self._written > MOST_STEPS:
-            raise self._too_large(f"more than {MOST_STEPS:,} steps")
+        if self._written > MAX_STEPS:
+            raise self._too_large(f"more than {MAX_STEPS:,} steps")
 
     def build(self) -> CollectiveProgram:
-        """The program."""
+        """Return the program of all added steps."""
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.concatenate([np.zeros((len(names), 0), np.int64), *self._columns], axis=1)
-        steps = Steps.arranged(**dict(zip(names, columns, strict=True)))
+        steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))
         return CollectiveProgram(
             self.operation, self.algorithm, self.ranks, self.chunks, steps, self.root, self.scratch
         )
 
 
-def _columns(*values: ArrayLike) -> Integers:
-    """[values, steps]: single numbers and arrays of any shape, each repeated to the shape of all of them and laid flat.
+def _broadcast_columns(*values: ArrayLike) -> Integers:
+    """Broadcast scalars and arrays to a common shape and flatten them: [values, steps].
 
-    A tenth of the time of `np.broadcast_arrays`, which counts where a program is thousands of short rounds.
+    Takes a tenth of the time of `np.broadcast_arrays`, which matters for programs of thousands of short rounds.
     """
     arrays = [np.asarray(value, np.int64) for value in values]
     shape = np.broadcast(*arrays).shape

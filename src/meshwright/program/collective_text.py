@@ -1,4 +1,4 @@
-"""The text form of collective programs, for people to read, write and compare.
+"""Text form of collective programs.
 
     collective all-reduce ring
     ranks 2
@@ -11,7 +11,7 @@
     rank 1
     ...
 
-A line below `rank R` is one group of that rank's steps. `#` starts a comment.
+Each line below `rank R` is one group of that rank's steps. `#` starts a comment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, unknown
 from meshwright.program.collective import CollectiveProgram, Kind, Steps
-from meshwright.program.contract import refuse
+from meshwright.program.contract import check_header
 
 _HEADER = ("collective", "ranks", "chunks", "root", "scratch", "reduction")
 _MEMORY = ("data", "output", "scratch")
@@ -37,7 +37,7 @@ _STEPS = {
     "signal": (Kind.SIGNAL, ""),
     "wait": (Kind.WAIT, "for"),
 }
-_EXAMPLES = {
+_STEP_EXAMPLES = {
     "send": "send data[3] to 1",
     "receive": "receive data[3] from 0",
     "reduce": "reduce data[0:4] from 0",
@@ -52,8 +52,8 @@ _SLOTS = re.compile(r"([a-z]+)\[([0-9]{1,9})(?::([0-9]{1,9}))?\]")
 Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count, peer, source
 
 
-def print_collective(program: CollectiveProgram) -> str:
-    """The program as text; `parse_collective` gives an equal program back."""
+def format_collective(program: CollectiveProgram) -> str:
+    """Format a program in its text form; `parse_collective` returns an equal program."""
     lines = [
         f"collective {program.operation} {program.algorithm}",
         f"ranks {program.ranks}",
@@ -66,7 +66,7 @@ def print_collective(program: CollectiveProgram) -> str:
         lines.append(f"reduction {program.reduction}")
     s = program.steps
     columns = (s.kind, s.slot, s.count, s.peer, s.source)
-    words = [program.words(*step) for step in zip(*(column.tolist() for column in columns), strict=True)]
+    words = [program.format_step(*step) for step in zip(*(column.tolist() for column in columns), strict=True)]
     group = s.group.tolist()
     for rank in range(program.ranks):
         lines += ["", f"rank {rank}"]
@@ -81,12 +81,16 @@ def print_collective(program: CollectiveProgram) -> str:
 
 
 def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
-    """The program that a text writes out. where: what messages start with, such as the file's name. Raises `UserError`
-    with the number of the line, what stands there, and what would be right."""
+    """Parse the text form of a program. where: prefix of error messages, such as the file's name.
+
+    Raises `UserError` with the line number, the invalid text, and a valid alternative.
+    """
     return _Parser(where).parse(text)
 
 
 class _Parser:
+    """Parser of the text form; holds the header and the current line number for errors."""
+
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0
         self.header: dict[str, tuple[str, ...]] = {}
@@ -96,6 +100,7 @@ class _Parser:
         self.known: dict[str, tuple[int, int, int, int, int]] = {}  # steps seen before
 
     def parse(self, text: str) -> CollectiveProgram:
+        """Parse a whole text."""
         rows: list[Row] = []
         rank, seen = -1, set[int]()
         for self.line, line in enumerate(text.splitlines(), 1):
@@ -104,124 +109,134 @@ class _Parser:
                 continue
             if line.split(None, 1)[0] == "rank":
                 if not self.memory:
-                    self._end_header()
-                rank = self._rank(line.split()[1:])
+                    self._finish_header()
+                rank = self._parse_rank(line.split()[1:])
                 if rank in seen:
-                    raise self._error(f"rank {rank} has a section already")
+                    raise self._make_error(f"rank {rank} has a section already")
                 seen.add(rank)
             elif rank < 0:
-                self._header(line.split())
+                self._parse_header(line.split())
             else:
                 for step in line.split("|"):
-                    rows.append((rank, self.line, *self._step(step.strip())))
+                    rows.append((rank, self.line, *self._parse_step(step.strip())))
         self.line += 1
         if not self.memory:
-            self._end_header()
+            self._finish_header()
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.array(rows, np.int64).reshape(-1, 7).T
-        steps = Steps.arranged(**dict(zip(names, columns, strict=True)))
+        steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))
         n = self.numbers
         return CollectiveProgram(
             self.operation, self.algorithm, n["ranks"], n["chunks"], steps, n["root"], n["scratch"], self.reduction
         )
 
-    def _header(self, words: Sequence[str]) -> None:
+    def _parse_header(self, words: Sequence[str]) -> None:
+        """Parse one header line."""
         name = words[0]
         if name not in _HEADER:
             if name in _STEPS:
-                raise self._error(f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank')
-            raise self._error(unknown("line", name, (*_HEADER, "rank")))
+                raise self._make_error(
+                    f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank'
+                )
+            raise self._make_error(unknown("line", name, (*_HEADER, "rank")))
         if name in self.header:
-            raise self._error(f'a second line "{name}"')
+            raise self._make_error(f'a second line "{name}"')
         if not self.header and name != "collective":
-            raise self._error(f'a program starts with "collective OPERATION ALGORITHM", not with "{name}"')
+            raise self._make_error(f'a program starts with "collective OPERATION ALGORITHM", not with "{name}"')
         self.header[name] = tuple(words)
         if name == "collective":
             if len(words) < 3:
-                raise self._error(f'write "collective OPERATION ALGORITHM", not "{" ".join(words)}"')
+                raise self._make_error(f'write "collective OPERATION ALGORITHM", not "{" ".join(words)}"')
             self.operation, self.algorithm = words[1], " ".join(words[2:])
             if self.operation not in OPERATIONS:
-                raise self._error(unknown("operation", self.operation, OPERATIONS))
+                raise self._make_error(unknown("operation", self.operation, OPERATIONS))
         elif len(words) != 2:
-            raise self._error(f'write "{name}" and one word, not "{" ".join(words)}"')
+            raise self._make_error(f'write "{name}" and one word, not "{" ".join(words)}"')
         elif name == "reduction":
             self.reduction = words[1]
         else:
-            self.numbers[name] = self._number(words[1])
+            self.numbers[name] = self._parse_number(words[1])
 
-    def _end_header(self) -> None:
+    def _finish_header(self) -> None:
+        """Check that the header is complete and valid, and lay out the slots."""
         for name in ("collective", "ranks", "chunks"):
             if name not in self.header:
-                raise self._error(f'the line "{name} ..." is missing before the first rank')
+                raise self._make_error(f'the line "{name} ..." is missing before the first rank')
         n = self.numbers
         where = f"{self.where}, line {self.line}"
-        refuse(self.operation, n["ranks"], n["chunks"], n["root"], n["scratch"], self.reduction, where)
+        check_header(self.operation, n["ranks"], n["chunks"], n["root"], n["scratch"], self.reduction, where)
         both = self.operation == "all-to-all"
         self.memory["data"] = (0, n["chunks"])
         if both:
             self.memory["output"] = (n["chunks"], n["chunks"])
         self.memory["scratch"] = (n["chunks"] * (1 + both), n["scratch"])
 
-    def _step(self, text: str) -> tuple[int, int, int, int, int]:
-        """kind, slot, count, peer, source."""
+    def _parse_step(self, text: str) -> tuple[int, int, int, int, int]:
+        """Parse one step into kind, slot, count, peer, source; cached, because most steps recur."""
         if text not in self.known:
-            self.known[text] = self._read(text.split())
+            self.known[text] = self._parse_step_words(text.split())
         return self.known[text]
 
-    def _read(self, words: Sequence[str]) -> tuple[int, int, int, int, int]:
+    def _parse_step_words(self, words: Sequence[str]) -> tuple[int, int, int, int, int]:
+        """Parse the words of one step into kind, slot, count, peer, source."""
         if not words:
-            raise self._error('a step is missing beside "|"')
+            raise self._make_error('a step is missing beside "|"')
         if words[0] not in _STEPS:
             if words[0] in _HEADER:
-                raise self._error(f'"{" ".join(words)}" belongs before the first line "rank R"')
-            raise self._error(unknown("step", words[0], _STEPS))
+                raise self._make_error(f'"{" ".join(words)}" belongs before the first line "rank R"')
+            raise self._make_error(unknown("step", words[0], _STEPS))
         kind, link = _STEPS[words[0]]
-        form = _EXAMPLES[words[0]].split()
+        form = _STEP_EXAMPLES[words[0]].split()
         if len(words) != len(form):
-            raise self._error(f'"{" ".join(words)}" is not of the form "{_EXAMPLES[words[0]]}"')
+            raise self._make_error(f'"{" ".join(words)}" is not of the form "{_STEP_EXAMPLES[words[0]]}"')
         if link and words[-2] != link:
-            raise self._error(f'"{words[-2]}" in "{" ".join(words)}" should be "{link}"')
+            raise self._make_error(f'"{words[-2]}" in "{" ".join(words)}" should be "{link}"')
         if kind in (Kind.SIGNAL, Kind.WAIT):
-            return int(kind), 0, 0, self._rank(words[-1:]), -1
-        slot, count = self._slots(words[1])
+            return int(kind), 0, 0, self._parse_rank(words[-1:]), -1
+        slot, count = self._parse_slots(words[1])
         if kind not in (Kind.COPY, Kind.COMBINE):
-            return int(kind), slot, count, self._rank(words[-1:]), -1
-        target, room = self._slots(words[3])
+            return int(kind), slot, count, self._parse_rank(words[-1:]), -1
+        target, room = self._parse_slots(words[3])
         if room != count:
-            raise self._error(f"{words[1]} has {count} slots and {words[3]} has {room}; they have to be as many")
+            raise self._make_error(f"{words[1]} has {count} slots and {words[3]} has {room}; they have to be as many")
         return int(kind), target, count, -1, slot
 
-    def _slots(self, word: str) -> tuple[int, int]:
-        """First slot and number of slots of `data[3]` or `data[0:4]`."""
+    def _parse_slots(self, word: str) -> tuple[int, int]:
+        """Parse `data[3]` or `data[0:4]` into the first slot and the number of slots."""
         found = _SLOTS.fullmatch(word)
         if not found:
-            raise self._error(f'"{word}" should be slots such as data[3] or data[0:4]')
+            raise self._make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
         name, start, end = found[1], int(found[2]), int(found[3] or int(found[2]) + 1)
         if name not in self.memory:
             if name in _MEMORY:
-                raise self._error(f'"{word}": {self.operation} has no {name}; its result takes the place of its data')
-            raise self._error(unknown("memory", name, self.memory))
+                raise self._make_error(
+                    f'"{word}": {self.operation} has no {name}; its result takes the place of its data'
+                )
+            raise self._make_error(unknown("memory", name, self.memory))
         first, room = self.memory[name]
         if start >= end:
-            raise self._error(f'"{word}" has no slots: the end has to be greater than the start')
+            raise self._make_error(f'"{word}" has no slots: the end has to be greater than the start')
         if end > room:
             has = f"{name}[0:{room}]" if room else f"no {name}"
             hint = ' (the line "scratch N" makes room)' if name == "scratch" else ""
-            raise self._error(f'"{word}" is beyond the slots of a rank, which has {has}{hint}')
+            raise self._make_error(f'"{word}" is beyond the slots of a rank, which has {has}{hint}')
         return first + start, end - start
 
-    def _rank(self, words: Sequence[str]) -> int:
+    def _parse_rank(self, words: Sequence[str]) -> int:
+        """Parse a rank and check that it exists."""
         if len(words) != 1:
-            raise self._error(f'write "rank R", not "{" ".join(["rank", *words])}"')
-        rank, ranks = self._number(words[0]), self.numbers["ranks"]
+            raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
+        rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]
         if rank >= ranks:
-            raise self._error(f"there is no rank {rank}; ranks are 0 to {ranks - 1}")
+            raise self._make_error(f"there is no rank {rank}; ranks are 0 to {ranks - 1}")
         return rank
 
-    def _number(self, word: str) -> int:
+    def _parse_number(self, word: str) -> int:
+        """Parse an integer of up to 9 digits."""
         if not _NUMBER.fullmatch(word):
-            raise self._error(f'"{word}" should be a number')
+            raise self._make_error(f'"{word}" should be a number')
         return int(word)
 
-    def _error(self, reason: str) -> UserError:
+    def _make_error(self, reason: str) -> UserError:
+        """Return an error at the current line."""
         return UserError(f"{self.where}, line {self.line}: {reason}")

@@ -1,4 +1,4 @@
-"""The steps of a program as columns of numbers: what both dialects have in common."""
+"""Columns that the steps of collective programs and of pipeline programs share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.program.order import Integers, Mask
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """One entry a step, rank by rank, and on each rank in the order in which it takes them."""
+class StepColumns:
+    """Steps of a program as columns [steps], sorted by rank and, on each rank, in execution order."""
 
     rank: Integers
-    group: Integers  # numbered from 0 on each rank; the steps of a group happen together
+    group: Integers  # numbered from 0 on each rank; the steps of one group run together
     kind: Integers
 
     def __len__(self) -> int:
@@ -36,25 +36,28 @@ class Columns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Number of each step's group among all groups of all ranks."""
+        """Index of each step's group among the groups of all ranks: [steps]."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property
     def group_rank(self) -> Integers:
-        """Rank of each group, groups numbered as in `group_index`."""
+        """Rank of each group, indexed as in `group_index`: [groups]."""
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:
-        """Indices of a rank's steps."""
+        """Return the index range of one rank's steps."""
         return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
 
-    def is_one_of(self, kinds: Iterable[int]) -> Mask:
-        """One truth value a step."""
+    def has_kind(self, kinds: Iterable[int]) -> Mask:
+        """Return a mask [steps]: True for steps whose kind is one of `kinds`."""
         return np.isin(self.kind, list(kinds))
 
 
-def numbered_groups(rank: Integers, group: Integers) -> Integers:
-    """Groups numbered from 0 on each rank, in their order; steps are sorted by rank, and a group's stand together."""
+def renumber_groups(rank: Integers, group: Integers) -> Integers:
+    """Renumber the groups of each rank from 0, in order.
+
+    rank, group: [steps], sorted by rank, with the steps of a group adjacent. Returns the new group numbers [steps].
+    """
     new_rank = np.diff(rank, prepend=-1) != 0
     number = np.cumsum(new_rank | (np.diff(group, prepend=-1) != 0)) - 1
     first = np.flatnonzero(new_rank)

@@ -1,4 +1,4 @@
-"""What every collective operation starts from and has to end with: which chunk a slot holds, with whose parts."""
+"""Pre- and postconditions of every collective operation: the chunk each slot holds, and whose contributions to it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from meshwright.names import OPERATIONS, REDUCTIONS, unknown
 from meshwright.program.collective import CollectiveProgram
 from meshwright.program.order import Integers
 
-ALL = -1  # in place of one rank: the reduction over all ranks
+ALL = -1  # instead of a rank: contributions of all ranks
 
-_LARGEST_MEMORY = 4 << 30  # bytes that a check may take for the sets of ranks
+_MAX_MEMORY = 4 << 30  # bytes of all contribution sets during a check
 
 
-def refuse(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
-    """`UserError` where a program could not be checked whatever its steps are. where: what the message starts with."""
+def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
+    """Raise `UserError` if a program with this header is invalid or too large to check. where: prefix of the
+    message."""
     if operation not in OPERATIONS:
         raise UserError(f"{where}: {unknown('operation', operation, OPERATIONS)}")
     if reduction not in REDUCTIONS:
@@ -34,57 +35,60 @@ def refuse(operation: str, ranks: int, chunks: int, root: int, scratch: int, red
             f"{chunks} chunks; write a multiple of {ranks}"
         )
     slots = chunks * (2 if operation == "all-to-all" else 1) + scratch
-    if ranks * slots * (-(-ranks // 64) * 8 + 4) > _LARGEST_MEMORY:
-        raise UserError(f"{where}: {ranks} ranks of {slots} slots are too many to check in {_LARGEST_MEMORY >> 30} GiB")
+    if ranks * slots * (-(-ranks // 64) * 8 + 4) > _MAX_MEMORY:
+        raise UserError(f"{where}: {ranks} ranks of {slots} slots are too many to check in {_MAX_MEMORY >> 30} GiB")
 
 
 @dataclass
 class Memory:
-    """What the slots of all ranks hold.
+    """Symbolic contents of the slots of all ranks.
 
-    chunk: (ranks, slots), the chunk of the vector; -1 while a slot holds nothing.
-    origins: (ranks, slots, words of 64 ranks), the ranks whose parts have been reduced into it, one bit a rank.
+    chunk: [ranks, slots], chunk of the vector in each slot; -1 for an empty slot.
+    origins: [ranks, slots, ceil(ranks / 64)], the set of ranks whose contributions the slot holds, one bit a rank.
     """
 
     chunk: NDArray[np.int32]
     origins: NDArray[np.uint64]
 
-    def ranks_in(self, rank: int, slot: int) -> list[int]:
-        """The ranks whose parts a slot holds."""
-        return members(self.origins[rank, slot])
+    def list_contributors(self, rank: int, slot: int) -> list[int]:
+        """Return the ranks whose contributions a slot holds."""
+        return list_ranks(self.origins[rank, slot])
 
 
-def members(words: NDArray[np.uint64]) -> list[int]:
-    """The numbers in a set of ranks."""
+def list_ranks(words: NDArray[np.uint64]) -> list[int]:
+    """Return the ranks in a bit set: [ceil(ranks / 64)] words."""
     return [64 * word + bit for word, bits in enumerate(words.tolist()) for bit in range(64) if bits >> bit & 1]
 
 
-def only(rank: Integers, ranks: int) -> NDArray[np.uint64]:
-    """Sets of one rank each: (..., words)."""
+def make_singletons(rank: Integers, ranks: int) -> NDArray[np.uint64]:
+    """Return bit sets with one rank each: [...] ranks to [..., ceil(ranks / 64)] words."""
     sets = np.zeros((*rank.shape, -(-ranks // 64)), np.uint64)
     bit = np.left_shift(np.uint64(1), (rank % 64).astype(np.uint64))
     np.put_along_axis(sets, (rank // 64)[..., None], bit[..., None], axis=-1)
     return sets
 
 
-def everyone(ranks: int) -> NDArray[np.uint64]:
-    """The set of all ranks: (words,)."""
-    return np.asarray(np.bitwise_or.reduce(only(np.arange(ranks), ranks), axis=0))
+def make_full_set(ranks: int) -> NDArray[np.uint64]:
+    """Return the bit set of all ranks: [ceil(ranks / 64)] words."""
+    return np.asarray(np.bitwise_or.reduce(make_singletons(np.arange(ranks), ranks), axis=0))
 
 
-def receiver(program: CollectiveProgram) -> int:
-    """Who gets the vector of a send-receive."""
+def find_receiver(program: CollectiveProgram) -> int:
+    """Return the destination rank of a send-receive."""
     return program.ranks - 1 if program.root != program.ranks - 1 else 0
 
 
-def initial(program: CollectiveProgram) -> Memory:
-    """What the slots hold before the first step. A barrier has one slot: the ranks that a rank has heard from
-    (from signals alone: that a blocking send was taken tells its sender something too, but no buffered one)."""
+def build_initial_memory(program: CollectiveProgram) -> Memory:
+    """Return the slot contents before the first step.
+
+    A barrier has one slot, whose contributions are the ranks that a rank has heard from, through signals alone: a
+    completed synchronous send also tells its sender something, a buffered one does not.
+    """
     ranks, chunks = program.ranks, program.chunks
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)
     match program.operation:
         case "all-gather" | "gather":
-            holds = program.owner(chunk) == rank
+            holds = program.find_owner(chunk) == rank
         case "broadcast" | "scatter" | "send-receive":
             holds = np.broadcast_to(rank == program.root, (ranks, chunks))
         case _:
@@ -94,13 +98,14 @@ def initial(program: CollectiveProgram) -> Memory:
         np.zeros((ranks, program.slots, -(-ranks // 64)), np.uint64),
     )
     memory.chunk[:, :chunks] = np.where(holds, chunk, -1)
-    memory.origins[:, :chunks] = only(np.arange(ranks), ranks)[:, None] * holds[..., None]
+    memory.origins[:, :chunks] = make_singletons(np.arange(ranks), ranks)[:, None] * holds[..., None]
     return memory
 
 
 @dataclass(frozen=True)
-class Required:
-    """The slots that matter in the end, by rank: the chunk that each must hold, and whose part of it (or `ALL`)."""
+class RequiredSlots:
+    """Postcondition as columns [entries]: the chunk a slot must hold, with the contribution of rank `origin` or of
+    `ALL`."""
 
     rank: Integers
     slot: Integers
@@ -108,11 +113,11 @@ class Required:
     origin: Integers
 
 
-def required(program: CollectiveProgram) -> Required:
-    """What the operation promises."""
+def build_required_slots(program: CollectiveProgram) -> RequiredSlots:
+    """Return the slot contents that the operation requires after the last step."""
     ranks, chunks, root = program.ranks, program.chunks, program.root
     rank, chunk = (a.ravel() for a in np.meshgrid(np.arange(ranks), np.arange(chunks), indexing="ij"))
-    slot, owner = chunk, program.owner(chunk)
+    slot, owner = chunk, program.find_owner(chunk)
     match program.operation:
         case "all-reduce" | "barrier":
             kept, origin = np.ones(len(rank), np.bool_), np.full(len(rank), ALL)
@@ -129,12 +134,12 @@ def required(program: CollectiveProgram) -> Required:
         case "scatter":
             kept, origin = owner == rank, np.full(len(rank), root)
         case "send-receive":
-            kept, origin = rank == receiver(program), np.full(len(rank), root)
+            kept, origin = rank == find_receiver(program), np.full(len(rank), root)
         case "all-to-all":
-            # The output is laid out by sender: share s of it is what rank s held for this rank.
+            # The output is ordered by sender: share s holds the data of rank s for this rank.
             share = chunks // ranks
             kept, slot, origin = np.ones(len(rank), np.bool_), program.output + chunk, owner
             chunk = rank * share + chunk % share
         case _:
             raise AssertionError(program.operation)
-    return Required(rank[kept], slot[kept], chunk[kept], origin[kept])
+    return RequiredSlots(rank[kept], slot[kept], chunk[kept], origin[kept])

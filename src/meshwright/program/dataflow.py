@@ -1,8 +1,8 @@
-"""Which step of a pipeline program reads what another one made: the one place that knows the data flow of training.
+"""Data flow of training in a pipeline program: which step reads the values that another step produces.
 
-A forward reads the output of the stage before; a backward or an input gradient reads the gradient of the stage after
-it and what its own forward kept; a weight gradient reads what its input gradient queued. Where steps are parts of
-layers, the parts of a forward run attention, dispatch, MLP, combine, and those of a backward the other way round.
+A forward reads the output of the previous stage; a backward or input gradient reads the gradient from the next stage
+and the saved activations of its own forward; a weight gradient reads what its input gradient queued. Where steps are
+components of layers, a forward runs attention, dispatch, MLP, combine, and a backward the reverse.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 from meshwright.program.order import Integers, Mask
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
-# What a computing step makes: an output, a gradient of its input, a gradient of its weights. A backward makes both
-# gradients; others read only the first of them.
+# Value that a compute step produces: an output, an input gradient, a weight gradient. A full backward produces both
+# gradients; other steps read only the input gradient.
 OUTPUT, GRADIENT, WEIGHTS = 0, 1, 2
 _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
-_PARTS = 5
+_COMPONENTS = 5
 
 
 @dataclass(frozen=True)
-class Needs:
-    """One entry for every value that a step reads: the step that reads it, and the one that made it (-1: none)."""
+class ValueReads:
+    """Reads of values as columns [reads]: the step that reads and the step that produces the value (-1: none)."""
 
     reader: Integers
     maker: Integers
     what: Integers  # OUTPUT or GRADIENT
     stage: Integers  # of the maker
-    between_stages: Mask  # whether the value passes from one stage to the next, and so perhaps between ranks
+    between_stages: Mask  # True if the value is sent between stages, and so perhaps between ranks
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -38,31 +38,32 @@ class Needs:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The values of a program and who reads them. Assumes that stages, replicas and micro-batches are in range."""
+    """Values of a pipeline program, their producers and readers. Stages, replicas and micro-batches must be in
+    range."""
 
     program: PipelineProgram
 
     @cached_property
     def computing(self) -> Integers:
-        """Indices of the computing steps."""
+        """Indices of the compute steps."""
         return np.flatnonzero(self.program.steps.kind <= max(COMPUTING))
 
-    def key(self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers) -> Integers:
-        """The number of a value."""
+    def number_value(self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers) -> Integers:
+        """Return the number of a value: a mixed-radix index over (what, replica, stage, micro-batch)."""
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     @cached_property
-    def made(self) -> Integers:
-        """Number of the value that each computing step makes (or makes a part of)."""
+    def produced(self) -> Integers:
+        """Number of the value that each compute step produces (or a component of it): [compute steps]."""
         s, c = self.program.steps, self.computing
-        return self.key(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
+        return self.number_value(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
 
     @cached_property
-    def _parts(self) -> tuple[Integers, Mask, Mask]:
-        """Computing steps so that the parts of a value stand together, in the order in which they run; whether each
-        is the first and the last of its value."""
-        s, c, made = self.program.steps, self.computing, self.made
+    def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
+        """Compute steps sorted by value and, within a value, in execution order of its components; masks of the first
+        and the last component of each value."""
+        s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
         differs = np.diff(made[order]) != 0
@@ -70,40 +71,41 @@ class Dataflow:
 
     @cached_property
     def first(self) -> Integers:
-        """By value: the first step that makes a part of it; -1 where no step does."""
-        return self._table(1)
+        """First step of each value's components, by value number; -1 if no step produces it."""
+        return self._tabulate_steps(1)
 
     @cached_property
     def last(self) -> Integers:
-        """By value: the step after which it is whole; -1 where no step makes it."""
-        return self._table(2)
+        """Step that completes each value, by value number; -1 if no step produces it."""
+        return self._tabulate_steps(2)
 
-    def _table(self, which: int) -> Integers:
+    def _tabulate_steps(self, which: int) -> Integers:
+        """Return a table value number -> step, of the steps in mask `which` (1 or 2) of `_ordered_components`."""
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
-        order, chosen = self._parts[0], self._parts[which]
+        order, chosen = self._ordered_components[0], self._ordered_components[which]
         steps, s = order[chosen], p.steps
-        table[self.key(_MAKES[s.kind[steps]], s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
+        table[self.number_value(_MAKES[s.kind[steps]], s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
         return table
 
     @cached_property
-    def needs(self) -> Needs:
-        """Every reading of a value, in no particular order."""
+    def reads(self) -> ValueReads:
+        """Every read of a value, in no particular order."""
         p, s = self.program, self.program.steps
-        order, is_first, _ = self._parts
+        order, is_first, _ = self._ordered_components
         kind = s.kind[order]
         is_weights = kind == Kind.WEIGHT_GRADIENT
 
-        # Parts of one value, one after the other; the weight gradients of its parts do not read each other.
+        # Each component of a value reads the one before; weight gradients of components are independent.
         later = np.flatnonzero(~is_first & ~is_weights)
         own = _MAKES[s.kind[order[later]]]
         found = [(order[later], order[later - 1], own, s.stage[order[later]], np.zeros(len(later), np.bool_))]
 
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
             stage = s.stage[reader] + ahead
-            maker = self.last[self.key(what, s.replica[reader], stage, s.micro_batch[reader])]
+            maker = self.last[self.number_value(what, s.replica[reader], stage, s.micro_batch[reader])]
             if what == GRADIENT and not ahead and s.component.any():
-                maker = self._same_part(reader, maker)
+                maker = self._find_same_component(reader, maker)
             found.append((reader, maker, np.full(len(reader), what), stage, np.full(len(reader), ahead != 0)))
 
         forward = order[is_first & (kind == Kind.FORWARD)]
@@ -112,15 +114,18 @@ class Dataflow:
         reads(backward, OUTPUT)
         reads(backward[s.stage[backward] < p.stages - 1], GRADIENT, +1)
         reads(order[is_weights], GRADIENT)
-        return Needs(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+        return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
-    def _same_part(self, weights: Integers, whole: Integers) -> Integers:
-        """The input gradient of the same part of a layer, or the whole one where that is not cut."""
+    def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
+        """Return the input gradient of the same component as each weight gradient; `whole` where it is not split."""
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
-        have = self.key(GRADIENT, s.replica[gradients], s.stage[gradients], s.micro_batch[gradients]) * _PARTS
+        have = (
+            self.number_value(GRADIENT, s.replica[gradients], s.stage[gradients], s.micro_batch[gradients])
+            * _COMPONENTS
+        )
         have = have + s.component[gradients]
-        want = self.key(GRADIENT, s.replica[weights], s.stage[weights], s.micro_batch[weights]) * _PARTS
+        want = self.number_value(GRADIENT, s.replica[weights], s.stage[weights], s.micro_batch[weights]) * _COMPONENTS
         want = want + s.component[weights]
         by_number = np.argsort(have, kind="stable")
         at = np.searchsorted(have[by_number], want)

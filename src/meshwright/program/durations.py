@@ -1,4 +1,4 @@
-"""How long the steps of a pipeline program last."""
+"""Durations of the steps of a pipeline program."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Durations:
-    """How long steps last, in any unit of time, on one micro-batch.
+    """Durations of the steps on one micro-batch, in any unit of time.
 
-    Each is one number for all stages, one a stage, or one a replica and stage [replicas, stages].
-    forward, input_gradient, weight_gradient: a full backward lasts the sum of the last two.
-    transfer: from a stage to the next one and back; one number, or one a boundary (stages - 1). Between two stages of
-        one rank it takes no time.
-    update: of one stage's weights. overlapped: a forward and a backward in one group (None: the sum of both); where
-        they are of two stages, the mean of the stages' values.
-    parts: the shares of attention, dispatch, MLP and combine in a step whose layers are cut: four numbers, of which a
-        weight gradient has those of attention and MLP, in their proportion; or four for each of forward, backward,
-        input gradient and weight gradient [4, 4]. In a group, attention and MLP run one after the other while dispatch
-        and combine are under way beside them.
+    Each is one number for all stages, one a stage [stages], or one a replica and stage [replicas, stages].
+    forward, input_gradient, weight_gradient: a full backward takes the sum of the last two.
+    transfer: between adjacent stages, in either direction; one number, or one a stage boundary [stages - 1]. Zero
+        between stages of one rank.
+    update: of one stage's weights.
+    overlapped: of a forward and a backward in one group (None: their sum); for two different stages, the mean of both
+        values.
+    parts: share of attention, dispatch, MLP and combine in a step that is split into components: [4], of which a weight
+        gradient uses attention and MLP in proportion; or [4, 4] for forward, backward, input gradient and weight
+        gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
     forward: ArrayLike
@@ -50,11 +50,11 @@ class Durations:
         update: ArrayLike = 0.0,
         overlapped: ArrayLike | None = None,
     ) -> Durations:
-        """Durations of a rank's whole share of the model, of which a chunk takes 1/chunks.
+        """Build durations from those of a rank's whole share of the model, of which each of its chunks takes 1/chunks.
 
-        shape: the program, or (ranks, chunks) of one whose stages follow the ranks in turn. Each duration is one
-        number, one a rank, or one a stage, which is taken as it is; where a rank holds one stage of a replica, the
-        list goes by stage. transfer: as in `Durations`. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks) for cyclic placement. Each duration is one number, one a rank, or one a
+            stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer: as in
+            `Durations`. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -84,8 +84,9 @@ class Durations:
             None if overlapped is None else by_stage("overlapped", overlapped),
         )
 
-    def table(self, name: str, program: PipelineProgram) -> Floats:
-        """One duration by [replica, stage]; of `transfer`, by boundary [replica, stages - 1]."""
+    def tabulate(self, name: str, program: PipelineProgram) -> Floats:
+        """Return one kind of duration as a table [replicas, stages]; for `transfer`, [replicas, stages - 1] by
+        boundary."""
         array = np.asarray(getattr(self, name), np.float64)
         columns = program.stages - (name == "transfer")
         if (array.ndim and array.shape[-1] != columns) or array.ndim > 2:
@@ -95,8 +96,8 @@ class Durations:
             raise UserError(f"{name.replace('_', ' ')}: a duration is a finite number that is not negative")
         return np.broadcast_to(array, (program.replicas, columns))
 
-    def shares(self) -> Floats:
-        """Share of a whole step that a part of it takes, by [kind, component]; 1 for the whole."""
+    def component_shares(self) -> Floats:
+        """Return the share of each component in a step's duration: [kinds, components]; 1 for whole steps."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; right is 4, or 4 for each of the 4 kinds of steps")
@@ -109,5 +110,5 @@ class Durations:
 
 
 StageDurations: TypeAlias = Callable[[int], Durations | None]
-"""How long the steps of a model last that is cut into so many stages, one duration a stage; None: it cannot be cut so.
-Durations of all numbers of stages are in one unit."""
+"""Function from a number of stages to the durations of a model split into them, one a stage; None if that is
+impossible. Durations for all numbers of stages are in the same unit."""

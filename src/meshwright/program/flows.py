@@ -1,7 +1,7 @@
-"""How messages that are under way together share links: max-min fairness.
+"""Max-min fair sharing of link bandwidth among concurrent messages.
 
-Nobody's rate can be raised without lowering that of somebody who has no more. It is what fair queueing in every link
-gives, and near what long flows under congestion control settle at (Bertsekas and Gallager, *Data Networks*, 6.5.2).
+No rate can increase without decreasing a rate that is not higher. Fair queueing on every link gives these rates, and
+long flows under congestion control approach them (Bertsekas and Gallager, *Data Networks*, section 6.5.2).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import numpy as np
 from meshwright.program.network import Floats, Routes
 from meshwright.program.order import Integers
 
-_SAME = 1 + 1e-12  # shares that differ by less are the same number, rounded differently
-_REMEMBERED = 4_000_000  # numbers kept by a FairSharing: 32 MB
+_EQUAL = 1 + 1e-12  # shares within this factor differ by rounding only
+_MAX_CACHED = 4_000_000  # numbers cached by a FairSharing: 32 MB
 
 
-def fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
-    """Rate of each flow in bytes a second, by filling the links.
+def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
+    """Compute the max-min fair rate of each flow in bytes a second: [flows], by progressive filling.
 
-    flow, link: one entry for each link on each flow's route, ordered by flow; every flow has one at least. bandwidth:
-    of all links, bytes a second.
+    flow, link: [hops], flow and link of each hop of all routes, ordered by flow; every flow has at least one.
+        bandwidth: [all links], bytes a second.
 
-    A link's share is what it has left, divided by the flows on it whose rate is still open. Shares only grow while
-    flows get rates no higher than them, so a link that has the lowest share on the way of all of its open flows fills
-    up at just that share: all such links at once.
+    A link's share is its remaining bandwidth divided by its flows without a rate. Shares only grow while flows get
+    rates no higher than them, so a link whose share is the lowest on the routes of all its open flows saturates at that
+    share; all such links are settled in one iteration.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]
@@ -35,7 +35,7 @@ def fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) ->
         lowest_of_entry = np.repeat(lowest, np.diff(np.append(first, len(flow))))
         least_wish = np.full(len(links), np.inf)
         np.minimum.at(least_wish, link, lowest_of_entry)
-        fills = share <= least_wish * _SAME
+        fills = share <= least_wish * _EQUAL
         settled = np.zeros(flows, np.bool_)
         settled[flow[fills[link]]] = True
         rate[flow[first]] = np.where(settled[flow[first]], lowest, 0.0)
@@ -46,23 +46,24 @@ def fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) ->
 
 
 class FairSharing:
-    """Rates for sets of routes on one network; a set that comes again, as in each round of a ring, is looked up."""
+    """Fair rates for sets of concurrent routes on one network, with a cache of sets that recur (each round of a
+    ring)."""
 
     def __init__(self, routes: Routes, bandwidth: Floats) -> None:
         self.routes, self.bandwidth = routes, bandwidth
         self._known: dict[bytes, Floats] = {}
         self._numbers = 0
 
-    def rates(self, route: Integers) -> Floats:
-        """Rate of each flow that is under way, given its route's number."""
+    def compute_rates(self, route: Integers) -> Floats:
+        """Return the rate of each concurrent flow in bytes a second, given the route number of each: [flows]."""
         order = np.argsort(route, kind="stable")
         together = route[order]
         key = together.tobytes()
         sorted_rates = self._known.get(key)
         if sorted_rates is None:
-            flow, link = self.routes.entries(together)
-            sorted_rates = fair_rates(flow, link, len(together), self.bandwidth)
-            if self._numbers + 2 * len(together) <= _REMEMBERED:
+            flow, link = self.routes.select_links(together)
+            sorted_rates = compute_fair_rates(flow, link, len(together), self.bandwidth)
+            if self._numbers + 2 * len(together) <= _MAX_CACHED:
                 self._known[key] = sorted_rates
                 self._numbers += 2 * len(together)
         rates = np.empty(len(route))

@@ -1,4 +1,4 @@
-"""The JSON form of programs of both dialects: a header and one list a column, one entry a step.
+"""JSON form of programs of both dialects: a header, and one list a column with one entry a step.
 
 {"dialect": "collective", "format": 1, "operation": "all-reduce", "algorithm": "ring", "ranks": 2, ...,
  "steps": {"rank": [0, 0, ...], "group": [0, 0, ...], "kind": ["send", "reduce", ...], ...}}
@@ -18,7 +18,7 @@ from meshwright.limits import shorten
 from meshwright.names import unknown
 from meshwright.program import collective, pipeline
 from meshwright.program.collective import CollectiveProgram
-from meshwright.program.contract import refuse
+from meshwright.program.contract import check_header
 from meshwright.program.order import Integers
 from meshwright.program.pipeline import PipelineProgram
 
@@ -37,13 +37,13 @@ _WORDS: dict[tuple[str, str], type[IntEnum]] = {
     ("pipeline", "kind"): pipeline.Kind,
     ("pipeline", "component"): pipeline.Component,
 }
-_LARGEST = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 
 T = TypeVar("T")
 
 
-def to_json(program: Program) -> dict[str, object]:
-    """The program as one JSON object; `from_json` gives an equal program back."""
+def to_json_dict(program: Program) -> dict[str, object]:
+    """Return the program as a JSON object; `from_json_dict` returns an equal program."""
     dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
     header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
     if "placement" in header:
@@ -52,15 +52,15 @@ def to_json(program: Program) -> dict[str, object]:
     for name in _COLUMNS[dialect]:
         column = getattr(program.steps, name).tolist()
         if words := _WORDS.get((dialect, name)):
-            said = _said(words)
-            column = [said[number] for number in column]
+            words_by_number = _list_words(words)
+            column = [words_by_number[number] for number in column]
         steps[name] = column
     return {"dialect": dialect, "format": _FORMAT, **header, "steps": steps}
 
 
-def print_json(program: Program) -> str:
-    """The JSON form as text with a line for every column."""
-    value = to_json(program)
+def format_json(program: Program) -> str:
+    """Format the JSON form with one line a column."""
+    value = to_json_dict(program)
     steps = value.pop("steps")
     assert isinstance(steps, dict)
     lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
@@ -68,33 +68,36 @@ def print_json(program: Program) -> str:
     return "{\n" + ",\n".join(lines) + ',\n  "steps": {\n' + ",\n".join(columns) + "\n  }\n}\n"
 
 
-def from_json(value: object, where: str = "program") -> Program:
-    """The program of a JSON object. where: what messages start with. Raises `UserError` that names the key."""
-    table = _table(value, where)
+def from_json_dict(value: object, where: str = "program") -> Program:
+    """Build a program from a JSON object. where: prefix of error messages. Raises `UserError` that names the key."""
+    table = _require_object(value, where)
     dialect = table.get("dialect")
     if not isinstance(dialect, str) or dialect not in _COLUMNS:
-        raise UserError(f'{where}: "dialect" should be "collective" or "pipeline", not {_shown(dialect)}')
+        raise UserError(f'{where}: "dialect" should be "collective" or "pipeline", not {_format_value(dialect)}')
     header = dict(_COLLECTIVE if dialect == "collective" else _PIPELINE)
-    _only(table, ("dialect", "format", *header, "steps"), where)
+    _refuse_unknown_keys(table, ("dialect", "format", *header, "steps"), where)
     if table.get("format") != _FORMAT or isinstance(table.get("format"), bool):
-        raise UserError(f'{where}: "format" should be {_FORMAT}, not {_shown(table.get("format"))}')
+        raise UserError(f'{where}: "format" should be {_FORMAT}, not {_format_value(table.get("format"))}')
     for name, usual in header.items():
         if name in table:
-            header[name] = _typed(table[name], usual, f'{where}: "{name}"')
+            header[name] = _require_type(table[name], usual, f'{where}: "{name}"')
         elif name not in _OPTIONAL:
             raise UserError(f'{where}: "{name}" is missing')
-    columns = _columns(table.get("steps"), dialect, f'{where}: "steps"')
+    columns = _parse_columns(table.get("steps"), dialect, f'{where}: "steps"')
     if dialect == "collective":
-        return _collective(header, columns, where)
-    return _pipeline(header, columns, where)
+        return _build_collective(header, columns, where)
+    return _build_pipeline(header, columns, where)
 
 
-def _collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
+def _build_collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
+    """Check the header and build a collective program."""
     fields: dict[str, str | int] = {k: v for k, v in header.items() if isinstance(v, str | int)}
     ranks, algorithm = int(fields["ranks"]), str(fields["algorithm"])
     if algorithm != " ".join(algorithm.split()) or "#" in algorithm or not algorithm:
-        raise UserError(f'{where}: "algorithm" should be a name on one line without "#", not {_shown(algorithm)}')
-    refuse(
+        raise UserError(
+            f'{where}: "algorithm" should be a name on one line without "#", not {_format_value(algorithm)}'
+        )
+    check_header(
         str(fields["operation"]),
         ranks,
         int(fields["chunks"]),
@@ -103,47 +106,49 @@ def _collective(header: Mapping[str, object], columns: dict[str, Integers], wher
         str(fields["reduction"]),
         where,
     )
-    _within(columns, "rank", ranks, where)
-    _in_order(columns, where)
+    _check_range(columns, "rank", ranks, where)
+    _check_group_order(columns, where)
     return CollectiveProgram(
         str(fields["operation"]),
         algorithm,
         ranks,
         int(fields["chunks"]),
-        collective.Steps.arranged(**columns),
+        collective.Steps.from_unsorted(**columns),
         int(fields["root"]),
         int(fields["scratch"]),
         str(fields["reduction"]),
     )
 
 
-def _pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
+def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
+    """Check the header and build a pipeline program."""
     name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
     assert isinstance(name, str) and isinstance(ranks, int) and isinstance(micro_batches, int)
     for key, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if number < 1:
             raise UserError(f'{where}: "{key}" is {number}; it has to be at least 1')
-    placement = _placement(header["placement"], ranks, f'{where}: "placement"')
+    placement = _parse_placement(header["placement"], ranks, f'{where}: "placement"')
     for column, size in (
         ("rank", ranks),
         ("stage", len(placement[0])),
         ("replica", len(placement)),
         ("micro_batch", micro_batches),
     ):
-        _within(columns, column, size, where)
-    _in_order(columns, where)
+        _check_range(columns, column, size, where)
+    _check_group_order(columns, where)
     rows = np.stack([columns[column] for column in _COLUMNS["pipeline"]], axis=1)
-    return pipeline.program_of(name, ranks, micro_batches, placement, rows)
+    return pipeline.build_program(name, ranks, micro_batches, placement, rows)
 
 
-def _placement(value: object, ranks: int, where: str) -> pipeline.Placement:
+def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placement:
+    """Parse the placement: one list of ranks a replica, one entry a stage."""
     form = "should be one list of ranks for each replica, one entry a stage"
     if not isinstance(value, list) or not value or not all(isinstance(stages, list) and stages for stages in value):
-        raise UserError(f"{where} {form}, not {_shown(value)}")
+        raise UserError(f"{where} {form}, not {_format_value(value)}")
     for stages in value:
         for rank in stages:
             if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
-                raise UserError(f"{where}: {_shown(rank)} is no rank; ranks are 0 to {ranks - 1}")
+                raise UserError(f"{where}: {_format_value(rank)} is no rank; ranks are 0 to {ranks - 1}")
         if len(stages) != len(value[0]):
             raise UserError(
                 f"{where}: the replicas have {len(value[0])} and {len(stages)} stages; equal numbers needed"
@@ -151,34 +156,39 @@ def _placement(value: object, ranks: int, where: str) -> pipeline.Placement:
     return tuple(tuple(stages) for stages in value)
 
 
-def _columns(value: object, dialect: str, where: str) -> dict[str, Integers]:
-    table = _table(value, where)
+def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integers]:
+    """Parse the columns of the steps into arrays [steps]; words of enumerations become numbers."""
+    table = _require_object(value, where)
     names = _COLUMNS[dialect]
-    _only(table, names, where)
+    _refuse_unknown_keys(table, names, where)
     columns: dict[str, Integers] = {}
     for name in names:
         column, at = table.get(name), f'{where}: "{name}"'
         if not isinstance(column, list):
-            raise UserError(f"{at} should be a list with one entry a step, not {_shown(column)}")
+            raise UserError(f"{at} should be a list with one entry a step, not {_format_value(column)}")
         if words := _WORDS.get((dialect, name)):
-            numbers = {word: number for number, word in _said(words).items()}
-            for entry in _strangers(column, numbers):
+            numbers = {word: number for number, word in _list_words(words).items()}
+            for entry in _find_unknown_words(column, numbers):
                 raise UserError(f"{at}, entry {column.index(entry)}: {unknown(name, str(entry), numbers)}")
             column = [numbers[word] for word in column]
-        wrong = next((i for i, n in enumerate(column) if type(n) is not int or not -_LARGEST <= n <= _LARGEST), None)
+        wrong = next(
+            (i for i, n in enumerate(column) if type(n) is not int or not -_MAX_INTEGER <= n <= _MAX_INTEGER), None
+        )
         if wrong is not None:
-            raise UserError(f"{at}, entry {wrong} should be a whole number, not {_shown(column[wrong])}")
+            raise UserError(f"{at}, entry {wrong} should be a whole number, not {_format_value(column[wrong])}")
         columns[name] = np.array(column, np.int64)
         if len(column) != len(columns[names[0]]):
             raise UserError(f'{at} has {len(column)} entries and "{names[0]}" has {len(columns[names[0]])}')
     return columns
 
 
-def _strangers(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
+def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
+    """Return the first entry that is not a key of `known`, as a list of at most one."""
     return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 
-def _within(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
+def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
+    """Check that a column is within 0 .. size."""
     bad = (columns[name] < 0) | (columns[name] >= size)
     if bad.any():
         entry = int(np.argmax(bad))
@@ -187,8 +197,8 @@ def _within(columns: Mapping[str, Integers], name: str, size: int, where: str) -
         )
 
 
-def _in_order(columns: Mapping[str, Integers], where: str) -> None:
-    """The steps of a rank stand in the order in which it takes them."""
+def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
+    """Check that the groups of each rank are in execution order."""
     by_rank = np.argsort(columns["rank"], kind="stable")
     rank, group = columns["rank"][by_rank], columns["group"][by_rank]
     back = (np.diff(group, prepend=0) < 0) & (np.diff(rank, prepend=-1) == 0)
@@ -199,30 +209,34 @@ def _in_order(columns: Mapping[str, Integers], where: str) -> None:
         )
 
 
-def _table(value: object, where: str) -> dict[str, object]:
+def _require_object(value: object, where: str) -> dict[str, object]:
+    """Return the value if it is a JSON object, else raise `UserError`."""
     if not isinstance(value, dict):
-        raise UserError(f"{where} should be a JSON object, not {_shown(value)}")
+        raise UserError(f"{where} should be a JSON object, not {_format_value(value)}")
     return value
 
 
-def _only(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
+def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
+    """Raise `UserError` for the first key that is not known, with the nearest known one."""
     known = list(known)
     for name in table:
         if name not in known:
             raise UserError(f"{where}: {unknown('key', name, known)}")
 
 
-def _typed(value: object, like: T, where: str) -> T:
+def _require_type(value: object, like: T, where: str) -> T:
+    """Return the value if it has the type of `like`, else raise `UserError`."""
     kind, words = {int: (int, "a whole number"), str: (str, "a text")}.get(type(like), (list, "a list"))
-    if type(value) is not kind or (isinstance(value, int) and abs(value) > _LARGEST):
-        raise UserError(f"{where} should be {words}, not {_shown(value)}")
+    if type(value) is not kind or (isinstance(value, int) and abs(value) > _MAX_INTEGER):
+        raise UserError(f"{where} should be {words}, not {_format_value(value)}")
     return value  # type: ignore[return-value]
 
 
-def _said(words: type[IntEnum]) -> dict[int, str]:
-    """`weight-gradient` for `Kind.WEIGHT_GRADIENT`."""
+def _list_words(words: type[IntEnum]) -> dict[int, str]:
+    """Map the members of an enumeration to the words of the JSON form: `weight-gradient` for `Kind.WEIGHT_GRADIENT`."""
     return {int(word): word.name.lower().replace("_", "-") for word in words}
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
+    """Format a value for an error message, shortened."""
     return shorten(json.dumps(value, default=str))

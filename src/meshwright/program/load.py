@@ -1,4 +1,4 @@
-"""Programs from files, and as files have them: the text form or the JSON form, told apart by the first character."""
+"""Programs in files, in text form or JSON form; the first character tells which."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal, overload
 
 from meshwright.errors import UserError
 from meshwright.program.collective import CollectiveProgram
-from meshwright.program.collective_text import parse_collective, print_collective
-from meshwright.program.json_form import from_json, print_json
+from meshwright.program.collective_text import format_collective, parse_collective
+from meshwright.program.json_form import format_json, from_json_dict
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.pipeline_text import parse_pipeline, print_pipeline
+from meshwright.program.pipeline_text import format_pipeline, parse_pipeline
 from meshwright.untrusted import parse_json, read_file
 
 
@@ -22,12 +22,12 @@ def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProg
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
-    """The program of a file; a leading `@`, as people write it on the command line, is left out.
+    """Read a program of the given dialect from a file; a leading `@` of `path`, as on the command line, is ignored.
 
-    Raises `UserError` with the file's name, and where there is one the line.
+    Raises `UserError` with the file's name and, where known, the line.
     """
     name = str(path).removeprefix("@")
-    text = read_text(name)
+    text = read_program_text(name)
     if not text.lstrip().startswith("{"):
         return parse_collective(text, name) if dialect == "collective" else parse_pipeline(text, name)
     try:
@@ -36,22 +36,22 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
         raise UserError(f"{name}, line {error.lineno}: not JSON: {error.msg}") from None
     except ValueError as error:
         raise UserError(f"{name}: not JSON that a program has: {error}") from None
-    program = from_json(value, name)
+    program = from_json_dict(value, name)
     if isinstance(program, CollectiveProgram) != (dialect == "collective"):
         other = "pipeline" if dialect == "collective" else "collective"
         raise UserError(f"{name}: a {other} program where a {dialect} program is wanted")
     return program
 
 
-def print_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
-    """What a file of that name should hold for `load_program`: JSON where it ends in `.json`, else text."""
+def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
+    """Format a program as the content of a file of that name: JSON for the suffix `.json`, else the text form."""
     if Path(path).suffix.lower() == ".json":
-        return print_json(program)
-    return print_collective(program) if isinstance(program, CollectiveProgram) else print_pipeline(program)
+        return format_json(program)
+    return format_collective(program) if isinstance(program, CollectiveProgram) else format_pipeline(program)
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a program file; `UserError` for what is no file, cannot be read, or is no text."""
+def read_program_text(path: str | Path) -> str:
+    """Read a program file as text. Raises `UserError` if it is missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

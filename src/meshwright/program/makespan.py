@@ -1,8 +1,8 @@
-"""How long a pipeline program takes under many durations at once, where nothing but that is asked.
+"""Makespans of one pipeline program under many sets of durations at once, without the other simulation results.
 
-Which groups can run after which does not depend on how long they last. So the groups of a program are sorted once into
-waves, each of which needs only what earlier waves made, and a wave is worked out at once for all its ranks and for all
-durations. Every time is the sum of the same numbers in the same order as in `simulate_pipeline`, bit for bit.
+The order in which groups can run does not depend on their durations. The groups are sorted once into waves, each of
+which reads only what earlier waves produce; a wave is then computed at once for all its ranks and all durations. Every
+time is the sum of the same numbers in the same order as in `simulate_pipeline`, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from meshwright.errors import UserError
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.order import Integers
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.program.progress import Waits
-from meshwright.program.simulate_pipeline import group_durations, prepared, simulate_pipeline
+from meshwright.program.progress import RemoteReads
+from meshwright.program.simulate_pipeline import analyze_program, compute_group_durations, simulate_pipeline
 
-FEW = 8
-"""Ranks times durations up to which it is quicker to let rank after rank run than to go wave by wave."""
+SERIAL_LIMIT = 8
+"""Product of ranks and sets of durations up to which `simulate_pipeline` is faster than computing in waves."""
 
 
-class Makespans:
-    """The makespans that somebody has asked for, so that nobody asks the simulator twice."""
+class MakespanCache:
+    """Cache of makespans by program and durations, to simulate each pair once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[PipelineProgram, bytes], float] = {}
 
-    def of(self, program: PipelineProgram, durations: Durations) -> float:
-        """Of one."""
-        self.ask(program, [durations])
-        return self._known[program, _key(durations)]
+    def get(self, program: PipelineProgram, durations: Durations) -> float:
+        """Return the makespan of a program, in the unit of the durations."""
+        self.compute(program, [durations])
+        return self._known[program, _make_key(durations)]
 
-    def ask(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Of several, of which `of` then knows."""
-        unknown = {key: each for each in durations if (program, key := _key(each)) not in self._known}
+    def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
+        """Compute the makespans under several durations together, faster than one by one; `get` then finds them."""
+        unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
-            found = makespans(program, list(unknown.values()))
+            found = compute_makespans(program, list(unknown.values()))
             self._known |= {(program, key): float(each) for key, each in zip(unknown, found, strict=True)}
 
 
-def _key(durations: Durations) -> bytes:
+def _make_key(durations: Durations) -> bytes:
+    """Return a hashable key: shapes and bytes of all durations."""
     columns = (
         durations.forward, durations.input_gradient, durations.weight_gradient, durations.transfer, durations.update,
         durations.overlapped, durations.parts,
@@ -52,19 +53,19 @@ def _key(durations: Durations) -> bytes:
     return b"".join(bytes(f"{each.shape}", "ascii") + each.tobytes() for each in arrays)
 
 
-def makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Floats:
-    """`simulate_pipeline(program, each).makespan` of each of the durations. Raises what that raises."""
-    if program.has_transfers or program.ranks * len(durations) <= FEW:
+def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Floats:
+    """Return `simulate_pipeline(program, each).makespan` for each set of durations; raises the same errors."""
+    if program.has_transfers or program.ranks * len(durations) <= SERIAL_LIMIT:
         return np.array([simulate_pipeline(program, each).makespan for each in durations])
-    _, wait = prepared(program)
-    waves, s = _waves(program), program.steps
+    _, wait = analyze_program(program)
+    waves, s = _sort_into_waves(program), program.steps
     groups = len(s.group_rank)
-    lasts = np.stack([group_durations(program, each) for each in durations], axis=1)[waves.order]
+    lasts = np.stack([compute_group_durations(program, each) for each in durations], axis=1)[waves.order]
     delays = np.zeros((len(wait.reader) + 1, len(durations)))
     for column, each in enumerate(durations):
-        delays[:-1, column] = each.table("transfer", program)[s.replica[wait.maker], wait.boundary]
+        delays[:-1, column] = each.tabulate("transfer", program)[s.replica[wait.maker], wait.boundary]
     later = [(place, delays[crossing]) for place, crossing in zip(waves.needs, waves.crossings, strict=True)]
-    end = np.zeros((groups + 1, len(durations)))  # the last one: of what there is from the beginning
+    end = np.zeros((groups + 1, len(durations)))  # the last row is time 0, for groups without a predecessor
     begun = 0
     for bound in waves.bounds:
         now = end.take(waves.before[begun:bound], axis=0)
@@ -80,10 +81,12 @@ def makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Float
     return found
 
 
-class _Waves(NamedTuple):
-    """Groups in the order of their waves. In terms of that order, `len(order)` for what is there from the beginning:
-    bounds: where each wave ends; before: the group before each on its rank; needs: the groups on other ranks that each
-    waits for, one array for the first, one for the second ..., and `crossings`, by which value of `Waits` (-1: none).
+class _WaveOrder(NamedTuple):
+    """Groups sorted by wave; fields other than `order` use positions in that order, with `len(order)` for "none".
+
+    bounds: end of each wave. before: predecessor of each group on its rank. needs: groups on other ranks that each
+        group waits for; one array for the first, one for the second ... crossings: the corresponding entries of
+        `RemoteReads` (-1: none).
     """
 
     order: Integers
@@ -94,13 +97,14 @@ class _Waves(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _waves(program: PipelineProgram) -> _Waves:
-    _, wait = prepared(program)
+def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
+    """Sort the groups of a program into waves; raises ProgramError for a deadlock."""
+    _, wait = analyze_program(program)
     s = program.steps
     groups, ranks = len(s.group_rank), program.ranks
-    needs, crossings = _needs(program, wait)
+    needs, crossings = _list_remote_predecessors(program, wait)
 
-    # Groups with a place after the last one of each rank, which no rank gets beyond.
+    # Positions of groups, with one sentinel after each rank's last group that never runs.
     place = np.arange(groups) + s.group_rank
     never, always = groups + ranks, groups + ranks + 1
     awaits = [np.full(groups + ranks, never) for _ in needs] or [np.full(groups + ranks, never)]
@@ -122,23 +126,25 @@ def _waves(program: PipelineProgram) -> _Waves:
         at += able
     order = np.concatenate(found) if found else np.zeros(0, np.int64)
     if len(order) < groups:
-        simulate_pipeline(program, Durations(1.0, 1.0, 1.0))  # says who waits for whom
-        raise AssertionError("some groups cannot run, and yet the program ends")
+        simulate_pipeline(program, Durations(1.0, 1.0, 1.0))  # raises the error that names the cycle
+        raise AssertionError("some groups cannot run, but the simulation ends")
     back = np.full(groups + ranks, groups)
     back[order] = np.arange(groups)
-    number = np.append(back[place], groups)  # by group: its place in the order
+    number = np.append(back[place], groups)  # by group: its position in the order
     order = np.searchsorted(place, order)
     first = np.diff(s.group_rank, prepend=-1) != 0
     before = number[np.where(first, groups, np.arange(groups) - 1)][order]
-    return _Waves(
+    return _WaveOrder(
         order, np.cumsum([len(each) for each in found]).tolist(), before,
         [number[each][order] for each in needs], [each[order] for each in crossings],
     )  # fmt: skip
 
 
-def _needs(program: PipelineProgram, wait: Waits) -> tuple[list[Integers], list[Integers]]:
-    """By group, the groups on other ranks that it waits for and the values of `Waits` by which it does, -1 for none:
-    an array for the first of each, one for the second ..."""
+def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
+    """List the groups on other ranks that each group waits for, and the entries of `RemoteReads` that cause the wait.
+
+    Both: one array [groups] for the first of each group, one for the second ..., -1 for none.
+    """
     s = program.steps
     groups = len(s.group_rank)
     readers, makers = s.group_index[wait.reader], s.group_index[wait.leaves]

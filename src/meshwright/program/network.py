@@ -1,4 +1,4 @@
-"""A network as data: vertices (ranks and switches), links of one direction each, and the route from rank to rank."""
+"""Network model: vertices (ranks and switches), directed links, and the route between each pair of ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.program.order import Integers, ranges
+from meshwright.program.order import Integers, concatenate_ranges
 
 Floats: TypeAlias = NDArray[np.float64]
 
 
-def totals(index: Integers, values: ArrayLike, length: int) -> Floats:
-    """Sum of the values that belong to each index 0 to length - 1."""
+def sum_by_index(index: Integers, values: ArrayLike, length: int) -> Floats:
+    """Sum values by index: [length], for indices 0 to length - 1."""
     return np.bincount(index, np.asarray(values), minlength=length).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes one behind the other: those links that route i takes are `link[first[i] : first[i + 1]]`."""
+    """Routes in compressed rows: route i takes the links `link[first[i] : first[i + 1]]`, in order."""
 
     first: Integers
     link: Integers
@@ -32,7 +32,7 @@ class Routes:
 
     @classmethod
     def from_hops(cls, hops: ArrayLike) -> Routes:
-        """From a matrix with one row a route and one column a hop; -1 stands for no hop."""
+        """Build routes from a matrix [routes, hops] of links; -1 is no hop."""
         hops = np.asarray(hops, np.int64)
         taken = hops >= 0
         return cls(np.concatenate([[0], np.cumsum(taken.sum(axis=1))]), hops[taken])
@@ -42,28 +42,29 @@ class Routes:
         """The route that each entry of `link` belongs to."""
         return np.repeat(np.arange(len(self)), np.diff(self.first))
 
-    def sum(self, of_link: Floats) -> Floats:
-        """Sum of a quantity of links over each route."""
-        return totals(self.route, of_link[self.link], len(self))
+    def sum_over_links(self, of_link: Floats) -> Floats:
+        """Return the sum of a per-link quantity over the links of each route: [routes]."""
+        return sum_by_index(self.route, of_link[self.link], len(self))
 
-    def entries(self, routes: Integers) -> tuple[Integers, Integers]:
-        """The links of some routes, and beside each the position in `routes` that it belongs to."""
+    def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
+        """Return, for a selection of routes, (position in `routes`, link), one entry for each hop."""
         start, end = self.first[routes], self.first[routes + 1]
-        return np.repeat(np.arange(len(routes)), end - start), self.link[ranges(start, end)]
+        return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
 
 
 @dataclass(frozen=True)
 class Network:
-    """Vertices 0 to ranks - 1 are the ranks, those after them switches; a link leads from one vertex to another.
+    """Network of ranks (vertices 0 to ranks - 1), switches (the vertices after them) and directed links.
 
-    latency: seconds that a link adds to a message; bandwidth: bytes a second that it carries in its direction. A cable
-    that carries as much both ways at once is two links. `find_routes(sources, targets)` gives one route a pair of
-    different ranks: a path of links from one to the other. `tiers`: (latency, bandwidth) of a message between ranks
-    that are near each other, and of one between ranks that are far: what closed forms go by. `gap`: the part of a
-    message's latency for which it holds up the next one that the same group sends over the same first link (as in LogP,
-    D. Culler et al., PPoPP 1993). `partitions` say where to look for bottlenecks: each gives every vertex the number of
-    its block, or -1 to vertices (never ranks) that belong to none. `dims` and `groups` are what the network's shape
-    suggests to algorithms that ask for it: the sides of a torus, the ranks of one node.
+    link_from, link_to: [links], vertices. A full-duplex cable is two links.
+    latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes a second.
+    find_routes(sources, targets): one route for each pair of different ranks.
+    tiers: (latency, bandwidth) of a message between near ranks, and between far ranks; closed forms use them.
+    gap: fraction of a message's latency by which it delays the next message of the same group over the same first link
+        (the gap of LogP, D. Culler et al., PPoPP 1993).
+    partitions: candidates for bottlenecks, for the lower bound: the block of each vertex [vertices]; -1 for switches
+        outside every block.
+    dims, groups: sides of a torus, ranks of a node, as defaults for algorithms that need them.
     """
 
     name: str
@@ -82,29 +83,34 @@ class Network:
 
     @property
     def links(self) -> int:
+        """Number of links."""
         return len(self.latency)
 
     @property
     def vertices(self) -> int:
+        """Number of ranks and switches."""
         return self.ranks + len(self.switches)
 
-    def route(self, source: int, target: int) -> Integers:
-        """The links that a message from one rank to another takes, in their order."""
+    def find_route(self, source: int, target: int) -> Integers:
+        """Return the links of a message from one rank to another, in order."""
         return self.find_routes(np.array([source]), np.array([target])).link
 
-    def vertex_name(self, vertex: int) -> str:
-        """`rank 3`, or the name of a switch."""
+    def format_vertex(self, vertex: int) -> str:
+        """Format a vertex: `rank 3`, or the name of a switch."""
         return f"rank {vertex}" if vertex < self.ranks else self.switches[vertex - self.ranks]
 
-    def link_name(self, link: int) -> str:
-        """`rank 3 → rank 4`; of several side by side, which."""
+    def format_link(self, link: int) -> str:
+        """Format a link: `rank 3 → rank 4`, with its number if several links are parallel."""
         ends = (self.link_from == self.link_from[link]) & (self.link_to == self.link_to[link])
         beside = np.flatnonzero(ends)
         number = f" (link {np.searchsorted(beside, link)})" if len(beside) > 1 else ""
-        return f"{self.vertex_name(int(self.link_from[link]))} → {self.vertex_name(int(self.link_to[link]))}{number}"
+        return (
+            f"{self.format_vertex(int(self.link_from[link]))} → {self.format_vertex(int(self.link_to[link]))}{number}"
+        )
 
-    def distances(self, rank: int, towards: bool = False) -> Floats:
-        """Least latency of any path from `rank` (or, with `towards`, to it) to each rank, over however many relays."""
+    def compute_distances(self, rank: int, towards: bool = False) -> Floats:
+        """Return the lowest latency in seconds of any path from `rank` to each rank (`towards`: from each rank to it):
+        [ranks]."""
         tail, head = (self.link_to, self.link_from) if towards else (self.link_from, self.link_to)
         distance = np.full(self.vertices, np.inf)
         distance[rank] = 0.0
@@ -117,7 +123,8 @@ class Network:
 
     @cached_property
     def least_latency(self) -> float:
-        """No message between two ranks takes less: the cheapest link out of a rank and the cheapest into one."""
+        """Lower bound of the latency between any two ranks, in seconds: cheapest link out of a rank plus cheapest link
+        into one."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()

@@ -1,8 +1,8 @@
-"""What both dialects of programs share: which send meets which receive, and in which order groups can be posted.
+"""Matching of sends with receives, and the order in which groups can be posted, for both kinds of programs.
 
-The steps of a rank come in groups. A group is posted at once and done when all of its transfers are; the rank then
-posts its next group. A transfer takes place when both ends have posted it, as if sends blocked until they are received:
-what runs to its end under this rule runs to its end with any buffering.
+The steps of a rank form groups. A rank posts a group at once, waits for all of its transfers, then posts the next
+group. A transfer completes when both ends have posted it, as if sends were synchronous (`MPI_Ssend`): a program that
+ends under this rule ends with any amount of buffering.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reals: TypeAlias = NDArray[np.float64]
 
 
 class ProgramError(CheckFailed):
-    """A program that does not do what its operation promises, or that would not end: rank, step and reason."""
+    """Error in a program that is incorrect or would deadlock; names rank, step and reason."""
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
         super().__init__(f"rank {rank}, step {group} ({step}): {reason}")
@@ -29,18 +29,18 @@ class ProgramError(CheckFailed):
 
 
 @dataclass(frozen=True)
-class Unmatched(Exception):
-    """The first end of a transfer whose other end is missing: index of the step, and whether it is a send."""
+class UnmatchedTransfer(Exception):
+    """Send or receive without a counterpart. step: its index. is_send: True for a send."""
 
     step: int
     is_send: bool
 
 
-def match(rank: Integers, peer: Integers, is_send: Mask, is_receive: Mask) -> tuple[Integers, Integers]:
-    """Pair the k-th send from rank a to rank b with b's k-th receive from a.
+def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: Mask) -> tuple[Integers, Integers]:
+    """Match the k-th send from rank a to rank b with b's k-th receive from a.
 
-    All arguments have one entry a step, steps in the order of their rank. Returns the indices of sends and of their
-    receives, in the order of the sends. Raises `Unmatched`.
+    rank, peer, is_send, is_receive: [steps], steps sorted by rank. Returns the indices of the sends and of their
+        receives, in the order of the sends. Raises `UnmatchedTransfer`.
     """
     sends, receives = np.flatnonzero(is_send), np.flatnonzero(is_receive)
     ranks = int(max(rank.max(initial=0), peer.max(initial=0))) + 1
@@ -54,19 +54,20 @@ def match(rank: Integers, peer: Integers, is_send: Mask, is_receive: Mask) -> tu
         at = int(differs[0]) if len(differs) else shorter
         # The channel with the lower number has run out on the other side.
         if at >= len(b) or (at < len(a) and a[at] < b[at]):
-            raise Unmatched(int(sends[by_send[at]]), True)
-        raise Unmatched(int(receives[by_receive[at]]), False)
+            raise UnmatchedTransfer(int(sends[by_send[at]]), True)
+        raise UnmatchedTransfer(int(receives[by_receive[at]]), False)
     partner = np.empty(len(sends), np.int64)
     partner[by_send] = receives[by_receive]
     return sends, partner
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When groups can be posted, counted two ways; one entry a group.
+class PostingOrder:
+    """Order in which groups can be posted; columns have one entry a group.
 
-    `level`: the longest chain of groups before it, so that everything a group depends on has a lower level.
-    `rounds`: the longest chain of transfers before it. `depth`: the longest chain of transfers in the whole program.
+    level: number of groups in the longest dependency chain before the group; a group depends on lower levels only.
+    rounds: number of transfers in that chain.
+    depth: number of transfers in the longest chain of the program, which is the number of rounds.
     """
 
     level: Integers
@@ -76,21 +77,21 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Groups that wait for each other in a circle: each for the next, the last for the first."""
+    """Cycle of groups: each waits for the next one, the last for the first."""
 
     groups: tuple[int, ...]
 
 
-def post_order(rank: Integers, group_a: Integers, group_b: Integers) -> Schedule:
-    """When each group can be posted, under blocking sends.
+def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> PostingOrder:
+    """Compute the order in which groups can be posted under synchronous sends.
 
-    rank: of each group; groups are numbered rank by rank, in the order of posting. group_a, group_b: the groups of the
-    two ends of every transfer. Raises `Deadlock` with the circle.
+    rank: [groups], groups numbered rank by rank in posting order. group_a, group_b: [transfers], groups of the two
+        ends. Raises `Deadlock` with the cycle.
     """
     count = len(rank)
     has_transfer = np.zeros(count, np.bool_)
     has_transfer[group_a] = has_transfer[group_b] = True
-    # A group waits for the one before it on its rank, and for every group that one exchanges with.
+    # A group waits for its predecessor on the rank, and for every group that exchanges with that predecessor.
     follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
     one = np.concatenate([group_a, group_b])
     other = np.concatenate([group_b, group_a])
@@ -110,27 +111,30 @@ def post_order(rank: Integers, group_a: Integers, group_b: Integers) -> Schedule
     while len(ready):
         level[ready] = number
         number, done = number + 1, done + len(ready)
-        edges = ranges(first[ready], first[ready + 1])
+        edges = concatenate_ranges(first[ready], first[ready + 1])
         targets = after[edges]
         np.maximum.at(rounds, targets, np.repeat(rounds[ready], first[ready + 1] - first[ready]) + weight[edges])
         np.subtract.at(waiting, targets, 1)
         candidates = np.unique(targets)
         ready = candidates[waiting[candidates] == 0]
     if done < count:
-        raise Deadlock(_circle(before[order], after, waiting > 0))
+        raise Deadlock(_find_cycle(before[order], after, waiting > 0))
     deepest = np.maximum(rounds[group_a], rounds[group_b]).max(initial=-1)
-    return Schedule(level, rounds, int(deepest) + 1)
+    return PostingOrder(level, rounds, int(deepest) + 1)
 
 
-def ranges(starts: Integers, ends: Integers) -> Integers:
-    """Concatenation of arange(start, end)."""
+def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
+    """Return the concatenation of `arange(start, end)` over all pairs of starts and ends."""
     lengths = ends - starts
     offsets = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
     return offsets + np.arange(int(lengths.sum()))
 
 
-def _circle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Walk backwards from any group that cannot be posted until one comes again."""
+def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
+    """Return one cycle of groups that wait for each other: walk predecessors until a group repeats.
+
+    before, after: [edges], the group waited for and the waiting group. stuck: [groups], True for those never posted.
+    """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))
     walked: dict[int, int] = {}

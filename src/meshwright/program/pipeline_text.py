@@ -1,4 +1,4 @@
-"""The text form of pipeline programs, for people to read, write and compare.
+"""Text form of pipeline programs.
 
     pipeline 1f1b
     ranks 2
@@ -10,9 +10,9 @@
     0SEND_F0
     ...
 
-A line `placement` says on which rank each stage of a replica lies; a bidirectional program has two. A line below
-`rank R` is one group of that rank's steps: stage, what is done, micro-batch. `2'F5` is of the second replica,
-`0F3.attention` a part of a layer, `0F3 | 4B1` an overlapped pair. `#` starts a comment.
+A line `placement` lists the rank of each stage of one replica; a bidirectional program has two. Each line below `rank
+R` is one group of that rank's steps: stage, kind, micro-batch. `2'F5` is on the second replica, `0F3.attention` a
+component of the layers, `0F3 | 4B1` an overlapped pair. `#` starts a comment.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, program_of
+from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, build_program
 
 _HEADER = ("pipeline", "ranks", "micro-batches", "placement")
 _KINDS = {letters: int(kind) for kind, letters in LETTERS.items()}
-_PARTS = {"": 0} | {f".{part.name.lower()}": int(part) for part in Component if part}
+_COMPONENTS = {"": 0} | {f".{part.name.lower()}": int(part) for part in Component if part}
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _STEP = re.compile(r"([0-9]{1,9})('*)([A-Z_]+)([0-9]{1,9})(\.[a-z]+)?")
-_RIGHT = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3, 2'B5, 0SEND_F3"
+_STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3, 2'B5, 0SEND_F3"
 
 
-def print_pipeline(program: PipelineProgram) -> str:
-    """The program as text; `parse_pipeline` gives an equal program back."""
+def format_pipeline(program: PipelineProgram) -> str:
+    """Format a program in its text form; `parse_pipeline` returns an equal program."""
     s = program.steps
     lines = [
-        f"pipeline {_name(program.name)}",
+        f"pipeline {_format_name(program.name)}",
         f"ranks {program.ranks}",
         f"micro-batches {program.micro_batches}",
         *(f"placement {' '.join(map(str, stages))}" for stages in program.placement),
     ]
     middle = {(r, k): "'" * r + letters for r in range(program.replicas) for k, letters in LETTERS.items()}
-    part = {number: word for word, number in _PARTS.items()}
+    part = {number: word for word, number in _COMPONENTS.items()}
     columns = (s.stage, s.replica, s.kind, s.micro_batch, s.component)
     words = [
         f"{stage}{middle[replica, kind]}{micro_batch}{part[component]}"
@@ -61,18 +61,22 @@ def print_pipeline(program: PipelineProgram) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name(name: str) -> str:
-    """A name as one word or several on one line."""
+def _format_name(name: str) -> str:
+    """Return a program's name as words on one line, without `#`."""
     return " ".join(name.replace("#", " ").split()) or "unnamed"
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """The program that a text writes out. where: what messages start with, such as the file's name. Raises `UserError`
-    with the number of the line, what stands there, and what would be right."""
+    """Parse the text form of a program. where: prefix of error messages, such as the file's name.
+
+    Raises `UserError` with the line number, the invalid text, and a valid alternative.
+    """
     return _Parser(where).parse(text)
 
 
 class _Parser:
+    """Parser of the text form; holds the header and the current line number for errors."""
+
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0
         self.name = ""
@@ -80,7 +84,8 @@ class _Parser:
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
-        rows = array("q")  # seven numbers a step, as `program_of` takes them
+        """Parse a whole text."""
+        rows = array("q")  # seven numbers a step, the columns of `build_program`
         rank, seen = -1, set[int]()
         stages = replicas = micro_batches = 0
         for self.line, line in enumerate(text.splitlines(), 1):
@@ -91,109 +96,122 @@ class _Parser:
                 continue
             if line.startswith("rank") and line.split(None, 1)[0] == "rank":
                 if not seen:
-                    self._end_header()
+                    self._finish_header()
                     stages, replicas = len(self.placement[0]), len(self.placement)
                     micro_batches = self.numbers["micro-batches"]
-                rank = self._rank(line.split()[1:])
+                rank = self._parse_rank(line.split()[1:])
                 if rank in seen:
-                    raise self._error(f"rank {rank} has a section already")
+                    raise self._make_error(f"rank {rank} has a section already")
                 seen.add(rank)
                 continue
             if rank < 0:
-                self._header(line.split())
+                self._parse_header(line.split())
                 continue
             for step in line.split("|"):
                 found = _STEP.fullmatch(step.strip())
                 if not found:
-                    raise self._error(f'"{step.strip()}" is not a step; {_RIGHT}')
+                    raise self._make_error(f'"{step.strip()}" is not a step; {_STEP_FORM}')
                 stage_word, ticks, letters, number, part = found.groups("")
-                kind, component = _KINDS.get(letters), _PARTS.get(part)
+                kind, component = _KINDS.get(letters), _COMPONENTS.get(part)
                 if kind is None or component is None:
-                    raise self._error(self._what(step.strip(), letters if kind is None else part))
+                    raise self._make_error(self._describe_unknown_word(step.strip(), letters if kind is None else part))
                 stage, micro_batch, replica = int(stage_word), int(number), len(ticks)
                 if stage >= stages or micro_batch >= micro_batches or replica >= replicas:
-                    raise self._error(self._beyond(step.strip(), stage, replica, micro_batch))
+                    raise self._make_error(self._describe_out_of_range(step.strip(), stage, replica, micro_batch))
                 rows.extend((rank, self.line, kind, stage, replica, micro_batch, component))
         self.line += 1
         if not seen:
-            self._end_header()
-        return program_of(self.name, self.numbers["ranks"], self.numbers["micro-batches"], tuple(self.placement), rows)
+            self._finish_header()
+        return build_program(
+            self.name, self.numbers["ranks"], self.numbers["micro-batches"], tuple(self.placement), rows
+        )
 
-    def _what(self, step: str, word: str) -> str:
+    def _describe_unknown_word(self, step: str, word: str) -> str:
+        """Return the message about an unknown kind or component `word` of a step."""
         if word.startswith("."):
-            return f'"{step}": {unknown("part of a layer", word[1:], [part[1:] for part in _PARTS if part])}'
+            return f'"{step}": {unknown("part of a layer", word[1:], [part[1:] for part in _COMPONENTS if part])}'
         return f'"{step}": {unknown("step", word, _KINDS)}'
 
-    def _beyond(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
+    def _describe_out_of_range(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
+        """Return the message about a stage, replica or micro-batch of a step that does not exist."""
         stages, micro_batches = len(self.placement[0]), self.numbers["micro-batches"]
         if stage >= stages:
-            return f'"{step}": there is no stage {stage}; the placement has {_counted("stage", stages)}'
+            return f'"{step}": there is no stage {stage}; the placement has {_format_count("stage", stages)}'
         if micro_batch >= micro_batches:
-            counted = _counted("micro-batch", micro_batches)
+            counted = _format_count("micro-batch", micro_batches)
             return f'"{step}": there is no micro-batch {micro_batch}; the program has {counted}'
         has = f'the program has {len(self.placement)}, one for each line "placement"'
         return f'"{step}": there is no replica {replica}; {has}'
 
-    def _header(self, words: list[str]) -> None:
+    def _parse_header(self, words: list[str]) -> None:
+        """Parse one header line."""
         name = words[0]
         if name not in _HEADER:
             if _STEP.fullmatch(name):
-                raise self._error(f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank')
-            raise self._error(unknown("line", name, (*_HEADER, "rank")))
+                raise self._make_error(
+                    f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank'
+                )
+            raise self._make_error(unknown("line", name, (*_HEADER, "rank")))
         if not self.name and name != "pipeline":
-            raise self._error(f'a program starts with "pipeline NAME", not with "{name}"')
+            raise self._make_error(f'a program starts with "pipeline NAME", not with "{name}"')
         if name == "placement":
             if "ranks" not in self.numbers:
-                raise self._error('the line "ranks" comes before "placement"')
-            self.placement.append(tuple(self._number(word) for word in words[1:]))
+                raise self._make_error('the line "ranks" comes before "placement"')
+            self.placement.append(tuple(self._parse_number(word) for word in words[1:]))
             self._check_placement(self.placement[-1])
             return
         if name in self.numbers or (name == "pipeline" and self.name):
-            raise self._error(f'a second line "{name}"')
+            raise self._make_error(f'a second line "{name}"')
         if len(words) < 2 or (len(words) > 2 and name != "pipeline"):
-            raise self._error(f'write "{name}" and one word, not "{" ".join(words)}"')
+            raise self._make_error(f'write "{name}" and one word, not "{" ".join(words)}"')
         if name == "pipeline":
             self.name = " ".join(words[1:])
             return
-        self.numbers[name] = self._number(words[1])
+        self.numbers[name] = self._parse_number(words[1])
         if not self.numbers[name]:
-            raise self._error(f'"{name} 0": a program has at least 1')
+            raise self._make_error(f'"{name} 0": a program has at least 1')
 
     def _check_placement(self, stages: tuple[int, ...]) -> None:
+        """Check that a placement has existing ranks with equally many stages each."""
         ranks = self.numbers["ranks"]
         if len(stages) != len(self.placement[0]):
-            counts = f"{_counted('stage', len(stages))}, the line before has {len(self.placement[0])}"
-            raise self._error(f"placement: {counts}")
+            counts = f"{_format_count('stage', len(stages))}, the line before has {len(self.placement[0])}"
+            raise self._make_error(f"placement: {counts}")
         for rank in stages:
             if rank >= ranks:
-                raise self._error(f"placement: there is no rank {rank}; {_counted('rank', ranks)}")
+                raise self._make_error(f"placement: there is no rank {rank}; {_format_count('rank', ranks)}")
         held = Counter(stages)
         if len(held) < ranks or len(set(held.values())) > 1:
-            raise self._error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
+            raise self._make_error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
 
-    def _end_header(self) -> None:
+    def _finish_header(self) -> None:
+        """Check that the header is complete."""
         for name in _HEADER:
             there = {"pipeline": self.name, "placement": self.placement}.get(name, self.numbers.get(name))
             if not there:
-                raise self._error(f'the line "{name}" is missing; a program starts with {", ".join(_HEADER)}')
+                raise self._make_error(f'the line "{name}" is missing; a program starts with {", ".join(_HEADER)}')
 
-    def _rank(self, words: list[str]) -> int:
+    def _parse_rank(self, words: list[str]) -> int:
+        """Parse a rank and check that it exists."""
         if len(words) != 1:
-            raise self._error(f'write "rank" and its number, not "{" ".join(["rank", *words])}"')
-        rank = self._number(words[0])
+            raise self._make_error(f'write "rank" and its number, not "{" ".join(["rank", *words])}"')
+        rank = self._parse_number(words[0])
         if rank >= self.numbers["ranks"]:
-            raise self._error(f"there is no rank {rank}; ranks are 0 to {self.numbers['ranks'] - 1}")
+            raise self._make_error(f"there is no rank {rank}; ranks are 0 to {self.numbers['ranks'] - 1}")
         return rank
 
-    def _number(self, word: str) -> int:
+    def _parse_number(self, word: str) -> int:
+        """Parse an integer of up to 9 digits."""
         if not _NUMBER.fullmatch(word):
-            raise self._error(f'"{word}" is not a number from 0 to 999999999')
+            raise self._make_error(f'"{word}" is not a number from 0 to 999999999')
         return int(word)
 
-    def _error(self, reason: str) -> UserError:
+    def _make_error(self, reason: str) -> UserError:
+        """Return an error at the current line."""
         return UserError(f"{self.where}, line {self.line}: {reason}")
 
 
-def _counted(what: str, count: int) -> str:
+def _format_count(what: str, count: int) -> str:
+    """Format a count with its index range: `4 stages (0 to 3)`."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"

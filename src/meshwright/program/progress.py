@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipeline program can go on: who waits for whom, and the loop that lets each rank run."""
+"""Progress of pipeline ranks: values that a rank waits for from other ranks, and the loop that runs all ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from meshwright.program.order import Integers, ProgramError
 from meshwright.program.pipeline import Kind, PipelineProgram
 
 
-def error(program: PipelineProgram, step: int, reason: str) -> ProgramError:
-    """The error that names a step."""
+def make_step_error(program: PipelineProgram, step: int, reason: str) -> ProgramError:
+    """Return a ProgramError that names the step with index `step`."""
     s = program.steps
     return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
 
 
-def place(program: PipelineProgram, step: int) -> str:
-    """`rank 2, step 7 (1F3)`."""
+def locate_step(program: PipelineProgram, step: int) -> str:
+    """Format a step with its rank: `rank 2, step 7 (1F3)`."""
     s = program.steps
     return f"rank {s.rank[step]}, step {s.group[step]} ({program.describe(step)})"
 
 
 @dataclass(frozen=True)
-class Waits:
-    """What ranks wait for on other ranks, one entry a value that crosses.
+class RemoteReads:
+    """Values that cross ranks, as columns [values].
 
-    reader, maker: the steps that use and make it. leaves, arrives: its send and its receive, or the maker and the
-    reader again where transfers are not written out. boundary: it crosses from this stage to the next one or back.
+    reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of its send and its
+        receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value between
+        stages s and s + 1, in either direction.
     """
 
     reader: Integers
@@ -39,26 +40,27 @@ class Waits:
     boundary: Integers
 
 
-def waits(flow: Dataflow) -> Waits:
-    """Raises ProgramError where a value is never made, sent or received, and where what a step needs on its own rank
-    does not stand before it."""
-    program, needs, s = flow.program, flow.needs, flow.program.steps
+def find_remote_reads(flow: Dataflow) -> RemoteReads:
+    """Find all values that cross ranks.
+
+    Raises ProgramError if a value is never produced, sent or received, or if a step runs before what it reads from its
+    own rank.
+    """
+    program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)
     if len(missing):
         at = missing[np.argmin(needs.reader[missing])]
         reader = int(needs.reader[at])
         tick, letter = "'" * int(s.replica[reader]), "F" if needs.what[at] == OUTPUT else "B"
         value = f"{needs.stage[at]}{tick}{letter}{s.micro_batch[reader]}"
-        raise error(program, reader, f"waits for {value}, which no step makes")
+        raise make_step_error(program, reader, f"waits for {value}, which no step makes")
     crosses = s.rank[needs.reader] != s.rank[needs.maker]
-    _stand_before(
-        program, needs.maker[~crosses | ~needs.between_stages], needs.reader[~crosses | ~needs.between_stages]
-    )
+    _check_order(program, needs.maker[~crosses | ~needs.between_stages], needs.reader[~crosses | ~needs.between_stages])
     crosses &= needs.between_stages
     reader, maker = needs.reader[crosses], needs.maker[crosses]
     boundary = np.minimum(s.stage[reader], s.stage[maker])
     if not program.has_transfers:
-        return Waits(reader, maker, maker, reader, boundary)
+        return RemoteReads(reader, maker, maker, reader, boundary)
     what, replica, micro_batch = needs.what[crosses], s.replica[reader], s.micro_batch[reader]
     leaves = find_transfers(flow, Kind.SEND_FORWARD, what, replica, s.stage[maker], micro_batch)
     arrives = find_transfers(flow, Kind.RECEIVE_FORWARD, what, replica, s.stage[reader], micro_batch)
@@ -66,29 +68,29 @@ def waits(flow: Dataflow) -> Waits:
         if (steps < 0).any():
             at = int(np.argmax(steps < 0))
             value = program.describe(int(maker[at]))
-            raise error(program, int(reader[at]), f"waits for {value}, which rank {rank[at]} never {verb}")
-    _stand_before(program, maker, leaves)
-    _stand_before(program, arrives, reader)
-    return Waits(reader, maker, leaves, arrives, boundary)
+            raise make_step_error(program, int(reader[at]), f"waits for {value}, which rank {rank[at]} never {verb}")
+    _check_order(program, maker, leaves)
+    _check_order(program, arrives, reader)
+    return RemoteReads(reader, maker, leaves, arrives, boundary)
 
 
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """The sends (kind SEND_FORWARD) or receives (RECEIVE_FORWARD) of outputs and gradients; -1 where there is none.
+    """Find the sends (kind SEND_FORWARD) or receives (kind RECEIVE_FORWARD) of outputs and gradients.
 
-    stage: that sends or receives, as in the step.
+    what: OUTPUT or GRADIENT. stage: the stage that sends or receives. Returns step indices, -1 where there is none.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
     table = np.full(2 * program.replicas * program.stages * program.micro_batches, -1, np.int64)
     made = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
-    table[flow.key(made, s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
-    return table[flow.key(what, replica, stage, micro_batch)]
+    table[flow.number_value(made, s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
+    return table[flow.number_value(what, replica, stage, micro_batch)]
 
 
-def _stand_before(program: PipelineProgram, earlier: Integers, later: Integers) -> None:
-    """Raise for the first of `later` whose counterpart does not stand in a group before it on the same rank."""
+def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -> None:
+    """Raise for the first of `later` whose step in `earlier` is not in an earlier group of the same rank."""
     s = program.steps
     wrong = np.flatnonzero((s.rank[earlier] != s.rank[later]) | (s.group[earlier] >= s.group[later]))
     if len(wrong):
@@ -100,17 +102,17 @@ def _stand_before(program: PipelineProgram, earlier: Integers, later: Integers) 
             where = "which is in the same group"
         else:
             where = f"which comes after it, as step {s.group[a]}"
-        raise error(program, b, f"needs {program.describe(a)}, {where}")
+        raise make_step_error(program, b, f"needs {program.describe(a)}, {where}")
 
 
-def run(
-    program: PipelineProgram, wait: Waits, duration: Floats, delay: Floats
+def run_groups(
+    program: PipelineProgram, wait: RemoteReads, duration: Floats, delay: Floats
 ) -> tuple[list[float], list[float], list[int]]:
-    """Let every rank run its groups in order, each as soon as what it waits for is there.
+    """Run the groups of every rank in order, each as soon as its inputs have arrived.
 
-    duration: how long each group occupies its rank. delay: how long each value is under way. Returns start and end of
-    every group, and the groups in an order in which each comes after all that it waits for. Raises ProgramError with
-    the circle when ranks wait for each other.
+    duration: [groups], time that each group occupies its rank. delay: [values of wait], time of each message. Returns
+        start and end of every group, and the groups in dependency order. Raises ProgramError with the cycle for a
+        deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)
@@ -118,7 +120,7 @@ def run(
     order = np.argsort(waiting, kind="stable")
     makers, delays = s.group_index[wait.leaves[order]], delay[order]
     ends = np.searchsorted(waiting[order], np.arange(groups + 1))
-    # Most groups wait for one value at most: of each the first, and what there is beside it.
+    # Most groups wait for at most one value: `need` has the first, `more` the others of the few that have several.
     first, count = ends[:-1], np.diff(ends)
     none = np.zeros(1, np.int64)
     need = np.where(count > 0, np.append(makers, none)[first], -1).tolist()
@@ -130,7 +132,7 @@ def run(
     start, end = [0.0] * groups, [-1.0] * groups
     position, clock = bounds[:-1], [0.0] * program.ranks
     done: list[int] = []
-    blocked: dict[int, list[int]] = {}  # by the group that they wait for: ranks
+    blocked: dict[int, list[int]] = {}  # group -> ranks that wait for it
     runnable = list(range(program.ranks))
     while runnable:
         rank = runnable.pop()
@@ -162,12 +164,17 @@ def run(
             group += 1
         position[rank], clock[rank] = group, now
     if blocked:
-        raise _circle(program, position, {rank: group for group, ranks in blocked.items() for rank in ranks})
+        raise _make_deadlock_error(
+            program, position, {rank: group for group, ranks in blocked.items() for rank in ranks}
+        )
     return start, end, done
 
 
-def _circle(program: PipelineProgram, position: list[int], awaits: dict[int, int]) -> ProgramError:
-    """Who waits for whom, from the lowest rank in the circle. Every rank that a stuck rank waits for is stuck."""
+def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: dict[int, int]) -> ProgramError:
+    """Return the error for a deadlock: each rank of the cycle with the step it waits for, from the lowest rank on.
+
+    position: [ranks], group at which each rank is blocked. awaits: blocked rank -> group it waits for.
+    """
     s = program.steps
     rank, path = min(awaits), list[int]()
     while rank not in path:
@@ -181,9 +188,9 @@ def _circle(program: PipelineProgram, position: list[int], awaits: dict[int, int
         return int(np.searchsorted(s.group_index, group))
 
     links = [
-        f"{'' if i == 0 else f'{place(program, step_of(position[rank]))} '}waits for {program.describe(maker)} "
+        f"{'' if i == 0 else f'{locate_step(program, step_of(position[rank]))} '}waits for {program.describe(maker)} "
         f"of rank {s.rank[maker]}"
         for i, rank in enumerate(circle)
         for maker in [step_of(awaits[rank])]
     ]
-    return error(program, step_of(position[circle[0]]), "waits in a circle: " + "; ".join(links))
+    return make_step_error(program, step_of(position[circle[0]]), "waits in a circle: " + "; ".join(links))

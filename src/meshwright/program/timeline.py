@@ -115,8 +115,8 @@ def pipeline_timeline(
                 )
             )
     arrows = []
-    for index in s.is_one_of(SENDING).nonzero()[0].tolist():
-        rank, peer = columns[0][index], program.peer(index)
+    for index in s.has_kind(SENDING).nonzero()[0].tolist():
+        rank, peer = columns[0][index], program.find_peer(index)
         if rank != peer:
             arrows.append(Arrow(rank, start[index], peer, end[index], program.describe(index)))
     tracks = tuple(f"rank {rank}" for rank in range(program.ranks))
@@ -170,7 +170,7 @@ def collective_timeline(
             source, target = int(s.rank[send]), int(s.rank[receive])
             word = "reduce" if s.kind[receive] == CollectiveKind.REDUCE else "send"
             begins, ends = float(start[row]), float(end[row])
-            slot = program.slot_name(int(s.slot[send]), int(s.count[send]))
+            slot = program.format_slots(int(s.slot[send]), int(s.count[send]))
             name = f"{program.describe(send)}: there, {program.describe(receive)}"
             spans.append(Span(source, begins, ends, word, f"{slot}>{target}", name, lane=lane, lanes=len(rows)))
             arrows.append(Arrow(source, begins, target, ends, name))

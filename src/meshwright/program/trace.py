@@ -45,12 +45,12 @@ def trace_events(
 
 
 def process_event(process: int, name: str) -> dict[str, Any]:
-    """What a process is called."""
+    """Return the event that names a process."""
     return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
 
 
 def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    """What a thread is called; threads stand in the order of their numbers."""
+    """Return the events that name a thread and sort threads by number."""
     common = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**common, "name": "thread_name", "args": {"name": name}},

@@ -23,7 +23,7 @@ from meshwright.recipe.tables import (
     TrainRecipe,
 )
 from meshwright.tables import Schema, Table
-from meshwright.toml import parse_toml, read_toml, toml_value, write_toml
+from meshwright.toml import format_toml, format_toml_value, parse_toml, read_toml
 
 
 def _layout(text: str) -> str:
@@ -135,7 +135,7 @@ class Recipe(Table):
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as TOML that reads back equal."""
-        return write_toml(self.to_tables())
+        return format_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
         """The whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
@@ -208,10 +208,10 @@ def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
 def _override_value(key: str, value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
-    if isinstance(value, str) and value == value.strip() and SCHEMA.read_override_value(key, value) == value:
+    if isinstance(value, str) and value == value.strip() and SCHEMA.parse_override_value(key, value) == value:
         return value
     try:
-        return toml_value(value)
+        return format_toml_value(value)
     except AssertionError:
         raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 

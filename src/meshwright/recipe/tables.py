@@ -30,10 +30,10 @@ from meshwright.tables import (
     Size,
     Table,
     at_most,
-    matching,
+    match_pattern,
     named,
 )
-from meshwright.toml import toml_value
+from meshwright.toml import format_toml_value
 
 
 def _power_of_two(value: float) -> float:
@@ -45,7 +45,7 @@ def _power_of_two(value: float) -> float:
 def _steps(text: str) -> str:
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
-        raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {toml_value(text)}')
+        raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {format_toml_value(text)}')
     if found[2] and int(found[2]) < int(found[1]):
         raise ValueError(f'"{text}" ends before it begins; write "{found[2]}:{found[1]}"')
     return text
@@ -63,9 +63,9 @@ def _program_for(operation: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-RunName = Annotated[str, matching(r"[^/\\.][^/\\]*", "a plain directory name")]
-Rendezvous = Annotated[str, matching(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
-TrackerName = Annotated[str, matching(r"[\w.-]+(:[\w.]+)?", "a tracker's name or module:Class")]
+RunName = Annotated[str, match_pattern(r"[^/\\.][^/\\]*", "a plain directory name")]
+Rendezvous = Annotated[str, match_pattern(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
+TrackerName = Annotated[str, match_pattern(r"[\w.-]+(:[\w.]+)?", "a tracker's name or module:Class")]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would never forget
 
 

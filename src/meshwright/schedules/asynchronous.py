@@ -1,23 +1,21 @@
-"""Pipelines that are never drained: weights are updated while micro-batches are under way, which keep the version that
-their forward used.
+"""Asynchronous schedules, which never drain: weights change while micro-batches are in flight, with weight stashing.
 
-Both run in the order of 1F1B, for as long as training lasts; a program shows several updates of it. Costs are for p
-ranks.
+Both run 1F1B for as long as training lasts; a program covers several updates. Costs are for p ranks.
 """
 
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
-from meshwright.schedules.interleaved import rounds
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
+from meshwright.schedules.interleaved import split_into_rounds
 
 
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
-    """PipeDream: an update after each backward (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first as Harlap et
-    al. 2018, arXiv 1806.03377).
+    """Generate PipeDream: an update after each backward (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first in
+    Harlap et al. 2018, arXiv 1806.03377).
 
-    A backward uses the weights that its forward used, which are stashed until then; a gradient of rank r is p - 1 - r
-    updates late.
+    A backward uses the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates
+    stale.
 
     Any number of ranks and micro-batches. Costs:
     - bubble: none once the pipeline is full
@@ -25,7 +23,7 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: p - r on rank r
     - transfers: those of 1F1B
     """
-    program = Builder("pipedream", ranks, micro_batches, (straight(ranks),))
+    program = Builder("pipedream", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)
         for m in range(warm_up):
@@ -39,15 +37,15 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
-    """PipeDream-2BW: two buffers of weights, an update a batch of at least p micro-batches (Narayanan et al. 2021,
-    arXiv 2006.09503, section 3.1, figure 2).
+    """Generate PipeDream-2BW: double-buffered weights, an update for each batch of at least p micro-batches (Narayanan
+    et al. 2021, arXiv 2006.09503, section 3.1, figure 2).
 
-    A batch is done on all ranks with one version: the one made of the gradients up to the batch before last, so each
-    gradient is one update late. A version is made when its last gradient is there, and kept in the second buffer; the
-    update stands where the rank switches to it, just before the first forward that uses it.
+    All ranks run a batch with one version of the weights: that of the gradients up to the batch before last, so
+    gradients are one update stale. A version is complete with its last gradient and stays in the second buffer until it
+    is used; the update step is where the rank switches to it, just before the first forward that uses it.
 
-    At least `ranks` micro-batches (`UserError`); they make as many batches of at least `ranks` as there are, as equal
-    as can be. Costs:
+    Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
+    `ranks` as possible. Costs:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: 2
@@ -58,9 +56,9 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
             f"pipedream-2bw on {ranks} ranks needs at least {ranks} micro-batches, not {micro_batches}: "
             f"with smaller batches two versions of the weights would not do"
         )
-    batches = rounds(ranks, micro_batches)
+    batches = split_into_rounds(ranks, micro_batches)
     switch = {later[0]: batch[-1] for batch, later in zip(batches, batches[2:], strict=False)}
-    program = Builder("pipedream-2bw", ranks, micro_batches, (straight(ranks),))
+    program = Builder("pipedream-2bw", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = ranks - 1 - rank.rank
         for m in range(warm_up):

@@ -1,8 +1,9 @@
-"""`auto`: a pipeline program for given times and memory, at least as good as every named schedule that fits.
+"""Search of `auto`: a pipeline program for given durations and memory, at least as good as every feasible named
+schedule.
 
-Every named schedule is simulated. Then, for each way to lay stages on ranks, orders of tasks are made in three ways:
-the named ones with their backwards cut in two, greedy list scheduling, steady patterns. They are executed out of order,
-and the best of them improved along their critical paths. The answer is the best of all: never worse than a named one.
+Every named schedule is simulated. Then, for each placement, task orders are built in three ways: named schedules with
+split backwards, greedy list scheduling, periodic patterns. They are reordered out of order, and the best are improved
+by local search. The result is the best of all candidates, so never worse than a named schedule.
 """
 
 from __future__ import annotations
@@ -21,22 +22,30 @@ from numpy.typing import ArrayLike
 from meshwright.errors import UserError
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.program.durations import Durations, StageDurations
-from meshwright.program.pipeline import PipelineProgram, program_of, straight, v_shaped
+from meshwright.program.pipeline import PipelineProgram, build_program, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.schedules.list_scheduling import Greed, greedy, out_of_order
-from meshwright.schedules.local_search import improve
+from meshwright.schedules.list_scheduling import GreedyParameters, reorder_out_of_order, schedule_greedily
+from meshwright.schedules.local_search import improve_orders
 from meshwright.schedules.named import generate_named
-from meshwright.schedules.orders import Order, Problem, fits, orders_of, program_from, run
-from meshwright.schedules.steady_pattern import shortest_period, steady_orders
+from meshwright.schedules.orders import (
+    Order,
+    Problem,
+    build_program_from_orders,
+    extract_orders,
+    is_feasible,
+    time_orders,
+)
+from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 
 Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 
-EFFORT = 4_000_000  # tasks that the search puts on a clock, for each placement: one to two seconds
+EFFORT = 4_000_000  # task runs that the search times for each placement: one to two seconds
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program that was simulated. peak: activations by rank, in micro-batches of a rank's whole share."""
+    """Simulated program. peak: [ranks], peak activations in micro-batches of a rank's whole share. fits: within
+    memory."""
 
     name: str
     program: PipelineProgram
@@ -46,30 +55,31 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The answer and how it came about. Times in the unit of the durations.
+class SearchResult:
+    """Result of a search, with all candidates. Times are in the unit of the durations.
 
-    lower_bound: no program that is laid out as those searched, within the memory, has a smaller makespan; None where
-    candidates were allowed that it does not cover (two replicas, or overlapping that saves time).
+    lower_bound: of the makespan over all programs with the searched placements, within the memory; None if candidates
+        were allowed that it does not cover (two replicas, or overlap that saves time).
     """
 
     program: PipelineProgram
     winner: Candidate
-    candidates: tuple[Candidate, ...]  # in the order of their makespan, those that fit first
-    refused: dict[str, str] = field(default_factory=dict)  # named schedules that cannot take these numbers, and why
+    candidates: tuple[Candidate, ...]  # by makespan, those that fit first
+    refused: dict[str, str] = field(default_factory=dict)  # named schedule -> why it does not accept these sizes
     lower_bound: float | None = None
 
     @property
     def makespan(self) -> float:
+        """Makespan of the winner."""
         return self.winner.makespan
 
     @property
     def gap(self) -> float | None:
-        """How far the makespan may be from the best possible, as a share of that."""
+        """Relative distance of the makespan from the lower bound, or None without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
-        """A line a candidate, and why the winner won."""
+        """Return one line for each candidate, and the reason for the winner."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -94,7 +104,7 @@ def find_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
 ) -> PipelineProgram:
-    """The program that `search_schedule` finds."""
+    """Return the program that `search_schedule` finds."""
     return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
 
 
@@ -107,80 +117,82 @@ def search_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
     effort: int = EFFORT,
-) -> Found:
-    """Search a program with a small makespan, as the zero-bubble papers do (Qi et al. 2024, arXiv 2401.10241, section
-    3, and arXiv 2405.15362), for times that may differ by rank or stage. Synchronous programs only.
+) -> SearchResult:
+    """Search a program with a small makespan for durations that may differ by rank or stage (after Qi et al. 2024,
+    arXiv 2401.10241, section 3, and arXiv 2405.15362). Synchronous programs only.
 
     durations: of a rank's whole share of one micro-batch, one number or one a rank, of which a chunk takes 1/chunks; or
-        one a stage, which settles the number of chunks. A list of transfer times, one a boundary, settles it too. Or
-        a function that gives those of so many stages.
-    memory: most activations that a rank may hold, in micro-batches of its whole share: one number, or one a rank; None:
-        no limit.
-    chunks: stages on a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules of two replicas.
-    seconds: go on improving until so much time has passed. Without it the same arguments give the same program.
-    effort: how many tasks the search may put on a clock for each placement; less is quicker.
+        one a stage, which fixes the number of chunks, as does a list of transfer times, one a boundary; or a function
+        from a number of stages to their durations.
+    memory: maximum activations of a rank, in micro-batches of its whole share: one number, or one a rank; None: no
+        limit.
+    chunks: stages of a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two replicas.
+    seconds: improve until so much time has passed. Without it, equal arguments give equal programs.
+    effort: task runs that the search may time for each placement; fewer is faster.
 
-    Raises UserError for numbers that cannot be, and for a memory that no program fits, with the least that would do.
+    Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum.
     """
-    timed = _durations_by_chunks(ranks, micro_batches, durations, chunks)
+    timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
-    limits = _limits(ranks, memory)
+    limits = _check_memory(ranks, memory)
     deadline = inf if seconds is None else time.monotonic() + seconds
 
     candidates, refused = [], {}
-    for name, count in _named(counts, weight_copies):
+    for name, count in _list_named_schedules(counts, weight_copies):
         try:
             program = generate_named(name, ranks, micro_batches, count)
         except UserError as error:
             refused[name] = str(error)
         else:
-            candidates.append(_simulated(name, program, timed[count], limits))
+            candidates.append(_simulate_candidate(name, program, timed[count], limits))
     best = min((one.makespan for one in candidates if one.fits), default=inf)
 
     problems = {}
-    for name, placement in _placements(ranks, counts):
-        empty = program_of("", ranks, micro_batches, (placement,), ())
-        by_stage = _by_stage(empty, timed[len(placement) // ranks])
-        problems[name] = Problem.of(ranks, micro_batches, placement, by_stage, limits)
+    for name, placement in _list_placements(ranks, counts):
+        empty = build_program("", ranks, micro_batches, (placement,), ())
+        by_stage = _split_durations(empty, timed[len(placement) // ranks])
+        problems[name] = Problem.from_durations(ranks, micro_batches, placement, by_stage, limits)
     finished: list[tuple[float, str, list[Order]]] = []
     for name, problem in sorted(problems.items(), key=lambda item: item[1].lower_bound):
         if problem.lower_bound >= best * (1 - 1e-9):
             continue
         seeds = [
-            orders_of(one.program) for one in candidates if one.fits and one.program.placement == (problem.placement,)
+            extract_orders(one.program)
+            for one in candidates
+            if one.fits and one.program.placement == (problem.placement,)
         ]
-        makespan, orders = _search(problem, seeds, best, effort)
+        makespan, orders = _search_placement(problem, seeds, best, effort)
         finished.append((makespan, name, orders))
         best = min(best, makespan)
     finished.sort(key=lambda item: item[0])
     if seconds is not None and finished:
-        finished[0] = _go_on(problems, finished[0], deadline)
+        finished[0] = _improve_until(problems, finished[0], deadline)
     for _, name, orders in finished:
-        program = program_from("auto", problems[name], orders)
-        candidates.append(_simulated(name, program, timed[problems[name].chunks], limits))
+        program = build_program_from_orders("auto", problems[name], orders)
+        candidates.append(_simulate_candidate(name, program, timed[problems[name].chunks], limits))
 
     bound = min(problem.lower_bound for problem in problems.values())
     covered = all(each.overlapped is None for each in timed.values()) and weight_copies == 1
-    return _chosen(candidates, refused, bound if covered else None)
+    return _choose_winner(candidates, refused, bound if covered else None)
 
 
-def _chosen(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> Found:
-    """The candidate with the smallest makespan; of equal ones that with the smallest peak, then the named one."""
+def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
+    """Choose the candidate with the smallest makespan; among equals the smallest peak, then a named one."""
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
     equal = [one for one in fitting if one.makespan <= least * (1 + 1e-9)]
     winner = min(equal, key=lambda one: (max(one.peak), sum(one.peak), one.name not in SCHEDULE_CHUNKS))
     ranked = sorted(candidates, key=lambda one: (not one.fits, one.makespan))
-    return Found(replace(winner.program, name="auto"), winner, tuple(ranked), refused, bound)
+    return SearchResult(replace(winner.program, name="auto"), winner, tuple(ranked), refused, bound)
 
 
 # What is allowed
 
 
-def _durations_by_chunks(
+def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """By number of chunks that is to be tried: what was asked for, what lists by stage settle, or 1 and 2."""
+    """Return durations by number of chunks to try: the requested one, the one that lists by stage fix, or 1 and 2."""
     for what, number in (
         ("ranks", ranks),
         ("micro-batches", micro_batches),
@@ -210,8 +222,9 @@ def _durations_by_chunks(
     return dict.fromkeys(settled or free, durations)
 
 
-def _limits(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Memory by rank. A rank holds all of its stages' activations of a micro-batch before the first backward: 1."""
+def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
+    """Return the memory limit of each rank. At least 1: a rank holds all its activations of a micro-batch before its
+    backward."""
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
         raise UserError(f"memory: {array.size} values; right is 1 or {ranks} (one a rank)")
@@ -225,8 +238,8 @@ def _limits(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
     return limits
 
 
-def _named(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Names to try, with their numbers of chunks."""
+def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
+    """Yield (name, chunks) of the named schedules to try."""
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
             continue
@@ -235,15 +248,16 @@ def _named(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, i
                 yield name, count
 
 
-def _placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Ways to lay stages on ranks, with the name that candidates get."""
+def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (candidate name, rank of each stage) of the placements to search."""
     for count in counts:
-        yield f"search, {count} chunk{'s' if count > 1 else ''}", straight(ranks, count)
+        yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
-            yield "search, V", v_shaped(ranks)
+            yield "search, V", place_in_v_shape(ranks)
 
 
-def _by_stage(program: PipelineProgram, durations: Durations) -> Durations:
+def _split_durations(program: PipelineProgram, durations: Durations) -> Durations:
+    """Return durations by stage for a program's placement."""
     return Durations.per_rank(
         program,
         durations.forward,
@@ -254,8 +268,11 @@ def _by_stage(program: PipelineProgram, durations: Durations) -> Durations:
     )
 
 
-def _simulated(name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]) -> Candidate:
-    timing = simulate_pipeline(program, _by_stage(program, durations))
+def _simulate_candidate(
+    name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
+) -> Candidate:
+    """Simulate a program and compare its peaks with the limits."""
+    timing = simulate_pipeline(program, _split_durations(program, durations))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
     return Candidate(name, program, timing.makespan, peak, fits_all)
@@ -264,41 +281,46 @@ def _simulated(name: str, program: PipelineProgram, durations: Durations, limits
 # The search for one placement
 
 
-def _search(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
-    """The best that about `effort` tasks on a clock find; ends early at the lower bound. known: a makespan that is to
-    be beaten; what is far above it is not improved any more."""
+def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
+    """Return the best makespan and orders that about `effort` task runs find for one placement.
+
+    Ends early at the lower bound. known: makespan to beat; candidates far above it are not improved further.
+    """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
     few = min(3, 1 + runs // 60)
     pools = (
-        ([(run(problem, orders).makespan, orders) for orders in named], few),
-        (_greedy(problem, max(4, min(36, runs // 50))), few),
-        (_patterns(problem, max(16, min(300, runs // 6))), min(12, 2 + runs // 60)),
+        ([(time_orders(problem, orders).makespan, orders) for orders in named], few),
+        (_try_greedy(problem, max(4, min(36, runs // 50))), few),
+        (_try_patterns(problem, max(16, min(300, runs // 6))), min(12, 2 + runs // 60)),
     )
-    starts = [one for pool, keep in pools for one in sorted(pool, key=_makespan)[:keep]]
-    # Few of the windows for all, more of them for the best, then moves along the critical path for the best of these.
+    starts = [one for pool, keep in pools for one in sorted(pool, key=_get_makespan)[:keep]]
+    # Two windows for all starts, more for the best of them, then local search for the best of these.
     windows = list(product((8, 32, 2, 16), (0.05, 1.0, 0.5)))
     for tried, kept in ((windows[:2], 6), (windows[2 : 2 + runs // 200], 4)):
         for at, one in enumerate(starts):
-            starts[at] = min([one, *(out_of_order(problem, one[1], *window) for window in tried)], key=_makespan)
+            starts[at] = min(
+                [one, *(reorder_out_of_order(problem, one[1], *window) for window in tried)], key=_get_makespan
+            )
             if starts[at][0] <= enough:
                 return starts[at]
-        starts = sorted(starts, key=_makespan)[:kept]
+        starts = sorted(starts, key=_get_makespan)[:kept]
     near = 1.06 * min(known, starts[0][0])
     for at, one in enumerate(starts):
         if one[0] <= near:
-            starts[at] = improve(problem, one[1], min(1000, runs // 4))
+            starts[at] = improve_orders(problem, one[1], min(1000, runs // 4))
             if starts[at][0] <= enough:
                 break
-    return min(starts, key=_makespan)
+    return min(starts, key=_get_makespan)
 
 
-def _makespan(timed: Timed) -> float:
+def _get_makespan(timed: Timed) -> float:
+    """Return the makespan of a timed order, as a sort key."""
     return timed[0]
 
 
-def _greedy(problem: Problem, trials: int) -> list[Timed]:
-    """List schedules, of the parameters that most often are best first; ends at the lower bound."""
+def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
+    """Build list schedules for `trials` parameter sets, most successful ones first; ends at the lower bound."""
     s, ranks = problem.stages, range(problem.ranks)
     found = []
     depths = [problem.micro_batches * problem.chunks, s, 2 * s - 1, 3 * s // 2]
@@ -307,36 +329,36 @@ def _greedy(problem: Problem, trials: int) -> list[Timed]:
     caps = list(dict.fromkeys(caps))
     rules = list(product((False, True), (0.0, 0.5, 1.0), (1.0, 0.05, 0.5), (True, False)[: problem.chunks]))
     for (forward_first, hold, patience, deep_first), cap in list(product(rules, caps))[:trials]:
-        found.append(greedy(problem, Greed(cap, forward_first, deep_first, hold, patience)))
+        found.append(schedule_greedily(problem, GreedyParameters(cap, forward_first, deep_first, hold, patience)))
         if found[-1][0] <= problem.lower_bound * (1 + 1e-9):
             break
     return found
 
 
-def _patterns(problem: Problem, trials: int) -> list[Timed]:
-    """Steady patterns that the memory allows, with periods from the shortest on and delays drawn at random."""
+def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
+    """Build feasible periodic orders, with periods from the shortest on and random delays."""
     found, draw = [], Random(0)
-    least, v = shortest_period(problem), problem.chunks
+    least, v = compute_shortest_period(problem), problem.chunks
     stretch = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0)
     delays = (0.0, 0.0, 0.25, 0.5, 1.0, 1.0, 2.0)
     unit = sum(problem.duration) / (3 * problem.stages)
     for trial in range(trials):
         every = least * stretch[trial % len(stretch)]
         drawn = [0.0 if trial < len(stretch) else delays[int(draw.random() * len(delays))] for _ in range(2 * v)]
-        orders = steady_orders(problem, every, tuple(unit * delay for delay in drawn))
-        if all(fits(problem, rank, order) for rank, order in enumerate(orders)):
-            found.append((run(problem, orders).makespan, orders))
+        orders = build_periodic_orders(problem, every, tuple(unit * delay for delay in drawn))
+        if all(is_feasible(problem, rank, order) for rank, order in enumerate(orders)):
+            found.append((time_orders(problem, orders).makespan, orders))
     return found
 
 
-def _go_on(
+def _improve_until(
     problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
 ) -> tuple[float, str, list[Order]]:
-    """Improve the best until the time is up or its bound is reached."""
+    """Improve the best orders until the deadline or the lower bound."""
     makespan, name, orders = best
     problem, seed = problems[name], 1
     stop: Callable[[], bool] = lambda: time.monotonic() >= deadline  # noqa: E731
     while not stop() and makespan > problem.lower_bound * (1 + 1e-9):
-        makespan, orders = improve(problem, orders, 1000, seed, stop)
+        makespan, orders = improve_orders(problem, orders, 1000, seed, stop)
         seed += 1
     return makespan, name, orders

@@ -1,28 +1,29 @@
-"""Chimera: two pipelines in opposite directions, each of which computes in the gaps that the other leaves."""
+"""Chimera: two pipelines in opposite directions, each of which computes in the other's bubbles."""
 
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, Kind, PipelineProgram, place_cyclically
 
 
 def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
-    """Chimera (Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5).
+    """Generate Chimera (Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section
+    3.5).
 
     Replica 0 runs down the ranks, replica 1 up. In slots of one forward or one backward, the i-th micro-batch of a
-    direction enters at slot 2i, goes on by a stage a slot, turns at the last stage and comes back. As the number of
-    ranks is even, one direction meets a rank in even slots where the other meets it in odd ones: they never collide.
-    ranks/2 micro-batches a direction make a unit; units follow each other without a gap (direct concatenation). Ranks
-    and micro-batches must be even (`UserError`).
+    direction enters at slot 2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks
+    is even, the directions use a rank in slots of different parity and never collide. ranks/2 micro-batches a direction
+    form a unit; units are concatenated without idle slots (direct concatenation). Ranks and micro-batches must be even
+    (`UserError`).
 
-    forward_doubling: a slot holds the forwards of two micro-batches or the backward of one, which last equally long
-    where a backward takes two forwards. A unit then has twice the micro-batches. The paper runs the two as one batch;
-    here they stay two, and the first is sent on while the second is computed.
+    forward_doubling: a slot holds the forwards of two micro-batches or the backward of one, which take equally long if
+        a backward takes two forwards. A unit then has twice the micro-batches. The paper runs the two as one batch;
+        here they stay two, and the first is sent while the second is computed.
 
     Costs, for N >= D micro-batches in whole units on D ranks (table 2 of the paper):
-    - bubble: a ratio of (D-2) / (2N+D-2) where a backward takes as long as a forward. Where it takes two, that is
-      (D-2) / (3N/2+D-2) for N = D, and with more units ranks wait at every joint; with forward doubling they do not,
-      and the ratio is (D-2) / (2N+D-2) again
+    - bubble: a ratio of (D-2) / (2N+D-2) if a backward takes as long as a forward. If it takes two, (D-2) / (3N/2+D-2)
+    for N = D, and with more units ranks wait at every unit boundary; with forward doubling they do not, and the ratio
+    is (D-2) / (2N+D-2) again
     - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; doubled 3D/2 + 1 to 2D
     - weight copies: 2
     - transfers: those of 1F1B
@@ -33,12 +34,12 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
         raise UserError(
             f"chimera with {micro_batches} micro-batches: half of them run in each direction; take an even number"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("chimera", ranks, micro_batches, placement)
     half, a_slot = micro_batches // 2, 2 if forward_doubling else 1
     for rank in program.ranks:
         steps: list[tuple[int, int, Kind, int, int]] = []  # slot, micro-batch, kind, stage, replica
-        for replica, (stage,) in enumerate(rank.held):
+        for replica, (stage,) in enumerate(rank.stages):
             for i in range(half):
                 unit, place = divmod(i, a_slot * ranks // 2)
                 begins = unit * (1 + a_slot) * ranks

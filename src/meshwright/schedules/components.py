@@ -1,10 +1,9 @@
-"""Cuts the steps of a schedule into the parts of their layers, so that one direction's all-to-all hides behind the
-other direction's computation (DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 4).
+"""Pass that splits steps into layer components, to hide all-to-all behind the other direction's computation
+(DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 4).
 
-A layer with experts runs attention, dispatch, MLP, combine; its backward runs them the other way round. Attention and
-MLP compute; dispatch and combine are all-to-all. A rank has a stream for each. The steps of a group are under way
-together: those that compute one after the other, and the all-to-all beside them; the next group starts when both
-streams are done.
+A mixture-of-experts layer runs attention, dispatch, MLP, combine; its backward runs them in reverse. Attention and MLP
+compute; dispatch and combine are all-to-all. A rank has one stream for each. In a group, compute components run one
+after the other, with all-to-all overlapped; the next group starts when both streams are done.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.program.durations import Durations, Floats
-from meshwright.program.pipeline import Component, Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import Component, Kind, PipelineProgram, build_program
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 
 _FORWARD = (Component.ATTENTION, Component.DISPATCH, Component.MLP, Component.COMBINE)
 _BACKWARD = _FORWARD[::-1]
-_WEIGHTS = (Component.MLP, Component.ATTENTION)  # the parts that have weights, in the order of the backward
+_WEIGHTS = (Component.MLP, Component.ATTENTION)  # components with weights, in backward order
 _PARTS = {
     Kind.FORWARD: _FORWARD,
     Kind.BACKWARD: _BACKWARD,
@@ -33,29 +32,29 @@ _Step = tuple[int, int, int, int, int]  # kind, stage, replica, micro-batch, com
 
 
 def with_components(program: PipelineProgram) -> PipelineProgram:
-    """The same program with every whole computing step cut into its parts.
+    """Return the program with every whole compute step split into its components.
 
-    A step that stands alone becomes one group a part: nothing hides its all-to-all. A forward and a backward that
-    overlap become four groups, in each of which the one computes while the other communicates:
+    A single step becomes one group a component: its all-to-all is exposed. An overlapped forward and backward become
+    four groups, in each of which one computes while the other communicates:
 
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
 
-    A stage of many layers stands for the parts of its layers together. What is cut already, sends, receives and updates
-    stay as they are.
+    A component of a stage with several layers stands for those of all its layers. Steps that are split already,
+    transfers and updates are unchanged.
     """
     s = program.steps
     columns = (s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component)
     groups: dict[tuple[int, int], list[_Step]] = {}
     for rank, group, *step in np.stack(columns, axis=1).tolist():
         groups.setdefault((rank, group), []).append(tuple(step))
-    cut = [(rank, parts) for (rank, _), steps in groups.items() for parts in _cut(steps)]
+    cut = [(rank, parts) for (rank, _), steps in groups.items() for parts in _split_group(steps)]
     rows = [(rank, number, *step) for number, (rank, parts) in enumerate(cut) for step in parts]
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, rows)
+    return build_program(program.name, program.ranks, program.micro_batches, program.placement, rows)
 
 
-def _cut(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """The groups that take the place of one."""
+def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
+    """Yield the groups that replace one group."""
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
         yield tuple(step for step in group if step not in whole)
@@ -67,10 +66,10 @@ def _cut(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
 
 @dataclass(frozen=True)
 class ComponentDurations:
-    """How long the parts of one stage last on one micro-batch, in any unit of time.
+    """Durations of the components of one stage on one micro-batch, in any unit of time.
 
     forward, input_gradient: of attention, dispatch, MLP, combine. weight_gradient: of attention and MLP. A full
-    backward lasts its input gradient and its weight gradient. transfer: as in `Durations`.
+        backward takes the sum of both gradients. transfer: as in `Durations`.
     """
 
     forward: tuple[float, float, float, float]
@@ -78,26 +77,26 @@ class ComponentDurations:
     weight_gradient: tuple[float, float]
     transfer: float = 0.0
 
-    def by_kind(self) -> Floats:
-        """Duration by [forward, backward, input gradient, weight gradient] and [attention, dispatch, MLP, combine]."""
+    def tabulate(self) -> Floats:
+        """Return durations [4, 4] by kind (forward, backward, input gradient, weight gradient) and component."""
         weights = np.array([self.weight_gradient[0], 0.0, self.weight_gradient[1], 0.0])
         inputs = np.array(self.input_gradient)
         return np.array([self.forward, inputs + weights, inputs, weights], np.float64)
 
     @property
-    def one_after_the_other(self) -> float:
-        """F + B: a forward and a full backward, all-to-all included, if nothing overlaps."""
-        return float(self.by_kind()[:2].sum())
+    def serial(self) -> float:
+        """F + B: time of a forward and a full backward, all-to-all included, without overlap."""
+        return float(self.tabulate()[:2].sum())
 
     @property
     def overlapped(self) -> float:
-        """F&B: the four groups of a pair, each as long as its longer stream."""
-        forward, backward = self.by_kind()[:2]
+        """F&B: time of an overlapped pair, four groups that each take as long as their longer stream."""
+        forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 
-    def durations(self) -> Durations:
-        """For programs whole or cut; a pair that is not cut takes `overlapped`."""
-        table = self.by_kind()
+    def to_durations(self) -> Durations:
+        """Return durations for whole and split steps; a whole pair takes `overlapped`."""
+        table = self.tabulate()
         whole = table.sum(axis=1)
         shares = table / np.where(whole > 0, whole, 1.0)[:, np.newaxis]
         forward, _, inputs, weights = (float(each) for each in whole)
@@ -106,8 +105,11 @@ class ComponentDurations:
 
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
-    """When the parts run. timing: by group. start, end: by step, on its stream. exposed: time that each rank waits
-    inside its groups for all-to-all that nothing hides, and all_to_all: time that its all-to-all takes."""
+    """Simulated times of components.
+
+    timing: by group. start, end: [steps], on the step's stream. exposed: [ranks], time in which all-to-all is not
+        hidden. all_to_all: [ranks], total time of all-to-all.
+    """
 
     timing: PipelineTiming
     start: Floats
@@ -117,16 +119,16 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Run a program, cut or whole, on a clock with two streams a rank. Raises what `simulate_pipeline` raises."""
+    """Simulate a program, whole or split, with two streams a rank. Raises the errors of `simulate_pipeline`."""
     cut = with_components(program)
-    timing = simulate_pipeline(cut, durations.durations())
+    timing = simulate_pipeline(cut, durations.to_durations())
     s = cut.steps
     lasts = np.zeros(len(s))
     parts = s.component > 0
-    lasts[parts] = durations.by_kind()[s.kind[parts], s.component[parts] - 1]
+    lasts[parts] = durations.tabulate()[s.kind[parts], s.component[parts] - 1]
     beside = np.isin(s.component, _ALL_TO_ALL)
     start = timing.start.copy()
-    # What computes in a group takes turns; so would several all-to-alls.
+    # Steps of one stream in a group run one after the other.
     for stream in (parts & beside, parts & ~beside):
         steps = np.flatnonzero(stream)
         turns = np.cumsum(lasts[steps]) - lasts[steps]

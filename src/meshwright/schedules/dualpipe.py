@@ -1,22 +1,24 @@
-"""DualPipe: micro-batches enter at both ends of the pipeline; the forward of one overlaps the backward of another."""
+"""DualPipe: micro-batches enter at both ends of the pipeline; forwards of one direction overlap backwards of the
+other."""
 
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, RankBuilder, straight
-from meshwright.schedules.in_turn import Chunk, InTurn
+from meshwright.program.pipeline import Builder, PipelineProgram, RankBuilder, place_cyclically
+from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """DualPipe (DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its public code counts).
+    """Generate DualPipe (DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its code
+    numbers them).
 
     Replica 0 runs down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r
-    holds stage r of one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least
-    2 x ranks (`UserError`).
+    has stage r of one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least 2 x ranks
+    (`UserError`).
 
-    Costs (table 2 of the report; F, B: a forward and a whole backward of a rank's stage, W: the weight gradient's part
-    of B, F&B: a forward and a backward that overlap):
-    - bubble: (ranks/2 - 1) (F&B + B - 3W), exact where forward = input gradient >= W
+    Costs (table 2 of the report; F, B: forward and full backward of a rank's stage; W: the weight-gradient part of B;
+    F&B: an overlapped forward and backward):
+    - bubble: (ranks/2 - 1) (F&B + B - 3W), exact if forward = input gradient >= W
     - peak activations: ranks + 1 micro-batches
     - weight copies: 2
     - transfers: those of 1F1B
@@ -28,25 +30,25 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
             f"dualpipe with {micro_batches} micro-batches on {ranks} ranks: half of them run in each direction; "
             f"take an even number from {2 * ranks} (2 a rank) on"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("dualpipe", ranks, micro_batches, placement)
     first_half, second_half = range(micro_batches // 2), range(micro_batches // 2, micro_batches)
     for rank in program.ranks:
-        down, up = (stages[0] for stages in rank.held)
+        down, up = (stages[0] for stages in rank.stages)
         ends = [Chunk(down, first_half, replica=0), Chunk(up, second_half, replica=1)]
-        # What enters at the nearer end of the pipeline is chunk 0.
+        # Chunk 0 is the one whose data enters at the nearer end of the pipeline.
         write_dual_order(rank, ends if down < up else ends[::-1], ranks // 2)
     return program.build()
 
 
 def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
-    """The order of one rank, under DualPipe and under DualPipeV: both know only how far in the rank lies.
+    """Write one rank's order under DualPipe or DualPipeV, which depends only on the distance from the pipeline's end.
 
-    chunks: of the rank, the one that the data reaches sooner first. half: length of the way from an end of the
-    pipeline to its middle, in ranks.
+    chunks: the rank's two chunks, first the one that data reaches sooner. half: distance in ranks from an end of the
+        pipeline to its middle.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
-    order = InTurn(rank, chunks)
+    order = PhraseWriter(rank, chunks)
     order.write("F0", 2 * to_the_middle)  # 1
     order.write("F0 F1", depth + 1)  # 2
     order.write("I1 W F1", to_the_middle)  # 3
@@ -56,11 +58,11 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
         main -= 1
     order.write("F0&B1 F1&B0", main)
     order.write("B1 F1&B0", to_the_middle)  # 5
-    # 6: the second half of these backwards puts the weight gradients off, so that the next rank starts sooner
+    # 6: the second half of these backwards defers its weight gradients, so that the next rank starts sooner
     whole, split = divmod(depth + 1, 2)
     order.write("B1 B0", whole)
     order.write("B1 I0", split)
     order.write("I1 I0", whole)
     order.write("W I0", to_the_middle)  # 7
     order.write("W", depth + 1)  # 8
-    order.done()
+    order.finish()

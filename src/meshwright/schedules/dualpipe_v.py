@@ -1,25 +1,26 @@
-"""DualPipeV: DualPipe cut in half. The ranks of one half hold both directions: one copy of the weights is enough."""
+"""DualPipeV: DualPipe folded in half; each rank has stages of both directions, so one copy of the weights suffices."""
 
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
+from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
 from meshwright.schedules.dualpipe import write_dual_order
-from meshwright.schedules.in_turn import Chunk
+from meshwright.schedules.phrases import Chunk
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """DualPipeV (Sea AI Lab: "DualPipe could be better without the Dual", 2025; the DualPipe repository's second form).
+    """Generate DualPipeV (Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe
+    repository).
 
-    The stages go down the ranks and up again; the first rank holds the first and the last. A rank's order is DualPipe's
-    on twice the ranks, with all micro-batches in place of each direction's half. Needs at least 2 x ranks micro-batches
+    The stages run down the ranks and up again; the first rank has the first and the last. A rank's order is DualPipe's
+    on twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
     (`UserError`).
 
-    Costs, with p = 2 x ranks stages (F, B: a forward and a whole backward of one stage, half a rank's share; W: the
-    weight gradient's part of B, F&B: a forward and a backward that overlap):
-    - bubble: (p/2 - 1) (F&B + B - 3W), exact where forward = input gradient >= W. Where overlap gains nothing and all
-      three take 1 on a rank, that is ranks - 1, or half of it if the forward of a pair is sent on before its backward
-    - peak activations: p + 1 stages' worth, or ranks + 1/2 micro-batches
+    Costs, with p = 2 x ranks stages (F, B: forward and full backward of one stage, half a rank's share; W: the
+    weight-gradient part of B; F&B: an overlapped forward and backward):
+    - bubble: (p/2 - 1) (F&B + B - 3W), exact if forward = input gradient >= W. If overlap gains nothing and all three
+    take 1 on a rank, that is ranks - 1, or half of it if the forward of a pair is sent before its backward
+    - peak activations: p + 1 in units of a stage, or ranks + 1/2 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
     """
@@ -28,7 +29,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
             f"dualpipe-v with {micro_batches} micro-batches on {ranks} ranks: "
             f"too few to fill it; take at least {2 * ranks} (2 a rank)"
         )
-    program = Builder("dualpipe-v", ranks, micro_batches, (v_shaped(ranks),))
+    program = Builder("dualpipe-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     for rank in program.ranks:
-        write_dual_order(rank, [Chunk(stage, range(micro_batches)) for stage in rank.held[0]], ranks)
+        write_dual_order(rank, [Chunk(stage, range(micro_batches)) for stage in rank.stages[0]], ranks)
     return program.build()

@@ -1,21 +1,21 @@
-"""GEMS: two copies of the model in opposite directions, and never more than two micro-batches under way."""
+"""GEMS: two model replicas in opposite directions, with at most two micro-batches in flight."""
 
 from __future__ import annotations
 
 from meshwright.errors import UserError
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def gems(ranks: int, micro_batches: int) -> PipelineProgram:
-    """GEMS-MAST (Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware synchronized
-    training").
+    """Generate GEMS-MAST (Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware
+    synchronized training").
 
-    Replica 0 runs down the ranks, replica 1 up. A backward travels against its forward, and so in the direction of the
-    other replica's next forward, which follows it from rank to rank. Micro-batches must be even (`UserError`).
+    Replica 0 runs down the ranks, replica 1 up. A backward runs against the direction of its forward, and so in that of
+    the other replica's next forward, which follows it from rank to rank. Micro-batches must be even (`UserError`).
 
     Costs, for N micro-batches and D ranks:
-    - bubble: a ratio of about (D-1) / (D+1/2) where a backward takes two forwards (Li, Hoefler, arXiv 2107.06925,
-      table 2), (D-1) / (D+1) where it takes one
+    - bubble: a ratio of about (D-1) / (D+1/2) if a backward takes two forwards (Li, Hoefler, arXiv 2107.06925, table
+    2), (D-1) / (D+1) if it takes one
     - peak activations: 1 micro-batch
     - weight copies: 2
     - transfers: those of 1F1B
@@ -24,7 +24,7 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
         raise UserError(
             f"gems with {micro_batches} micro-batches: half of them run in each direction; take an even number"
         )
-    placement = (straight(ranks), tuple(reversed(straight(ranks))))
+    placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("gems", ranks, micro_batches, placement)
     half = micro_batches // 2
     for rank in program.ranks:

@@ -1,32 +1,34 @@
-"""Several chunks a rank, stages in turn round the ranks: the bubble is counted in chunks, not in whole ranks.
+"""Interleaved schedules: several chunks a rank in cyclic placement, which divides the bubble by the number of chunks.
 
-Costs are in F, B, I and W, a rank's forward, whole backward, input and weight gradient of one micro-batch over all of
-its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p - 1 borders between ranks, not p - 1.
+Costs are in F, B, I and W, a rank's forward, full backward, input and weight gradient of one micro-batch over all of
+its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p - 1 boundaries between ranks, not p -
+1.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise, zip_longest
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 Order = list[tuple[int, int]]  # micro-batch and stage
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """1F1B over chunks, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4).
+    """Generate interleaved 1F1B, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure
+    4).
 
-    Any number of ranks and micro-batches (see `rounds`). Costs:
-    - bubble: (p - 1)(F + B) / v, from m = p on
-    - peak activations: where p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of
-      g > p micro-batches, g - (g + 1 - 2p) / v on rank 0
+    Any number of ranks and micro-batches (see `split_into_rounds`). Costs:
+    - bubble: (p - 1)(F + B) / v, for m >= p
+    - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of g > p
+    micro-batches, g - (g + 1 - 2p) / v on rank 0
     - weight copies: 1
     - transfers: v times those of 1F1B
     """
-    program = Builder("interleaved", ranks, micro_batches, (straight(ranks, chunks),))
-    taken = rounds(ranks, micro_batches)
+    program = Builder("interleaved", ranks, micro_batches, (place_cyclically(ranks, chunks),))
+    taken = split_into_rounds(ranks, micro_batches)
     for rank in program.ranks:
-        forwards, backwards = depth_first(rank.held[0], taken)
+        forwards, backwards = order_depth_first(rank.stages[0], taken)
         warm_up = (chunks - 1) * len(taken[0]) + 2 * (ranks - 1 - rank.rank)
         for ahead in forwards[:warm_up]:
             rank.forward(*ahead)
@@ -38,20 +40,20 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """ZB-H1 over chunks (as PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
+    """Generate interleaved ZB-H1 (PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
 
     Any number of ranks and micro-batches. Costs:
-    - bubble: (p - 1)(F + I - W) / v, from m = p on
-    - peak activations: where p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
+    - bubble: (p - 1)(F + I - W) / v, for m >= p
+    - peak activations: if p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
     - weight copies: 1
     - transfers: v times those of 1F1B
     """
-    program = Builder("interleaved-zb", ranks, micro_batches, (straight(ranks, chunks),))
-    taken = rounds(ranks, micro_batches)
+    program = Builder("interleaved-zb", ranks, micro_batches, (place_cyclically(ranks, chunks),))
+    taken = split_into_rounds(ranks, micro_batches)
     for rank in program.ranks:
-        forwards, backwards = depth_first(rank.held[0], taken)
+        forwards, backwards = order_depth_first(rank.stages[0], taken)
         warm_up = (chunks - 1) * len(taken[0]) + ranks - 1 - rank.rank
-        put_off = rank.rank  # weight gradients that wait for the end
+        put_off = rank.rank  # number of deferred weight gradients
         for ahead in forwards[:warm_up]:
             rank.forward(*ahead)
         for number, (back, ahead) in enumerate(zip_longest(backwards, forwards[warm_up:])):
@@ -66,34 +68,34 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """GPipe over chunks, breadth first: all micro-batches through a chunk before the next (Lamy-Poirier 2023, arXiv
-    2211.05953, section 4; the backwards in PyTorch's order, last micro-batch first).
+    """Generate breadth-first GPipe over chunks: all micro-batches run through a chunk before the next one (Lamy-Poirier
+    2023, arXiv 2211.05953, section 4; backwards in PyTorch's order, last micro-batch first).
 
-    A rank needs the weights of one chunk at a time, which is what this order is for: sharded weights are gathered once
-    a chunk and pass, not once a round.
+    A rank uses the weights of one chunk at a time: sharded weights are all-gathered once a chunk and pass, not once a
+    round.
 
     Any number of ranks and micro-batches. Costs:
-    - bubble: (p - 1)(F + B) / v, from m = p on
+    - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: m micro-batches on every rank
     - weight copies: 1
     - transfers: v times those of GPipe
     """
-    program = Builder("looped-bfs", ranks, micro_batches, (straight(ranks, chunks),))
+    program = Builder("looped-bfs", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     for rank in program.ranks:
-        for stage in rank.held[0]:
+        for stage in rank.stages[0]:
             for m in range(micro_batches):
                 rank.forward(m, stage)
-        for stage in reversed(rank.held[0]):
+        for stage in reversed(rank.stages[0]):
             for m in reversed(range(micro_batches)):
                 rank.backward(m, stage)
     return program.build()
 
 
-def rounds(ranks: int, micro_batches: int) -> list[range]:
-    """Micro-batches that go through a chunk together before the next chunk begins: as many rounds of at least `ranks`
-    as there are, as equal as can be, longer ones first.
+def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
+    """Split the micro-batches into rounds that run through one chunk before the next begins.
 
-    Where `ranks` divides `micro_batches` these are Megatron's rounds of `ranks`; where they come out equal, PyTorch's.
+    As many rounds of at least `ranks` as possible, as equal as possible, longer ones first. If `ranks` divides
+    `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal, PyTorch's.
     """
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
@@ -101,8 +103,9 @@ def rounds(ranks: int, micro_batches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Forwards and backwards of a rank, each in its order: a round through every chunk, then the next round."""
+def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
+    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every chunk,
+    then the next."""
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]
     return forwards, backwards

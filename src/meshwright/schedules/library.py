@@ -1,4 +1,4 @@
-"""Pipeline programs by the names that layouts and commands give them: named schedules, `auto` and files (`@FILE`)."""
+"""Pipeline programs by the names of layouts and commands: generated schedules, `auto` and files (`@FILE`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULES, unknown
 from meshwright.program.durations import Durations, StageDurations
-from meshwright.program.load import load_program, read_text
+from meshwright.program.load import load_program, read_program_text
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.schedules.auto import Found, search_schedule
+from meshwright.schedules.auto import SearchResult, search_schedule
 from meshwright.schedules.named import check_sizes, generate_named
 from meshwright.schedules.pytorch_csv import from_csv
 
@@ -25,31 +25,31 @@ def generate(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
-    """The program of a named schedule, or the one in a file (`@FILE`): computing steps, without transfers.
+    """Generate the program of a named schedule, or load it from a file (`@FILE`); compute steps, without transfers.
 
-    chunks: stages a rank and replica; None: as many as the schedule has unless said. durations, memory (activations of
-    whole micro-batches that a rank can hold): for `auto` alone. A file says itself how many ranks and micro-batches it
-    has; where they are given, they must agree.
+    chunks: stages a rank and replica (default: the schedule's). durations, memory (maximum activations of a rank, in
+        whole micro-batches): only for `auto`. For a file, ranks, micro-batches and chunks are optional, and must agree
+        with it.
 
-    Raises UserError for an unknown name and for numbers that the schedule cannot take, with those that it could.
+    Raises UserError for unknown names and for numbers that the schedule does not accept, with valid ones.
     """
     if name == "@":
         raise UserError("@: the name of the schedule's file is missing")
     if name.startswith("@"):
-        return _agree(load(name[1:]), name, ranks, micro_batches, chunks)
+        return _check_agreement(load_schedule(name[1:]), name, ranks, micro_batches, chunks)
     if name not in SCHEDULES:
         raise UserError(unknown("schedule", name, SCHEDULES))
     if name == "auto":
-        return search(ranks, micro_batches, chunks, durations, memory).program
+        return search_auto(ranks, micro_batches, chunks, durations, memory).program
     return generate_named(name, ranks, micro_batches, chunks)
 
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """The program of a layout's pipeline; on one rank forward and backward of one micro-batch after the other.
+    """Return the pipeline program of a layout; on one rank, forward and backward of one micro-batch after the other.
 
-    durations: of the model's stages, for `auto` (None: all alike); equal ones give the same program. For a model, ask
-    `model.stage_times.program_for`. Raises UserError for numbers that the schedule cannot take, and for a file's
-    program that is more than one plain step.
+    durations: of the model's stages, for `auto` (default: all equal); equal ones give the same program. For a model use
+        `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and for a file
+        that is not a plain synchronous step.
     """
     version = None
     if layout.schedule.startswith("@"):
@@ -59,7 +59,7 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
     name = layout.schedule
     chunks = None if name.startswith("@") or (name == "auto" and layout.chunks == 1) else layout.chunks
     try:
-        program = _generated(
+        program = _generate_cached(
             name, layout.pp, layout.micro_batches, chunks, durations if name == "auto" else None, version
         )
     except UserError as error:
@@ -74,7 +74,7 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
 
 
 @lru_cache(maxsize=32)
-def _generated(
+def _generate_cached(
     name: str,
     ranks: int,
     micro_batches: int,
@@ -82,36 +82,37 @@ def _generated(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """`generate`, once; `version`: of the file, which is read again when it has changed."""
+    """Call `generate` with a cache. version: modification time and size of the file, which is read again after a
+    change."""
     return generate(name, ranks, micro_batches, chunks, durations)
 
 
-def search(
+def search_auto(
     ranks: int | None = None,
     micro_batches: int | None = None,
     chunks: int | None = None,
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
-) -> Found:
-    """The answer of `auto`, with all that it tried. Arguments and errors as in `generate`."""
+) -> SearchResult:
+    """Search a schedule for `auto`; returns the result with all candidates. Arguments and errors as in `generate`."""
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 
 
-def load(path: str) -> PipelineProgram:
-    """The pipeline program in a file: PyTorch's CSV where it is called `.csv`, else our text or JSON form.
+def load_schedule(path: str) -> PipelineProgram:
+    """Load a pipeline program from a file: PyTorch's CSV for the suffix `.csv`, else our text or JSON form.
 
-    Raises UserError for a file that cannot be read, with the line that is wrong.
+    Raises UserError for a file that cannot be read, with the invalid line.
     """
     if Path(path).suffix.lower() == ".csv":
-        return from_csv(read_text(path), where=path)
+        return from_csv(read_program_text(path), where=path)
     return load_program(path, "pipeline")
 
 
-def _agree(
+def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
-    """The program, if it has the numbers that were asked for."""
+    """Return a loaded program if it has the requested numbers, else raise UserError."""
     for what, asked, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),

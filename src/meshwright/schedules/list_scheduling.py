@@ -1,8 +1,8 @@
-"""Orders of tasks made as time goes by: whenever a rank is free, a rule picks what it does next.
+"""List scheduling: orders built in the order of time, where a rule picks the next task of each free rank.
 
-Two rules: one that knows only what has come in and what is about to (after the heuristic of Qi et al. 2024, Zero Bubble
-Pipeline Parallelism, arXiv 2401.10241, section 3.1), and one that follows a given order but takes a later task ahead of
-one that has to wait, as processors execute instructions out of order.
+Two rules: a greedy one, which knows only arrived inputs and those in flight (after the heuristic of Qi et al. 2024,
+Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1), and one that follows a given order but runs a later
+task ahead of one that has to wait, like out-of-order execution in a processor.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from meshwright.schedules.orders import Order, Problem
 
 
 @dataclass
-class State:
-    """What is known while orders are made. A rule sees the past, and what is already under way."""
+class PartialOrders:
+    """State of all ranks during list scheduling. A rule may read the past and what is in flight."""
 
     problem: Problem
-    ends: list[list[float]]  # of the tasks so far; the last list: zeros for what the first forward needs
-    used: list[int]  # activations that each rank holds, in stages
+    ends: list[list[float]]  # [tasks + 1], end times of the runs so far; the last list is zeros, for the first forward
+    used: list[int]  # [ranks], activations held, in stages
 
-    def comes(self, task: int) -> float:
-        """When what the next run of a task needs will be there; infinite while nobody knows."""
-        needed, k = self.ends[self.problem.needs[task]], len(self.ends[task])
+    def find_input_time(self, task: int) -> float:
+        """Return the time at which the input of the task's next run arrives; infinite if not yet known."""
+        needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
 
-# (rank, now) -> the task to do now and 0, or -1 and until when to wait (infinite: until something is under way).
+# (rank, now) -> (task to run now, 0), or (-1, time until which to wait; infinite: until a predecessor is scheduled).
 Rule = Callable[[int, float], tuple[int, float]]
 
 
-def _make(problem: Problem, rule: Rule, state: State) -> tuple[float, list[Order]]:
-    """Makespan and orders; the makespan is infinite where the rule let the ranks wait for ever."""
+def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
+    """Run a rule for all ranks; returns makespan and orders. The makespan is infinite if the rule lets ranks wait for
+    ever."""
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
     free = [0.0] * problem.ranks
@@ -58,7 +59,7 @@ def _make(problem: Problem, rule: Rule, state: State) -> tuple[float, list[Order
         free[rank] = end
         left -= 1
         heappush(turns, (end, rank))
-        for reader in problem.readers[task]:
+        for reader in problem.successors[task]:
             other = problem.rank[reader]
             if waits[other]:  # it now knows of one more task that it can wait for
                 heappush(turns, (now, other))
@@ -66,12 +67,12 @@ def _make(problem: Problem, rule: Rule, state: State) -> tuple[float, list[Order
 
 
 @dataclass(frozen=True)
-class Greed:
-    """What the greedy rule prefers.
+class GreedyParameters:
+    """Parameters of the greedy rule.
 
-    cap: most activations a rank takes on, by rank, in stages. forward_first: forwards before input gradients.
-    deep_first: of the forwards, those of later stages first. hold: wait for an input gradient that is to come within
-    this part of a forward's time. patience: a weight gradient fills a gap of at least this part of its time.
+    cap: [ranks], maximum activations, in stages. forward_first: prefer forwards to input gradients. deep_first: prefer
+        forwards of later stages. hold: wait for an input gradient that arrives within this fraction of a forward's
+        time. patience: a weight gradient may fill an idle interval of at least this fraction of its time.
     """
 
     cap: tuple[int, ...]
@@ -81,17 +82,20 @@ class Greed:
     patience: float = 1.0
 
 
-def greedy(problem: Problem, greed: Greed) -> tuple[float, list[Order]]:
-    """Makespan and orders by the greedy rule: input gradients as they come, forwards as memory allows, weight gradients
-    in the gaps and where memory is full. Never stuck: a forward is let in only if the oldest micro-batch that has not
-    left the rank can still pass through all of its stages (the banker's algorithm)."""
+def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
+    """Build orders by the greedy rule; returns makespan and orders.
+
+    Input gradients run as they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is
+    full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the rank can still pass through all
+    of its stages (banker's algorithm).
+    """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
-    state = State(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)
+    state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)
     ends = state.ends
-    preferred = [sorted(held, reverse=greed.deep_first) for held in problem.held]
+    preferred = [sorted(held, reverse=greed.deep_first) for held in problem.stages_by_rank]
 
     def rule(rank: int, now: float) -> tuple[int, float]:
-        held = problem.held[rank]
+        held = problem.stages_by_rank[rank]
         oldest = min(len(ends[2 * s + x]) for x in held)
         reserved = sum(len(ends[x]) <= oldest for x in held)
         room = greed.cap[rank] - state.used[rank]
@@ -99,7 +103,7 @@ def greedy(problem: Problem, greed: Greed) -> tuple[float, list[Order]]:
         for x in preferred[rank]:
             if len(ends[x]) == m:
                 continue
-            comes = state.comes(x)
+            comes = state.find_input_time(x)
             admitted = room > 0 if len(ends[x]) == oldest else room > reserved
             if comes <= now:
                 full = full or not admitted
@@ -110,7 +114,7 @@ def greedy(problem: Problem, greed: Greed) -> tuple[float, list[Order]]:
         gradient, gradient_comes = -1, inf
         for x in held:
             if len(ends[s + x]) < m:
-                comes = state.comes(s + x)
+                comes = state.find_input_time(s + x)
                 if comes <= now:
                     gradient = s + x  # the latest stage's: its stages before wait for it
                 else:
@@ -129,16 +133,21 @@ def greedy(problem: Problem, greed: Greed) -> tuple[float, list[Order]]:
                 return x, 0
         return -1, until
 
-    return _make(problem, rule, state)
+    return _build_orders(problem, rule, state)
 
 
-def out_of_order(problem: Problem, orders: list[Order], window: int, patience: float) -> tuple[float, list[Order]]:
-    """Makespan and orders that follow given ones, but take one of the next `window` tasks ahead of those before it that
-    cannot start yet, if it is done for the most part (`patience`: how much of its time) before one of them can, and if
-    the memory limit still holds for all that it overtakes."""
+def reorder_out_of_order(
+    problem: Problem, orders: list[Order], window: int, patience: float
+) -> tuple[float, list[Order]]:
+    """Reorder given orders as out-of-order execution would; returns makespan and orders.
+
+    One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if at least the fraction
+    `patience` of it ends before one of them can start, and the memory limit still holds for all tasks that it
+    overtakes.
+    """
     s, duration = problem.stages, problem.duration
-    state = State(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
-    ends, needs, lag = state.ends, problem.needs, problem.lag
+    state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
+    ends, needs, lag = state.ends, problem.predecessor, problem.lag
     left = [order[::-1] for order in orders]
 
     def rule(rank: int, now: float) -> tuple[int, float]:
@@ -166,4 +175,4 @@ def out_of_order(problem: Problem, orders: list[Order], window: int, patience: f
                 used -= 1
         return -1, until
 
-    return _make(problem, rule, state)
+    return _build_orders(problem, rule, state)

@@ -1,9 +1,9 @@
-"""Better orders from good ones: move single tasks along the critical path, and keep what is no worse.
+"""Local search: moves of single tasks along the critical path of given orders.
 
-The critical path is the chain of tasks that makes the makespan what it is. It consists of blocks, each a run of tasks
-without a gap on one rank, joined by transfers. A shorter makespan needs another order inside a block: a task moved out
-behind its last or before its first one (Dell'Amico and Trubian 1993, Applying tabu search to the job-shop scheduling
-problem). Weight gradients leave a block most easily: nobody waits for them.
+The critical path is the chain of tasks that determines the makespan. It consists of blocks, runs of tasks on one rank
+without idle time, joined by transfers. Only another order inside a block can shorten it: a task moves behind the
+block's last or before its first one (Dell'Amico and Trubian 1993, Applying tabu search to the job-shop scheduling
+problem). Weight gradients leave a block most easily, because nothing waits for them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from bisect import bisect_left
 from collections.abc import Callable
 from random import Random
 
-from meshwright.schedules.orders import Clock, Order, Problem, fits, run
+from meshwright.schedules.orders import Order, Problem, TaskTimes, is_feasible, time_orders
 
 Block = tuple[int, int, int]  # rank, first and last position
 
 
-def critical_blocks(problem: Problem, orders: list[Order], clock: Clock) -> list[Block]:
-    """The blocks of one critical path, from the end to the start."""
+def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
+    """Return the blocks of one critical path, from the end of the program to its start."""
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
     blocks, hair = [], 1e-9 * clock.makespan
@@ -30,7 +30,7 @@ def critical_blocks(problem: Problem, orders: list[Order], clock: Clock) -> list
             position -= 1
             continue
         blocks.append((rank, position, last))
-        needed = problem.needs[task]
+        needed = problem.predecessor[task]
         if needed == 3 * problem.stages or start <= hair:
             return blocks
         k = orders[rank][:position].count(task)
@@ -41,44 +41,45 @@ def critical_blocks(problem: Problem, orders: list[Order], clock: Clock) -> list
         last = position
 
 
-def improve(
+def improve_orders(
     problem: Problem,
     orders: list[Order],
     runs: int,
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Order]]:
-    """Makespan and orders, no worse than those given, after as many trials as `runs` of the whole clock pay for.
+    """Improve orders by local search; returns makespan and orders, no worse than those given.
 
-    The same seed gives the same result. Trials of equal worth are taken too, to leave plateaus. Ends early at the lower
-    bound or when `stop` says so.
+    runs: number of trials. Deterministic for a seed. Trials of equal value are accepted, to leave plateaus. Ends early
+        at the lower bound or when `stop()` is true.
     """
     draw, middle = Random(seed), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
 
-    def worth(clock: Clock) -> float:
-        """The makespan; a little also when the middle and the last micro-batch are through, to tell equals apart."""
+    def worth(clock: TaskTimes) -> float:
+        """Return the makespan, plus a small term for the end of the middle and last micro-batch to rank equal
+        makespans."""
         stages = range(2 * problem.stages)
         return clock.makespan + 5e-4 * sum(clock.by_task[x][-1] + clock.by_task[x][middle] for x in stages) / len(
             stages
         )
 
-    now, clock = [list(order) for order in orders], run(problem, orders)
+    now, clock = [list(order) for order in orders], time_orders(problem, orders)
     best, found, value = clock.makespan, now[:], worth(clock)
-    blocks = critical_blocks(problem, now, clock)
+    blocks = find_critical_blocks(problem, now, clock)
     for _ in range(runs):
         if best <= enough or stop():
             break
-        rank, order = _moved(problem, now, blocks, draw)
+        rank, order = _draw_move(problem, now, blocks, draw)
         if order is None:
             continue
         old = now[rank]
         first = next(i for i, (a, b) in enumerate(zip(old, order, strict=True)) if a != b)
         now[rank] = order
-        trial = run(problem, now, clock, clock.by_rank[rank][first])
+        trial = time_orders(problem, now, clock, clock.by_rank[rank][first])
         if trial.makespan <= clock.makespan * 1.01 and worth(trial) <= value * (1 + 1e-12):
             clock, value = trial, worth(trial)
-            blocks = critical_blocks(problem, now, clock)
+            blocks = find_critical_blocks(problem, now, clock)
             if clock.makespan < best * (1 - 1e-12):
                 best, found = clock.makespan, now[:]
         else:
@@ -86,8 +87,8 @@ def improve(
     return best, found
 
 
-def _moved(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """A rank and a new order for it that its memory allows; None if ten moves drawn at random all fail."""
+def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
+    """Draw a rank and a new feasible order for it; the order is None if ten random moves all fail."""
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]
         order = orders[rank]
@@ -101,6 +102,6 @@ def _moved(problem: Problem, orders: list[Order], blocks: list[Block], draw: Ran
             to = min(one + 1, last)
         new = order[:one] + order[one + 1 :]
         new.insert(to, order[one])
-        if new != order and fits(problem, rank, new):
+        if new != order and is_feasible(problem, rank, new):
             return rank, new
     return 0, None

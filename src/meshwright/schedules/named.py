@@ -1,4 +1,4 @@
-"""Schedules that are built by rule (all but `auto`, which searches), by name, and the sizes that each accepts."""
+"""Generated schedules by name (all but `auto`, which searches), and the sizes that each accepts."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
 }
-MOST_STEPS = 4_000_000  # some seconds and a gigabyte
+MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """The program of a schedule of `SCHEDULES`; arguments and errors as in `library.generate`."""
+    """Generate a schedule of `SCHEDULES`; arguments and errors as in `library.generate`."""
     ranks, micro_batches, count = check_sizes(name, ranks, micro_batches, chunks)
     least, most = SCHEDULE_CHUNKS[name][1:]
     return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Ranks, micro-batches and chunks of a named schedule or of `auto`; UserError if it has no such program."""
-    ranks = _positive(name, "ranks", "on", ranks)
-    micro_batches = _positive(name, "micro-batches", "with", micro_batches)
-    count = _chunks(name, chunks)
-    if (steps := 3 * ranks * micro_batches * count) > MOST_STEPS:
+    """Return ranks, micro-batches and chunks of a schedule, with defaults applied; UserError if they are invalid."""
+    ranks = _check_positive(name, "ranks", "on", ranks)
+    micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
+    count = _check_chunks(name, chunks)
+    if (steps := 3 * ranks * micro_batches * count) > MAX_STEPS:
         size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
-        raise UserError(f"{name} on {size}; programs have at most {MOST_STEPS:,}: take fewer micro-batches")
+        raise UserError(f"{name} on {size}; programs have at most {MAX_STEPS:,}: take fewer micro-batches")
     return ranks, micro_batches, count
 
 
-def _positive(name: str, what: str, preposition: str, number: int | None) -> int:
+def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
+    """Return a required number; UserError if it is missing or below 1."""
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")
     if number < 1:
@@ -66,7 +67,8 @@ def _positive(name: str, what: str, preposition: str, number: int | None) -> int
     return number
 
 
-def _chunks(name: str, chunks: int | None) -> int:
+def _check_chunks(name: str, chunks: int | None) -> int:
+    """Return the number of chunks or its default; UserError if the schedule does not accept it."""
     default, least, most = SCHEDULE_CHUNKS[name]
     if chunks is None:
         return default

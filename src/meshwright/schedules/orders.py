@@ -1,9 +1,9 @@
-"""A pipeline schedule as a search sees it: the order of tasks on every rank, a clock for it, and a bound on its time.
+"""Scheduling problem of a pipeline, as the search sees it: task orders of all ranks, their times, and a lower bound.
 
-A task is forward, input gradient or weight gradient of one stage, as one number: kind x stages + stage, kinds 0, 1, 2.
-The k-th time that a task stands in a rank's order it is that of micro-batch k. Micro-batches are alike, so every stage
-can take them by number: of any program without replicas the k-th output of each stage can be given to the k-th
-micro-batch, and it starts and ends its tasks at the same times as before.
+A task is forward, input gradient or weight gradient of one stage, as one number: kind x stages + stage, with kinds 0,
+1, 2. The k-th occurrence of a task in a rank's order is that of micro-batch k. Micro-batches are interchangeable, so
+each stage can run them in number order: renumbering the micro-batches of any program with one replica leaves all start
+and end times unchanged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from math import inf
 import numpy as np
 
 from meshwright.program.durations import Durations
-from meshwright.program.pipeline import Kind, PipelineProgram, program_of
+from meshwright.program.pipeline import Kind, PipelineProgram, build_program
 
-Order = list[int]  # the tasks of one rank in turn
+Order = list[int]  # tasks of one rank, in execution order
 KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is given: where stages live, how long tasks last, how much memory ranks have.
+    """Scheduling problem: placement of the stages, durations of the tasks, memory of the ranks.
 
-    placement: rank of each stage. duration: by task. hop: transfer time by boundary between stages, 0 inside a rank.
-    limit: most activations a rank may hold, counted in stages (a rank's share of one micro-batch is `chunks` of them).
+    placement: [stages], rank of each stage. duration: [tasks]. hop: [stages - 1], transfer time at each stage boundary,
+        0 inside a rank. limit: [ranks], maximum number of activations in units of one stage (a rank's whole share of
+        one micro-batch is `chunks` units).
     """
 
     ranks: int
@@ -39,7 +40,7 @@ class Problem:
     limit: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_durations(
         cls,
         ranks: int,
         micro_batches: int,
@@ -47,64 +48,70 @@ class Problem:
         durations: Durations,
         memory: tuple[float, ...],
     ) -> Problem:
-        """durations: by stage. memory: by rank, in micro-batches of a rank's whole share (may be infinite)."""
+        """Build the problem from durations by stage. memory: [ranks], in micro-batches of a rank's whole share; may be
+        infinite."""
         stages = len(placement)
-        program = program_of("", ranks, micro_batches, (placement,), ())
+        program = build_program("", ranks, micro_batches, (placement,), ())
         names = ("forward", "input_gradient", "weight_gradient")
-        hop = durations.table("transfer", program)[0].tolist()
+        hop = durations.tabulate("transfer", program)[0].tolist()
         most = stages // ranks * micro_batches
         return cls(
             ranks,
             micro_batches,
             placement,
-            tuple(t for name in names for t in durations.table(name, program)[0].tolist()),
+            tuple(t for name in names for t in durations.tabulate(name, program)[0].tolist()),
             tuple(t if a != b else 0.0 for t, a, b in zip(hop, placement, placement[1:], strict=False)),
             tuple(min(most, int(m * (stages // ranks) + 1e-6)) if m < inf else most for m in memory),
         )
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.placement)
 
     @property
     def chunks(self) -> int:
+        """Number of stages of each rank."""
         return self.stages // self.ranks
 
     @property
     def size(self) -> int:
-        """Tasks of all ranks together."""
+        """Number of task runs of all ranks."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """Rank of each task."""
+        """Rank of each task: [tasks]."""
         return self.placement * 3
 
     @cached_property
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """Stages on each rank."""
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
-    def needs(self) -> tuple[int, ...]:
-        """The task whose k-th run a task's k-th run needs; 3 x stages for the first forward, which needs none."""
+    def predecessor(self) -> tuple[int, ...]:
+        """Task whose k-th run must end before a task's k-th run: [tasks]; 3 x stages for the first forward, which has
+        none."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """How long what a task needs is under way to it."""
+        """Transfer time from the predecessor to each task: [tasks]."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
-    def readers(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks that need a task, weight gradients left out: they are on its rank."""
-        return tuple(tuple(y for y in range(2 * self.stages) if self.needs[y] == x) for x in range(3 * self.stages))
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Tasks with this task as predecessor, without weight gradients, which are on the same rank: [tasks]."""
+        return tuple(
+            tuple(y for y in range(2 * self.stages) if self.predecessor[y] == x) for x in range(3 * self.stages)
+        )
 
     @cached_property
-    def turn(self) -> tuple[float, ...]:
-        """The least time from the end of a stage's forward to the start of its input gradient."""
+    def turnaround(self) -> tuple[float, ...]:
+        """Lower bound of the time from the end of a stage's forward to the start of its input gradient: [stages]."""
         s, t = self.stages, self.duration
         turn = [0.0] * s
         for x in range(s - 2, -1, -1):
@@ -112,19 +119,23 @@ class Problem:
         return tuple(turn)
 
     @cached_property
-    def lives(self) -> tuple[float, ...]:
-        """The least time that a rank holds the activations of one micro-batch, in turn or at once, by rank."""
+    def activation_lifetime(self) -> tuple[float, ...]:
+        """Lower bound of the activation memory x time that one micro-batch needs on each rank, in stages x time:
+        [ranks]."""
         s, t = self.stages, self.duration
-        return tuple(sum(t[x] + self.turn[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.held)
+        return tuple(
+            sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
+        )
 
     @cached_property
     def lower_bound(self) -> float:
-        """A makespan that no order of these tasks within the memory can beat; the largest of three, over the ranks.
+        """Lower bound of the makespan over all orders within the memory limits: the largest of three bounds, over the
+        ranks.
 
-        A rank starts when its first micro-batch can have come and works off all it has; before its first input gradient
-        can start it has only as many forwards to do as its memory takes. After its last input gradient those of the
-        stages before and the first stage's weight gradient follow. And what it holds over time, memory x time, is at
-        least the shortest life of an activation, times their number.
+        A rank starts no earlier than its first micro-batch can arrive, and runs all of its tasks; before its first
+        input gradient can start, its memory limits the number of forwards. After its last input gradient follow those
+        of the previous stages and the weight gradient of the first stage. The integral of a rank's memory over time is
+        at least the shortest lifetime of an activation times their number.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -132,10 +143,10 @@ class Problem:
             comes[x] = comes[x - 1] + t[x - 1] + self.hop[x - 1]
             after[x] = max(t[2 * s + x], self.hop[x - 1] + t[s + x - 1] + after[x - 1])
         best = 0.0
-        for limit, held, lives in zip(self.limit, self.held, self.lives, strict=True):
+        for limit, held, lives in zip(self.limit, self.stages_by_rank, self.activation_lifetime, strict=True):
             first, last = held[0], held[-1]
             forwards, inputs, weights = (m * sum(t[kind * s + x] for x in held) for kind in range(3))
-            gradients_from = comes[last] + t[last] + self.turn[last]
+            gradients_from = comes[last] + t[last] + self.turnaround[last]
             until_then = sum(nlargest(limit, [t[x] for x in held for _ in range(m)]))
             start = gradients_from - min(gradients_from - comes[first], until_then)
             best = max(best, start + forwards + inputs + max(weights, after[first]), comes[first] + m * lives / limit)
@@ -143,20 +154,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """When tasks end: `by_task[x][k]`, with zeros for what the first forward needs, and `by_rank[r][position]`."""
+class TaskTimes:
+    """End times of all task runs: `by_task[task][k]`, with a last row of zeros for the first forward, and
+    `by_rank[rank][position]`."""
 
-    makespan: float  # infinite where the ranks wait for each other in a circle
+    makespan: float  # infinite for a deadlock
     by_task: list[list[float]]
     by_rank: list[list[float]]
 
 
-def run(problem: Problem, orders: list[Order], before: Clock | None = None, since: float = 0.0) -> Clock:
-    """Let every rank take its tasks in turn, each as soon as what it needs has come.
+def time_orders(
+    problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
+) -> TaskTimes:
+    """Compute the end time of every task run; each rank runs its order, each task as soon as its predecessor's result
+    arrives.
 
-    before: the clock of orders in which the first task that differs ended at `since`, to be taken over up to there.
+    before, since: times of other orders whose first difference ended at `since`; reused up to there.
     """
-    needs, lag, duration = problem.needs, problem.lag, problem.duration
+    needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
     if before is None:
         by_task: list[list[float]] = [[] for _ in duration]
@@ -190,13 +205,13 @@ def run(problem: Problem, orders: list[Order], before: Clock | None = None, sinc
                     waits_for[other] = None
                     runnable.append(other)
     if any(len(ends) < len(order) for ends, order in zip(by_rank, orders, strict=True)):
-        return Clock(inf, by_task, by_rank)
-    return Clock(max(ends[-1] for ends in by_rank), by_task, by_rank)
+        return TaskTimes(inf, by_task, by_rank)
+    return TaskTimes(max(ends[-1] for ends in by_rank), by_task, by_rank)
 
 
-def fits(problem: Problem, rank: int, order: Order) -> bool:
-    """Whether a rank's order holds its memory limit and takes no task before one of its own that it needs."""
-    stages, limit, needs, on = problem.stages, problem.limit[rank], problem.needs, problem.rank
+def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
+    """Return True if a rank's order respects its memory limit and the dependencies between its own tasks."""
+    stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0
     for x in order:
         count[x] += 1
@@ -212,8 +227,9 @@ def fits(problem: Problem, rank: int, order: Order) -> bool:
     return True
 
 
-def orders_of(program: PipelineProgram) -> list[Order]:
-    """The order of tasks in a program of one replica: a backward in two halves, groups and micro-batches forgotten."""
+def extract_orders(program: PipelineProgram) -> list[Order]:
+    """Return the task orders of a program with one replica: backwards are split in two; groups and micro-batches are
+    dropped."""
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}
     for rank in range(program.ranks):
@@ -229,12 +245,12 @@ def orders_of(program: PipelineProgram) -> list[Order]:
     return orders
 
 
-def program_from(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """The program of the orders."""
+def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
+    """Build the program that runs these orders."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)
         for group, x in enumerate(order):
             rows.append((rank, group, KINDS[x // problem.stages], x % problem.stages, 0, count[x], 0))
             count[x] += 1
-    return program_of(name, problem.ranks, problem.micro_batches, (problem.placement,), np.array(rows))
+    return build_program(name, problem.ranks, problem.micro_batches, (problem.placement,), np.array(rows))

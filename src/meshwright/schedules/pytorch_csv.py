@@ -1,8 +1,7 @@
-"""PyTorch's schedule CSV, read and written: one row a rank, one cell a step, as `torch.distributed.pipelining` 2.13 has
-it in `_load_csv` and `_dump_csv`, both as `compute_only` and as `compute_comms`.
+"""Reader and writer of PyTorch's schedule CSV: one row a rank, one cell a step, as in `_load_csv` and `_dump_csv` of
+`torch.distributed.pipelining` 2.13, in the forms `compute_only` and `compute_comms`.
 
-A cell is stage, kind and micro-batch: `2F0`, `3SEND_B1`; a forward and a backward that overlap are
-`(0F4;7B1)OVERLAP_F_B`.
+A cell is stage, kind and micro-batch: `2F0`, `3SEND_B1`; an overlapped forward and backward is `(0F4;7B1)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from meshwright.program.pipeline import (
 )
 
 KINDS = {letters: kind for kind, letters in LETTERS.items() if kind != Kind.UPDATE}
-# When sharded parameters are gathered and gradients reduced: no step of a pipeline program, and rebuilt when written.
+# All-gather of parameters and reduction of gradients: not steps of a pipeline program, so derived when written.
 SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 CELL = re.compile(rf"(\d{{1,9}})({'|'.join([*KINDS, *SHARDING])})(\d{{0,9}})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -37,10 +36,10 @@ Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
-    """The program of a CSV. Empty cells, and those about sharded parameters, are left out.
+    """Parse a CSV into a program. Empty cells and those of sharded parameters are ignored.
 
-    There are as many stages as the highest number says, and as many micro-batches as the busiest stage has forwards;
-    `check_pipeline` finds what does not fit them. Raises UserError, with row and cell, for what is not such a CSV.
+    The highest stage number gives the number of stages, the stage with the most forwards that of micro-batches;
+    `check_pipeline` finds inconsistencies. Raises UserError with row and cell for invalid text.
     """
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -49,11 +48,15 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     groups = [
-        [group for column, cell in enumerate(row, 1) if (group := _read(cell, f"{where}, row {number}, cell {column}"))]
+        [
+            group
+            for column, cell in enumerate(row, 1)
+            if (group := _parse_cell(cell, f"{where}, row {number}, cell {column}"))
+        ]
         for number, row in enumerate(rows, 1)
     ]
     steps = [(rank, step) for rank, row in enumerate(groups) for group in row for step in group]
-    placement = _placement([(rank, step) for rank, step in steps if step[0] in COMPUTING], len(rows), where)
+    placement = _find_placement([(rank, step) for rank, step in steps if step[0] in COMPUTING], len(rows), where)
     forwards: dict[int, set[int]] = {}
     for _, (kind, stage, micro_batch) in steps:
         if kind == Kind.FORWARD:
@@ -62,24 +65,25 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     for rank, row in zip(program.ranks, groups, strict=True):
         for group in row:
             if len(group) == 1:
-                _add(rank, group[0])
+                _add_step(rank, group[0])
             else:
-                with rank.together():
+                with rank.overlap():
                     for step in group:
-                        _add(rank, step)
+                        _add_step(rank, step)
     return program.build()
 
 
-def _add(rank: RankBuilder, step: Step) -> None:
+def _add_step(rank: RankBuilder, step: Step) -> None:
+    """Add one parsed step to a rank."""
     kind, stage, micro_batch = step
     rank.add(kind, micro_batch, stage)
 
 
-def _read(cell: str, where: str) -> list[Step]:
-    """The steps of a cell: one, several that overlap, or none."""
+def _parse_cell(cell: str, where: str) -> list[Step]:
+    """Parse a cell into its steps: one, several that overlap, or none."""
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
-        return [step for part in overlap[1].split(";") for step in _read(part, where)]
+        return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
     found = CELL.fullmatch(cell)
     if cell and (not found or (not found[3] and found[2] in KINDS)):
         raise UserError(f'{where}: "{cell}" is no step; steps are written as 2F0, 2I0, 2W0, 2B0, 2SEND_F0 or 2RECV_B0')
@@ -88,8 +92,9 @@ def _read(cell: str, where: str) -> list[Step]:
     return [(KINDS[found[2]], int(found[1]), int(found[3]))]
 
 
-def _placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
-    """The rank of each stage: the one that computes it."""
+def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
+    """Return the rank of each stage: the one that computes it. UserError if that is not unique and equal for all
+    ranks."""
     home: dict[int, int] = {}
     for rank, (_, stage, _) in computing:
         if home.setdefault(stage, rank) != rank:
@@ -109,21 +114,22 @@ def _placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Pla
 
 
 def to_csv(program: PipelineProgram) -> str:
-    """The CSV of a program: `compute_only` or, where its transfers are written out, `compute_comms`.
+    """Format a program as CSV: `compute_only` or, with explicit transfers, `compute_comms`.
 
-    PyTorch adds nothing to the second form, so the cells about sharded parameters are there: a stage is gathered before
-    its first step; after its last one its gradients are reduced and it is let go.
-    Raises UserError for what PyTorch cannot express, with the reason.
+    PyTorch adds nothing to the second form, so it has the cells of sharded parameters: UNSHARD before a stage's first
+    step, REDUCE_GRAD and RESHARD after its last one. Raises UserError with the reason for programs that PyTorch cannot
+    express.
     """
-    _refuse(program)
+    _check_expressible(program)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for rank in range(program.ranks):
-        writer.writerow(_row(program, rank))
+        writer.writerow(_format_row(program, rank))
     return out.getvalue()
 
 
-def _row(program: PipelineProgram, rank: int) -> list[str]:
+def _format_row(program: PipelineProgram, rank: int) -> list[str]:
+    """Format the cells of one rank."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]
@@ -141,8 +147,8 @@ def _row(program: PipelineProgram, rank: int) -> list[str]:
     return cells
 
 
-def _refuse(program: PipelineProgram) -> None:
-    """UserError for a program that PyTorch's CSV has no words for."""
+def _check_expressible(program: PipelineProgram) -> None:
+    """Raise UserError for a program that PyTorch's CSV cannot express."""
     s = program.steps
     why = None
     if program.replicas > 1:

@@ -1,4 +1,4 @@
-"""Everything that is said about a pipeline schedule: checked, simulated, ready to print and to draw."""
+"""Report of a pipeline schedule: checked, simulated, ready to print and draw."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from meshwright.program.durations import Durations
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 from meshwright.program.timeline import Timeline, pipeline_timeline
-from meshwright.schedules.auto import Found
+from meshwright.schedules.auto import SearchResult
 from meshwright.schedules.components import ComponentDurations, ComponentTiming, simulate_components
-from meshwright.schedules.library import generate, search
+from meshwright.schedules.library import generate, search_auto
 from meshwright.schedules.transfers import with_transfers
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """A schedule that has been checked, and its simulation. Times are in the unit of the durations."""
+    """Checked schedule with its simulation. Times are in the unit of the durations."""
 
-    program: PipelineProgram  # as it was generated or read
-    complete: PipelineProgram  # with its sends and receives
+    program: PipelineProgram  # as generated or loaded
+    complete: PipelineProgram  # with explicit sends and receives
     timing: PipelineTiming
-    parts: ComponentTiming | None = None  # where layers were cut into attention, dispatch, MLP and combine
-    found: Found | None = None  # what auto tried
+    parts: ComponentTiming | None = None  # if steps were split into layer components
+    found: SearchResult | None = None  # search result of `auto`
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the document of `meshwright schedule --json`, without the files that the command wrote."""
@@ -48,7 +48,7 @@ class ScheduleReport:
             "peak_activations": timing.peak_activations,
             "weight_copies": float(copies.max()),
             "weight_copies_by_rank": copies,
-            "transfers": timing.transfers,
+            "transfers": timing.messages_sent,
             "checked": True,
             "steps": self.steps(),
         }
@@ -67,8 +67,8 @@ class ScheduleReport:
         return to_json_dict(document)
 
     def steps(self) -> list[list[str]]:
-        """What each rank computes, in order, as PyTorch writes it (`2F5`: stage 2, forward of micro-batch 5); steps
-        that overlap stand together, with a bar between them."""
+        """Return each rank's compute steps in order, in PyTorch's notation (`2F5`: stage 2, forward of micro-batch 5);
+        overlapped steps are joined by a bar."""
         s = self.program.steps
         ranks: list[list[str]] = [[] for _ in range(self.program.ranks)]
         before = -1
@@ -86,19 +86,19 @@ class ScheduleReport:
         return ranks
 
     def timeline(self) -> Timeline:
-        """What the pictures show: beside each rank, its idle time and its peak of activations."""
+        """Return the timeline to draw, with idle time and peak activations beside each rank."""
         idle, peak = self.timing.idle.tolist(), self.timing.peak_activations.tolist()
         notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
         levels = {}
         for rank in range(self.program.ranks):
-            times, values = self.timing.activations(rank)
+            times, values = self.timing.compute_activations(rank)
             levels[rank] = list(zip(times.tolist(), values.tolist(), strict=True))
         if self.parts is not None:
             return pipeline_timeline(self.timing.program, self.parts, notes, levels)
         return pipeline_timeline(self.program, self.timing, notes, levels)
 
     def summary(self) -> str:
-        """The report in a few lines for a person."""
+        """Return the report as a few lines of text."""
         program, timing = self.program, self.timing
         copies = float(timing.weight_copies.max())
         chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
@@ -112,21 +112,24 @@ class ScheduleReport:
             lines.append(f"weights change under way: bubble {100 * timing.steady_bubble_fraction:.1f} % while full")
         if self.parts is not None:
             lines.append(
-                f"all-to-all of a rank {_span(self.parts.all_to_all.tolist())}, of which nothing hides "
-                f"{_span(self.parts.exposed.tolist())}"
+                f"all-to-all of a rank {_format_range(self.parts.all_to_all.tolist())}, of which nothing hides "
+                f"{_format_range(self.parts.exposed.tolist())}"
             )
+        peak, messages, idle = (
+            _format_range(values.tolist()) for values in (timing.peak_activations, timing.messages_sent, timing.idle)
+        )
         lines.append(
-            f"peak activations {_span(timing.peak_activations.tolist())} micro-batches; weight copies {copies:g}; "
-            f"messages sent by a rank {_span(timing.transfers.tolist())}; idle {_span(timing.idle.tolist())}"
+            f"peak activations {peak} micro-batches; weight copies {copies:g}; messages sent by a rank {messages}; "
+            f"idle {idle}"
         )
         if self.found is not None:
             lines += ["", self.found.explain()]
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """A row a rank, after a row of heads."""
+        """Return a table of text cells: a header, then one row a rank."""
         timing = self.timing
-        columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.transfers)
+        columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         heads = ["rank", "busy", "idle", "peak activations", "weight copies", "messages sent"]
         return [heads, *([str(rank), *(f"{value:.6g}" for value in row)] for rank, row in enumerate(rows))]
@@ -145,23 +148,22 @@ def schedule(
     memory: float | None = None,
     parts: Sequence[float] | None = None,
 ) -> ScheduleReport:
-    """Generate (or read, `@FILE`), check and simulate a pipeline schedule: what `meshwright schedule` does.
+    """Generate (or load, `@FILE`), check and simulate a pipeline schedule, as `meshwright schedule` does.
 
     Durations are of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
-    stage (`Durations.per_rank`). memory: most activations of whole micro-batches on a rank, for `auto`.
+    stage (`Durations.per_rank`). memory: maximum activations of a rank, in whole micro-batches, for `auto`.
+    parts: times of attention, dispatch, MLP and combine in a forward of a rank's share, instead of the other durations;
+        the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split
+        into components and simulated with two streams a rank.
 
-    parts: of attention, dispatch, MLP and combine in a forward of a rank's share, in place of the other durations; the
-    input gradient takes as long for each, the weight gradient as long for attention and MLP. The program is then
-    simulated part by part, on two streams a rank.
-
-    Raises UserError for names and numbers that cannot be, ProgramError for a program that does not hold.
+    Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
     times = (forward, input_gradient, weight_gradient, transfer, 0.0, overlapped)
     found, cut = None, None
     if name == "auto":
-        # By rank, of its whole share: where stages live is for the search to say.
-        wanted = Durations(*times) if parts is None else _shares(parts, 1, transfer).durations()
-        found = search(ranks, micro_batches, chunks, wanted, memory)
+        # Durations of a rank's whole share: the search chooses the placement.
+        wanted = Durations(*times) if parts is None else _split_parts(parts, 1, transfer).to_durations()
+        found = search_auto(ranks, micro_batches, chunks, wanted, memory)
         program = found.program
     else:
         program = generate(name, ranks, micro_batches, chunks)
@@ -170,8 +172,8 @@ def schedule(
         durations = Durations.per_rank(program, *times)
         timing = simulate_pipeline(program, durations)
     else:
-        shares = _shares(parts, program.chunks, transfer)
-        durations, cut = shares.durations(), simulate_components(program, shares)
+        shares = _split_parts(parts, program.chunks, transfer)
+        durations, cut = shares.to_durations(), simulate_components(program, shares)
         timing = cut.timing
     complete = program
     if not program.has_transfers:
@@ -180,8 +182,8 @@ def schedule(
     return ScheduleReport(program, complete, timing, cut, found)
 
 
-def _shares(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Durations of the parts of one stage."""
+def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
+    """Return component durations of one stage from those of a rank's share."""
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
     if not isinstance(transfer, (int, float)):
@@ -191,7 +193,7 @@ def _shares(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Compone
     return ComponentDurations(forward, forward, (attention, mlp), float(transfer))
 
 
-def _span(values: list[float]) -> str:
-    """`4`, or `1 to 4` where ranks differ."""
+def _format_range(values: list[float]) -> str:
+    """Format values as `4`, or `1 to 4` if they differ."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -1,8 +1,8 @@
-"""Orders that repeat: one micro-batch's tasks laid out so that every next micro-batch does the same a period later.
+"""Periodic orders: the tasks of one micro-batch, repeated for every micro-batch one period later.
 
-The building blocks of Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: how long an
-activation lives, over the period, is how many a rank holds. For uneven times the block is found as compilers lay out
-loops (modulo scheduling: Rau, Iterative Modulo Scheduling, MICRO 1994).
+The building blocks of Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: a rank holds as
+many activations as their lifetime divided by the period. For uneven durations the block is found by modulo scheduling,
+as compilers schedule loops (Rau, Iterative Modulo Scheduling, MICRO 1994).
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from meshwright.schedules.orders import Order, Problem
 
 
-def shortest_period(problem: Problem) -> float:
-    """The least time between micro-batches: what the busiest rank does for one, or how fast the memory lets them in."""
+def compute_shortest_period(problem: Problem) -> float:
+    """Return a lower bound of the period: the work of the busiest rank on one micro-batch, or the limit that memory
+    sets."""
     s, t = problem.stages, problem.duration
-    work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.held)
-    return max(work, *(lives / limit for lives, limit in zip(problem.lives, problem.limit, strict=True)))
+    work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
+    return max(work, *(lives / limit for lives, limit in zip(problem.activation_lifetime, problem.limit, strict=True)))
 
 
-def steady_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """The orders of a block that is repeated after the time `every`.
+def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
+    """Build the orders of one block of tasks that repeats with period `every`.
 
-    A micro-batch's forwards and input gradients go on as soon as what they need has come and their rank is free at this
-    time of every period, weight gradients take what is left. delays: added before each forward by chunk, then before
-    each input gradient by chunk; they shift where ranks meet themselves. A period that has no room left for a task lets
-    it start at once; the clock then shifts what follows.
+    Forwards and input gradients start as soon as their input arrives and their rank is free at this phase of the
+    period; weight gradients fill the rest. delays: [2 x chunks], added before each forward by chunk, then before each
+    input gradient by chunk; they shift conflicts on a rank. If a period has no free interval for a task, it starts at
+    once, and later timing of the orders shifts what follows.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank
@@ -53,7 +54,7 @@ def steady_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> 
     for x in range(s - 1, -1, -1):
         place(2 * s + x, start[s + x] + problem.duration[s + x])
     orders = []
-    for held in problem.held:
+    for held in problem.stages_by_rank:
         tasks = [kind * s + x for x in held for kind in range(3)]
         runs = sorted((start[x] + k * every, x) for x in tasks for k in range(problem.micro_batches))
         orders.append([x for _, x in runs])

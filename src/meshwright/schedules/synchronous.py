@@ -1,23 +1,24 @@
-"""The schedules that everything else is measured against: all forwards first, or one forward and one backward in turn.
+"""Baseline schedules GPipe and 1F1B.
 
-Costs are in F and B, a rank's forward and whole backward of one micro-batch, for p ranks and m micro-batches.
+Costs are in F and B, a rank's forward and full backward of one micro-batch, for p ranks and m micro-batches.
 """
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; backwards in PyTorch's order).
+    """Generate GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; in PyTorch's
+    order).
 
     Any number of ranks and micro-batches. Costs:
     - bubble: (p - 1)(F + B)
     - peak activations: m micro-batches on every rank
     - weight copies: 1
-    - transfers: one a micro-batch, border between ranks, and direction
+    - transfers: one for each micro-batch, boundary between ranks, and direction
     """
-    program = Builder("gpipe", ranks, micro_batches, (straight(ranks),))
+    program = Builder("gpipe", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         for m in range(micro_batches):
             rank.forward(m)
@@ -27,8 +28,8 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
-    """One forward, one backward: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan
-    et al. 2021, arXiv 2007.01045, section 3).
+    """Generate 1F1B: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan et al.
+    2021, arXiv 2007.01045, section 3).
 
     Any number of ranks and micro-batches. Costs:
     - bubble: (p - 1)(F + B), as GPipe
@@ -36,7 +37,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: those of GPipe
     """
-    program = Builder("1f1b", ranks, micro_batches, (straight(ranks),))
+    program = Builder("1f1b", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)
         for m in range(warm_up):

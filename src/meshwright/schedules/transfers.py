@@ -1,30 +1,31 @@
-"""Writes out the sends and receives of a pipeline program, which generators leave out."""
+"""Pass that adds explicit sends and receives to a pipeline program; generators omit them."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.program.pipeline import Kind, PipelineProgram, program_of
-from meshwright.program.simulate_pipeline import Durations, prepared, simulate_pipeline
+from meshwright.program.pipeline import Kind, PipelineProgram, build_program
+from meshwright.program.simulate_pipeline import Durations, analyze_program, simulate_pipeline
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
-    """The program with a send and a receive for every value that crosses between ranks; it ends even if sends block.
+    """Return the program with a send and a receive for every value that crosses ranks; it ends even with synchronous
+    sends.
 
-    All computation and all transfers are put in one order, by the time at which a step starts and at which a value is
-    made; a send stands on its rank, and its receive on the other rank, at the transfer's place in that order. So the
-    first transfer of the order that has not taken place can always take place. Transfers of a rank with no computation
-    between them are posted together, which only relaxes. The values leave when they are made and their receives are
-    posted before they are needed: on the clock, nothing comes later than without written-out transfers.
+    All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
+    send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the
+    order can therefore always complete. Transfers of a rank without computation between them are posted together, which
+    only relaxes the order. Values leave when they are produced and their receives are posted before they are needed: in
+    simulation no step is later than with implicit transfers.
 
-    durations: for the times; one unit for each forward and half of a backward unless said. A program that has
-    transfers already is returned as it is. Raises ProgramError for one that cannot run.
+    durations: for the times (default: 1 for each forward, input gradient and weight gradient of a rank). A program with
+        transfers is returned unchanged. Raises ProgramError for a program that deadlocks.
     """
     if program.has_transfers:
         return program
     s = program.steps
     timing = simulate_pipeline(program, durations or Durations.per_rank(program))
-    _, wait = prepared(program)
+    _, wait = analyze_program(program)
     turn = np.empty(len(s.group_rank))
     turn[timing.order] = np.arange(len(timing.order))
     turn = turn[s.group_index]  # where times are equal: after all that a step waits for
@@ -45,4 +46,6 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     group = np.where(is_transfer, -1, s.group_index[steps])
     rank, component = s.rank[steps], np.where(is_transfer, 0, s.component[steps])
     columns = (rank, group, kind, s.stage[steps], s.replica[steps], s.micro_batch[steps], component)
-    return program_of(program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1))
+    return build_program(
+        program.name, program.ranks, program.micro_batches, program.placement, np.stack(columns, axis=1)
+    )

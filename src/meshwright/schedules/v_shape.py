@@ -1,9 +1,9 @@
-"""V-Half and V-Min: two chunks a rank, laid out as a V, timed so that few activations live at once.
+"""V-Half and V-Min: two chunks a rank in a V shape, timed to bound the activation memory.
 
-Both are made by the method of their paper (Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory, arXiv
-2405.15362): choose a *building block*, which says in which slots each rank works on one micro-batch; repeat it for
-every micro-batch; then squeeze the gaps out of both ends as far as memory allows. The longer a rank waits in the block
-from a forward to its weight gradient, the more blocks it has under way at once, and the more it has to hold.
+Both use the method of Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: choose a
+*building block*, the slots in which each rank works on one micro-batch; repeat it for every micro-batch; then remove
+the idle slots at both ends as far as memory allows. The longer the block lets a rank wait between a forward and its
+weight gradient, the more micro-batches are in flight on it, and the more activations it holds.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations
 
-from meshwright.program.pipeline import Builder, Kind, PipelineProgram, RankBuilder, v_shaped
+from meshwright.program.pipeline import Builder, Kind, PipelineProgram, RankBuilder, place_in_v_shape
 
-# The steps that a rank takes for a micro-batch: of the chunk that comes first on its way (0) and second (1).
+# Steps of a rank for one micro-batch, on the chunk that it reaches first (0) and second (1).
 F0, F1, I1, I0, W1, W0 = range(6)
 _KIND = (Kind.FORWARD, Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT, *2 * (Kind.WEIGHT_GRADIENT,))
 _CHUNK = (0, 1, 1, 0, 1, 0)
-_HOLDS = (1, 1, 0, 0, -1, -1)  # activations, in chunks
-_INTERVAL = 6  # slots from one block to the next: with every slot taken, no rank waits
+_HOLDS = (1, 1, 0, 0, -1, -1)  # change in activations held, in chunks
+_INTERVAL = 6  # slots between blocks; equals the steps of a rank, so that it is never idle
 
-Block = list[tuple[int, int, int, int]]  # for each rank, the slots of F0, F1, I1 and I0; others modulo the interval
+Block = list[tuple[int, int, int, int]]  # slots of F0, F1, I1 and I0 by rank; different modulo the interval
 
 
 def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
-    """V-Half (arXiv 2405.15362, section 3): half of 1F1B's activations, half of its bubble.
+    """Generate V-Half (arXiv 2405.15362, section 3): half of 1F1B's activations, half of its bubble.
 
-    On its way down the ranks a micro-batch takes two slots a rank, on its way up one.
+    A micro-batch takes two slots a rank down the ranks, one slot a rank up.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
-    - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), from `ranks`
-      micro-batches on; 1F1B's is 3 x ranks - 3. With other times the steady state stays without gaps as long as
-      W + 2I >= 2F and W + 2F >= 2I
+    - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
+    micro-batches; 1F1B's is 3 x ranks - 3. With other times the steady state has no bubble if W + 2I >= 2F and W + 2F
+    >= 2I
     - peak activations: (ranks + 2) // 2 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
@@ -41,17 +41,17 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
         (2 * rank, 3 * ranks - rank - 2, 3 * ranks + wait + 2 * rank - 1, 6 * ranks + wait - rank - 2)
         for rank in range(ranks)
     ]
-    return _repeat_and_squeeze("v-half", block, micro_batches, most_held=2 * ((ranks + 2) // 2))
+    return _repeat_block("v-half", block, micro_batches, most_held=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
-    """V-Min (arXiv 2405.15362, section 3): a third of 1F1B's activations, two thirds of its bubble.
+    """Generate V-Min (arXiv 2405.15362, section 3): a third of 1F1B's activations, two thirds of its bubble.
 
-    A micro-batch takes one slot a rank all the way: no rank can hold it for a shorter time.
+    A micro-batch takes one slot a rank in both directions: no shorter activation lifetime is possible.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
-    - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 where 3 divides ranks (2 ranks: 1), from 2 x ranks micro-batches on;
-      1F1B's is 3 x ranks - 3. With other times there may be gaps in the steady state too
+    - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
+    1F1B's is 3 x ranks - 3. With other times the steady state may have a bubble too
     - peak activations: (ranks + 4) // 3 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
@@ -60,19 +60,22 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     block = [
         (rank, 2 * ranks - rank - 1, 2 * ranks + wait + rank, 4 * ranks + wait - rank - 1) for rank in range(ranks)
     ]
-    return _repeat_and_squeeze("v-min", block, micro_batches, most_held=2 * ((ranks + 4) // 3))
+    return _repeat_block("v-min", block, micro_batches, most_held=2 * ((ranks + 4) // 3))
 
 
-def _repeat_and_squeeze(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Slot by slot, every rank takes one step. most_held: chunks' activations that fit; the block must keep to that."""
+def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
+    """Build a program by repeating a block, slot by slot; each rank runs at most one step a slot.
+
+    most_held: maximum activations of a rank, in chunks; the block itself must not need more.
+    """
     ranks = len(block)
-    program = Builder(name, ranks, micro_batches, (v_shaped(ranks),))
-    states = [_Rank(writer, dues, ranks, micro_batches) for writer, dues in zip(program.ranks, block, strict=True)]
+    program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
+    states = [_RankState(writer, dues, ranks, micro_batches) for writer, dues in zip(program.ranks, block, strict=True)]
     stops_made = [0] * micro_batches
     left = sum(len(rank.waiting) for rank in states)
     while left:
-        moved = [rank.take_slot(stops_made, most_held) for rank in states]
-        for micro_batch in moved:  # what a slot computes is there from the next one on
+        moved = [rank.run_slot(stops_made, most_held) for rank in states]
+        for micro_batch in moved:  # the result of a slot is available from the next one on
             if micro_batch is not None:
                 stops_made[micro_batch] += 1
         before, left = left, sum(len(rank.waiting) for rank in states)
@@ -80,13 +83,14 @@ def _repeat_and_squeeze(name: str, block: Block, micro_batches: int, most_held: 
     return program.build()
 
 
-class _Rank:
-    """What a rank still has to do. A micro-batch makes 4 x ranks stops: down, up, and down and up with its gradient."""
+class _RankState:
+    """Remaining steps of a rank. A micro-batch makes 4 x ranks stops: down and up, then down and up with its
+    gradient."""
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
         rank, self.writer = writer.rank, writer
         self.stops = (rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank)
-        # Weight gradients come soon after their input gradients, in the two slots that are free.
+        # Weight gradients take the two free slots, soon after their input gradients.
         free = set(range(_INTERVAL)) - {due % _INTERVAL for due in dues}
         after = [[due + 1 + (slot - due - 1) % _INTERVAL for due in dues[I1:]] for slot in sorted(free)]
         weights = min(([after[a][0], after[b][1]] for a, b in permutations((0, 1))), key=sum)
@@ -96,34 +100,37 @@ class _Rank:
             for micro_batch in range(micro_batches)
         )
         self.left = [micro_batches] * 6
-        self.put_off: set[tuple[int, int]] = set()  # weight gradients that can go: step, micro-batch
+        self.ready_weights: set[tuple[int, int]] = set()  # weight gradients that can run: step, micro-batch
         self.held = 0
 
-    def take_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Write what this rank does next; the micro-batch that has made a stop by it, if any."""
-        able = self._able(stops_made, most_held)
+    def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
+        """Add the rank's next step; returns the micro-batch that made a stop by it, or None.
+
+        stops_made: [micro-batches], stops so far. most_held: maximum activations, in chunks.
+        """
+        able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
             place = next(able, None)
-        else:  # towards the end, weight gradients last: no other rank waits for them
+        else:  # during cool-down, weight gradients last: no other rank waits for them
             place = min(able, key=lambda place: (self.waiting[place][1] in (W1, W0), place), default=None)
         if place is None:
             return None
         _, step, micro_batch = self.waiting.pop(place)
-        self.writer.add(_KIND[step], micro_batch, self.writer.held[0][_CHUNK[step]])
+        self.writer.add(_KIND[step], micro_batch, self.writer.stages[0][_CHUNK[step]])
         self.left[step] -= 1
         self.held += _HOLDS[step]
         if step in (W1, W0):
-            self.put_off.remove((step, micro_batch))
+            self.ready_weights.remove((step, micro_batch))
             return None
         if step in (I1, I0):
-            self.put_off.add((step + 2, micro_batch))
+            self.ready_weights.add((step + 2, micro_batch))
         return micro_batch
 
-    def _able(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Places in `waiting` of the steps that can go now, those due soonest first: their input is there and, if they
-        are forwards, what they overtake still fits into memory after them.
+    def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
+        """Yield the indices in `waiting` of steps that can run now, earliest due first.
 
-        In the steady state nothing overtakes: a step ahead of the block's order would cost a gap later.
+        A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
+        after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
@@ -132,7 +139,7 @@ class _Rank:
         for place, (_, step, micro_batch) in enumerate(self.waiting):
             if step not in seen:
                 if step in (W1, W0):
-                    ready = (step, micro_batch) in self.put_off
+                    ready = (step, micro_batch) in self.ready_weights
                 else:
                     ready = stops_made[micro_batch] == self.stops[step]
                 if ready and (step not in (F0, F1) or highest < most_held):

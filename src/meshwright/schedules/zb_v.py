@@ -1,29 +1,30 @@
-"""ZB-V: two chunks a rank, laid out as a V, and backwards cut in two, so that hardly a rank ever waits."""
+"""ZB-V: two chunks a rank in a V shape, with split backwards; near-zero bubble at the memory of 1F1B."""
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, v_shaped
-from meshwright.schedules.in_turn import Chunk, InTurn
+from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
+from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """ZB-V (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its figure).
+    """Generate ZB-V (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its
+    figure).
 
-    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk), free transfers and at least
-    2 x ranks micro-batches:
-    - bubble: (ranks - 1) / 2, from a rank's first forward on none at all
-    - peak activations: `ranks` micro-batches, the same on every rank, and no more than under 1F1B
+    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk), free transfers and at least 2 x
+    ranks micro-batches:
+    - bubble: (ranks - 1) / 2 before a rank's first forward, none after it
+    - peak activations: `ranks` micro-batches on every rank, no more than 1F1B
     - weight copies: 1
-    - transfers: twice those of 1F1B, as every micro-batch goes down the ranks and up again
+    - transfers: twice those of 1F1B, as every micro-batch runs down the ranks and up again
 
-    Fewer micro-batches than 2 x ranks - 1 are the same order with the steps of the missing ones left out.
+    With fewer than 2 x ranks - 1 micro-batches, the order is the same without the steps of the missing ones.
     """
-    program = Builder("zb-v", ranks, micro_batches, (v_shaped(ranks),))
+    program = Builder("zb-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     all_micro_batches = range(micro_batches)
     fills_the_pipeline = max(micro_batches, 2 * ranks - 1)
     for rank in program.ranks:
         to_the_turn = ranks - rank.rank  # ranks from here to the last one, where the V turns
-        order = InTurn(rank, [Chunk(stage, all_micro_batches) for stage in rank.held[0]])
+        order = PhraseWriter(rank, [Chunk(stage, all_micro_batches) for stage in rank.stages[0]])
         # warm-up
         order.write("F0", 2 * to_the_turn - 1)
         order.write("F1 F0", rank.rank)
@@ -35,5 +36,5 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
         order.write("I0 W0", to_the_turn)
         order.write("W1", rank.rank)
         order.write("W0", rank.rank)
-        order.done()
+        order.finish()
     return program.build()

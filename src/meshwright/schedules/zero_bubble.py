@@ -1,19 +1,19 @@
-"""Zero bubble: the backward in two halves, so that weight gradients, which nobody waits for, fill what was idle time.
+"""Zero-bubble schedules ZB-H1 and ZB-H2: backwards are split, and weight gradients fill the former bubble.
 
-Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, sections 2.1 and 2.2: the two schedules made by hand
+Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, sections 2.1 and 2.2: the two handcrafted schedules,
 for equal times of forward (F), input gradient (I) and weight gradient (W). Costs are for p ranks and m micro-batches.
 """
 
 from __future__ import annotations
 
-from meshwright.program.pipeline import Builder, PipelineProgram, straight
+from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
-    """The memory of 1F1B and, for equal times, a third of its bubble (section 2.1, figure 3 top).
+    """Generate ZB-H1: the memory of 1F1B and, for equal times, a third of its bubble (section 2.1, figure 3 top).
 
     Any number of ranks and micro-batches. Costs:
-    - bubble: (p - 1)(F + I - W), from m = p on
+    - bubble: (p - 1)(F + I - W), for m >= p
     - peak activations: min(m, p) micro-batches on every rank
     - weight copies: 1
     - transfers: those of 1F1B
@@ -22,13 +22,13 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
-    """No bubble at all for equal times, for twice the memory (section 2.2, figure 3 bottom).
+    """Generate ZB-H2: no bubble for equal times, at twice the memory of 1F1B (section 2.2, figure 3 bottom).
 
-    Rank r starts and ends r forwards after rank 0, so one step on its own still lasts m(F + I + W) + (p - 1)F: the
-    promise is about many steps, in which no rank waits for the others between two of them.
+    Rank r starts and ends r forwards after rank 0, so a single step still lasts m(F + I + W) + (p - 1)F: the bubble
+    vanishes over many steps, when ranks do not synchronize between them.
 
     Any number of ranks and micro-batches. Costs:
-    - bubble: rank 0 waits (p - 1)(F + I - 2W), from m = 2p - 1 on
+    - bubble: (p - 1)(F + I - 2W) on rank 0, for m >= 2p - 1
     - peak activations: min(m, 2p - 1) micro-batches on every rank
     - weight copies: 1
     - transfers: those of 1F1B
@@ -37,9 +37,12 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """A rank starts `ahead` forwards earlier than the next one and leaves `ahead` weight gradients fewer for later, so
-    that all of them hold the same number of activations. Without a forward left to do, none is put off any more."""
-    program = Builder(name, ranks, micro_batches, (straight(ranks),))
+    """Generate ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
+
+    A rank starts `ahead` forwards earlier than the next rank and defers `ahead` fewer weight gradients, so that all
+    ranks hold the same number of activations. Once no forward is left, none is deferred.
+    """
+    program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up, put_off, done = ahead * (ranks - 1 - rank.rank), ahead * rank.rank, 0
         for m in range(min(warm_up, micro_batches)):

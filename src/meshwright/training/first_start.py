@@ -25,7 +25,7 @@ from meshwright.planner.machine_profile import (
     write_profile,
 )
 from meshwright.recipe import Recipe
-from meshwright.threads import available_cores
+from meshwright.threads import count_available_cores
 from meshwright.training.process_constants import ProcessKey, measure_process_memory
 
 SYNCHRONOUS_AXES = ("tp", "cp")
@@ -57,7 +57,7 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
     if (probed := _probed(ranks, threads)) is not None:
         return probed
-    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
     profile = read_profile(key)
     return None if profile is None else _usable(profile, key.path)
 
@@ -94,7 +94,7 @@ def measure_first_start(
     ranks = ranks or layout.world_size
     axes = _synchronous(layout) if axes is None else axes
     precisions = candidate_precisions() if layout.precision is None else (layout.precision,)
-    key = HardwareProfileKey.here(available_cores(), ranks, threads)
+    key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
     processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
 
     def profile_known() -> bool:

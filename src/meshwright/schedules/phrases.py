@@ -1,4 +1,4 @@
-"""Writes the steps of a rank that holds two chunks in phrases, as papers print them: `F0 F1`, `F0&B1 F1&B0`."""
+"""Writer of a rank's steps from phrases in the notation of papers: `F0 F1`, `F0&B1 F1&B0`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage of one replica on a rank, and the micro-batches that it takes in turn."""
+    """One stage of one replica on a rank, and its micro-batches in order."""
 
     stage: int
     micro_batches: range
     replica: int = 0
 
 
-class InTurn:
-    """Writes phrases for one rank; every chunk takes its micro-batches in turn, forwards and backwards alike.
+class PhraseWriter:
+    """Writer of phrases for one rank; every chunk runs its micro-batches in order, forwards and backwards alike.
 
-    F: forward, B: whole backward, I: input gradient, W: weight gradient, each followed by the number of the chunk. `W`
-    without a number is the oldest weight gradient that has been put off, of whichever chunk. `&` joins a forward and a
-    backward that overlap. A step for which no micro-batch is left is left out. `done` comes last.
+    F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the chunk number. `W` without
+        a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and backward.
+        Steps beyond the last micro-batch are dropped. `finish` must be called last.
     """
 
     def __init__(self, rank: RankBuilder, chunks: Sequence[Chunk]) -> None:
@@ -36,11 +36,14 @@ class InTurn:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """The phrase, so many times in a row; none for a number below 1."""
-        self._written += [_parsed(phrase)] * times
+        """Append a phrase `times` times in a row (never for a number below 1)."""
+        self._written += [_parse_phrase(phrase)] * times
 
-    def done(self) -> None:
-        """Hand all that was written to the rank. Of weight gradients either all or none must have a number."""
+    def finish(self) -> None:
+        """Assign micro-batches to all written steps and hand them to the rank builder.
+
+        Either all weight gradients or none must have a chunk number.
+        """
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
         split = kind == Kind.INPUT_GRADIENT
@@ -55,7 +58,7 @@ class InTurn:
         for number in np.unique(chunk[weights]):
             puts = np.flatnonzero(split & ((chunk == number) | (number < 0)))
             takes = np.flatnonzero(weights & (chunk == number))
-            # Taken after each: one more than before it, but no more than were put off by then.
+            # Number of weight gradients run after each W: one more, but no more than are deferred by then.
             turn = np.arange(1, len(takes) + 1)
             taken = turn + np.minimum(0, np.minimum.accumulate(np.searchsorted(puts, takes) - turn))
             there = np.diff(taken, prepend=0) > 0
@@ -68,8 +71,8 @@ class InTurn:
 
 
 @lru_cache(maxsize=128)
-def _parsed(phrase: str) -> Integers:
-    """Of each step [steps, 3] its kind, its chunk (-1: of whichever), and whether it is joined to the one before."""
+def _parse_phrase(phrase: str) -> Integers:
+    """Parse a phrase into steps [steps, 3]: kind, chunk (-1: any), 1 if joined to the step before."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

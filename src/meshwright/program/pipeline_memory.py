@@ -1,6 +1,6 @@
-"""What the ranks of a pipeline program hold: activations of micro-batches under way, and versions of weights.
+"""Memory of pipeline ranks: saved activations of micro-batches in flight, and versions of the weights.
 
-A rank takes one group at a time, so the order of its own steps decides both; no clock is needed.
+A rank runs one group at a time, so the order of its own steps determines both; no simulated time is needed.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from meshwright.program.order import Integers
 from meshwright.program.pipeline import Kind, PipelineProgram
 
 
-def activation_changes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Steps at whose start an activation comes to be held, and steps at whose end one is freed.
+def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
+    """Return the steps at whose start an activation is allocated, and the steps at whose end one is freed.
 
-    An activation counts from its forward's start to its weight gradient's end (the end of a backward that holds it).
+    An activation lives from its forward's start to its weight gradient's end (the end of a full backward).
     """
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches
     output, gradient, weights = flow.last[:values], flow.last[values : 2 * values], flow.last[2 * values :]
-    whole = np.append(program.steps.kind, -1)[gradient] == Kind.BACKWARD  # the last one stands for no gradient
+    whole = np.append(program.steps.kind, -1)[gradient] == Kind.BACKWARD  # index -1 (no gradient) reads the appended -1
     freed = np.where(weights >= 0, weights, np.where(whole, gradient, -1))
     return flow.first[:values][output >= 0], freed[(freed >= 0) & (output >= 0)]
 
 
-def peak_activations(flow: Dataflow) -> Floats:
-    """Most activations that each rank holds at once, in units of its whole share of one micro-batch."""
+def compute_peak_activations(flow: Dataflow) -> Floats:
+    """Return the peak number of saved activations of each rank [ranks], in units of its whole share of one micro-
+    batch."""
     program, s = flow.program, flow.program.steps
-    born, freed = activation_changes(flow)
+    born, freed = find_activation_lifetimes(flow)
     groups = len(s.group_rank)
-    # Before each group: what came to be held, and what was freed, by all groups ahead of it.
+    # Activations allocated and freed by all groups before each group.
     came, went = (
         np.append(0, np.cumsum(np.bincount(s.group_index[steps], minlength=groups))) for steps in (born, freed)
     )
@@ -42,14 +43,13 @@ def peak_activations(flow: Dataflow) -> Floats:
     return peaks / program.chunks
 
 
-def weight_copies(program: PipelineProgram) -> Floats:
-    """Most versions of its weights that each rank holds at once, in units of one copy of its share of the model.
+def count_weight_copies(program: PipelineProgram) -> Floats:
+    """Return the peak number of weight versions of each rank [ranks], in units of one copy of its share of the model.
 
-    A program without updates holds one version of each replica's stages. An update brings a new version into use in the
-    place where it stands; a forward uses the newest version on its rank, its backward the same one. A version that a
-    later one replaced is held until the last backward that uses it. Where gradients that an update does not apply are
-    computed before it, those that it applies must be kept apart from them: the version is made, and held, from there on
-    (PipeDream-2BW's second buffer).
+    A synchronous program has one version of each replica's stages. An update makes a new version current at its
+    position in the rank's steps; a forward uses the newest version, and its backward the same one. A replaced version
+    is kept until the last backward that uses it. If gradients for a later update are computed before an update, the two
+    sets must be accumulated separately, so the new version is allocated from there on (PipeDream-2BW's second buffer).
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks
@@ -57,8 +57,8 @@ def weight_copies(program: PipelineProgram) -> Floats:
         return held.astype(np.float64)
     newest: dict[tuple[int, int], int] = {}
     used: dict[tuple[int, int, int], int] = {}
-    updates: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where each version is made, and brought into use
-    waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # gradients that no update has applied, and where
+    updates: dict[tuple[int, int], list[tuple[int, int]]] = {}  # groups that allocate a version and make it current
+    waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # gradients not yet applied: micro-batch, group
     last_use: dict[tuple[int, int, int], int] = {}
     columns = (s.kind.tolist(), s.replica.tolist(), s.stage.tolist(), s.micro_batch.tolist(), s.group.tolist())
     for kind, replica, stage, micro_batch, group in zip(*columns, strict=True):
@@ -74,8 +74,8 @@ def weight_copies(program: PipelineProgram) -> Floats:
             updates.setdefault((replica, stage), []).append((made, group))
         if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
             waiting.setdefault((replica, stage), []).append((micro_batch, group))
-    # At an update, in this order: a version in no further use goes and the new one comes; after a backward, a replaced
-    # version goes.
+    # Order of events in a group: an update frees an unused version (0), then allocates the new one (1); a backward
+    # frees a replaced version after it (2).
     events: list[list[tuple[int, int, int]]] = [[] for _ in range(program.ranks)]
     for (replica, stage), versions in updates.items():
         of_rank = events[program.placement[replica][stage]]
