@@ -23,7 +23,7 @@ from meshwright.monitoring.trackers import FAILED, FINISHED, STOPPED
 from meshwright.monitoring.tracking import Tracking
 from meshwright.planner.devices import peak_flops
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
-from meshwright.probe.matmul import matmul_flops_per_second
+from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.recipe import Recipe
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.prediction import Prediction, StepTimes, compared, measured_memory, predict
@@ -111,7 +111,7 @@ class Journal:
 
     def _packed(self, trainer: Trainer) -> Iterable[str]:
         """Of examples in rows, what was cut or left out."""
-        return trainer.data.packing_lines()
+        return trainer.data.format_packing_lines()
 
     def _predict(self, trainer: Trainer) -> Prediction:
         return predict(trainer, self.memory)
@@ -358,8 +358,6 @@ def device_peak_flops(mesh: Mesh, precision: str) -> float:
         if published is not None:
             return published
     collectives.barrier(mesh.world, "start.peak")
-    rate = torch.tensor(
-        matmul_flops_per_second(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device
-    )
+    rate = torch.tensor(measure_matmul_rate(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device)
     collectives.all_reduce(rate, mesh.world, "start.peak")
     return float(rate) / mesh.world_size

@@ -19,7 +19,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.data.files import canonical_json
-from meshwright.data.packing.shards import every_few_seconds
+from meshwright.data.packing.shards import limit_rate
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import thread_change_note
 from meshwright.launcher.stopping import StopRequest
@@ -27,7 +27,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.profile import Profile
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.probe.communication import faster_precision
+from meshwright.probe.communication import choose_precision
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig, config_from_recipe
 from meshwright.spec.refuse import refuse
@@ -132,7 +132,7 @@ class Run:
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
         result = self.journal.earlier_result(self.trainer, self.checkpointer)
-        if not self.agreement.everyone(result is not None or self.mesh.rank != 0):
+        if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
         self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
         return result or {}
@@ -183,7 +183,7 @@ class Run:
         begun = time.perf_counter()
 
         def make() -> Reference:
-            say = every_few_seconds(lambda done: self.journal.say(f"reference: {done:,} of {rows:,} rows"))
+            say = limit_rate(lambda done: self.journal.say(f"reference: {done:,} of {rows:,} rows"))
             return trainer.make_reference(made_of, say)
 
         rows = sum(len(pairs) for pairs in trainer.pairs_by_row.values())
@@ -201,7 +201,7 @@ class Run:
             return layout
         if previous is not None:
             return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
-        return dataclasses.replace(layout, precision=faster_precision(self.mesh))
+        return dataclasses.replace(layout, precision=choose_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""
@@ -276,9 +276,9 @@ class Run:
         """
         while True:
             busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed
-            if not self.agreement.everyone(self.checkpointer.failed() is None):
+            if not self.agreement.all_true(self.checkpointer.failed() is None):
                 return self._give_up_save()
-            if self.agreement.everyone(not busy):
+            if self.agreement.all_true(not busy):
                 return None
             time.sleep(0.02)
 

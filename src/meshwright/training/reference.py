@@ -162,7 +162,7 @@ def found_or_made(
         earlier = read_reference(path, pairs_by_row)
     except UserError:
         pass  # there is none, or none that counts
-    if agree.everyone(earlier is not None and earlier.made_of == made_of):
+    if agree.all_true(earlier is not None and earlier.made_of == made_of):
         assert earlier is not None
         return earlier, True
     made, problem = make(), None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedExamples, PreparedData, TokenRows
+from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -153,8 +153,8 @@ class Trainer:
         self._stand_by()
         if recipe.train.compile:
             self.model.compile_blocks()
-        self.tokens: TokenRows = data.split("train")
-        self.validation_tokens: TokenRows = data.split("validation")
+        self.tokens: PackedDataset = data.split("train")
+        self.validation_tokens: PackedDataset = data.split("validation")
         self.preference = preference_of(recipe)
         self.reference: Reference | None = None
         """Of preference data: to be made (`make_reference`) or read before the first step."""
@@ -162,7 +162,7 @@ class Trainer:
         self.pair_rows = {} if self.preference is None else cast(dict[str, PackedExamples], rows)
         self.pairs_by_row = {name: tokens.examples_by_row for name, tokens in self.pair_rows.items()}
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self.pairs_by_row.values()), default=0)
-        self.order = data.order()
+        self.order = data.make_sample_order()
         self.passes = ForwardBackward(
             self.model, self.parallel, program, self.clock.mark, self.fused_accumulation_min_numel, self.preference
         )
@@ -364,11 +364,11 @@ class Trainer:
     def documents_of(self, steps: int) -> tuple[tuple[int, ...], ...]:
         """Where documents begin in this rank's rows of the next steps, row after row."""
         samples = [self._samples(self.steps_done + step) for step in range(steps)]
-        return tuple(tuple(row.tolist()) for row in self.tokens.batch(np.concatenate(samples)).starts())
+        return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
     def _micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """What this rank has of some rows."""
-        batch = (self.tokens if split == "train" else self.validation_tokens).batch(rows, padded=padded)
+        batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = Documents.from_ids(batch.document_ids)
         if self.preference is not None:
             pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)

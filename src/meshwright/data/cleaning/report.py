@@ -26,7 +26,7 @@ svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:#57606a}
 
 
 def cleaning_page(title: str, report: Mapping[str, Any]) -> str:
-    """The page of a report as `cleaning_pass.clean` makes it; nothing in it is loaded from elsewhere."""
+    """The page of a report as `cleaning_pass.run_cleaning_pass` makes it; nothing in it is loaded from elsewhere."""
     parts = [
         f"<h1>Cleaning of {html.escape(title)}</h1>",
         _summary(report),
@@ -109,7 +109,7 @@ def _curve(minhash: MinHash) -> str:
         x = _LEFT + similarity * (right - _LEFT)
         return f"{x:.1f},{bottom - probability * (bottom - _TOP):.1f}"
 
-    points = " ".join(place(at / 200, minhash.probability(at / 200)) for at in range(201))
+    points = " ".join(place(at / 200, minhash.match_probability(at / 200)) for at in range(201))
     lines = [
         f'<line x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="#e3e6ea"/>'
         f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{share:g}</text>'
@@ -122,7 +122,7 @@ def _curve(minhash: MinHash) -> str:
         f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}" stroke="#d1570a" stroke-dasharray="4 3"/>'
         f'<text x="{at - 6:.1f}" y="{_TOP + 12}" text-anchor="end">threshold {minhash.threshold:.3f}</text>'
     )
-    rows = [(f"{at / 10:.1f}", f"{minhash.probability(at / 10):.3f}") for at in range(4, 11)]
+    rows = [(f"{at / 10:.1f}", f"{minhash.match_probability(at / 10):.3f}") for at in range(4, 11)]
     return (
         f"<p>{minhash.bands} bands of {minhash.rows} rows over runs of {minhash.words} words. Two documents are found "
         f"with probability 1 − (1 − s<sup>{minhash.rows}</sup>)<sup>{minhash.bands}</sup> at Jaccard similarity s; the "

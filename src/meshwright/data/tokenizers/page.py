@@ -23,7 +23,7 @@ h2 { font-size: 17px; margin: 28px 0 6px } .muted { color: #666 } td.words, th.w
 
 
 def page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
-    """The whole page of what `tokenizer_report` found; `shown`: what `tokens_of` made of a text."""
+    """The whole page of what `measure_tokenizer` found; `shown`: what `describe_tokens` made of a text."""
     name = escape(str(report["tokenizer"]))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>tokenizer {name}</title>'
