@@ -31,7 +31,7 @@ class MinHash:
 
     @property
     def threshold(self) -> float:
-        """Similarity at which `probability` is about steepest: (1 / bands)^(1 / rows)."""
+        """Similarity at which `match_probability` is about steepest: (1 / bands)^(1 / rows)."""
         return float((1 / self.bands) ** (1 / self.rows))
 
     def hash_shingles(self, text: str) -> Hashes:
